@@ -1,4 +1,4 @@
-"""What a completion is worth: reward functions, and how they are loaded and called. Imports no torch.
+"""Worth of completions: reward functions, and how they are loaded and called. Imports no torch.
 
 A reward function is called as ``function(prompts=, completions=, answer=, **columns)`` with one list entry per
 completion and returns one finite number per completion (the convention of TRL). ``answer`` is always the reference
@@ -10,14 +10,18 @@ import importlib
 import logging
 import math
 import re
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadConfig, RewardFailed
-from rlhf_core.training.types import Row
+
+if TYPE_CHECKING:  # the process that reward functions run in starts in a tenth of the time without it
+    from rlhf_core.training.types import Row
 
 RewardFunction = Callable[..., Sequence[float]]
 
@@ -128,57 +132,49 @@ def load_reward(path: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def load_rewards(paths: Sequence[str]) -> dict[str, RewardFunction]:
-    """Import reward functions under the names that their metrics have: the function's, or the whole path where two
+def reward_names(paths: Sequence[str]) -> dict[str, str]:
+    """Names that the metrics of reward functions have, to their paths: the function's name, or the whole path where two
     share it."""
     repeated = Counter(path.partition(":")[2] for path in paths)
-    return {
-        (path if repeated[name] > 1 else name): load_reward(path)
-        for path, name in ((p, p.partition(":")[2]) for p in paths)
-    }
+    return {(path if repeated[name] > 1 else name): path for path, name in ((p, p.partition(":")[2]) for p in paths)}
 
 
-def score(
-    functions: Mapping[str, RewardFunction],
-    weights: Sequence[float],
-    rows: Sequence[Row],
-    completions: Sequence[str],
-    beat: Callable[[], None],
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Reward of each completion.
+@dataclass(frozen=True)
+class RewardCall:
+    """The answer of one reward function to one call."""
+
+    values: list[float] = field(default_factory=list)
+    """One per completion; 0 where :attr:`problems` has one."""
+    problems: dict[int, str] = field(default_factory=dict)
+    """Answer that came instead of a number for a completion, by its index: ``returned nan``."""
+    failure: str = ""
+    """Reason why there is no answer at all, as the end of a sentence (``raised KeyError: 'level'``); else empty."""
+    error: Exception | None = None
+    """Exception that it raised, in this process."""
+    trace: str = ""
+    """Stack of what it raised in a process of its own."""
+
+
+def call_reward(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]) -> RewardCall:
+    """Call a reward function in this process. Whatever it raises is part of the answer.
 
     Args:
-        functions: by name (:func:`load_rewards`).
-        weights: one per function in the same order; empty for 1 each.
+        arguments: of :func:`reward_arguments`.
+    """
+    try:
+        returned = function(**arguments)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
+        return RewardCall(failure=_told(error), error=error)
+    return _checked(returned, arguments["completions"])
+
+
+def reward_arguments(rows: Sequence["Row"], completions: Sequence[str]) -> dict[str, list[Any]]:
+    """Arguments of a reward function for these completions, each a list of their length.
+
+    Args:
         rows: the row of each completion (a row comes once per sample).
         completions: texts, as many.
-        beat: called before and after each function.
-
-    Returns:
-        The weighted sum per completion, and the unweighted rewards per function.
-
-    Raises:
-        RewardFailed: a function raised, or returned something else than one finite number per completion.
     """
-    arguments = _arguments(rows, completions)
-    by_function: dict[str, list[float]] = {}
-    for name, function in functions.items():
-        beat()
-        try:
-            returned = function(**arguments)
-        except Exception as error:  # user code may raise anything; the run must say whose code it was
-            raise RewardFailed(f"reward function {name} raised {type(error).__name__}: {error}") from error
-        by_function[name] = _checked(name, returned, completions)
-    beat()
-    factors = list(weights) or [1.0] * len(by_function)
-    total = [
-        sum(factor * value for factor, value in zip(factors, values, strict=True))
-        for values in zip(*by_function.values(), strict=True)
-    ]
-    return total, by_function
-
-
-def _arguments(rows: Sequence[Row], completions: Sequence[str]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
     arguments["prompts"] = [row.prompt for row in rows]
@@ -187,31 +183,53 @@ def _arguments(rows: Sequence[Row], completions: Sequence[str]) -> dict[str, lis
     return arguments
 
 
-def _checked(name: str, returned: object, completions: Sequence[str]) -> list[float]:
-    """One finite float per completion, or an error that says what came instead."""
+def rewards_of(name: str, function: RewardFunction, rows: Sequence["Row"], completions: Sequence[str]) -> list[float]:
+    """Rewards by one function, called in this process without a time limit.
+
+    Raises:
+        RewardFailed: it raised, or returned something else than one finite number per completion.
+    """
+    called = call_reward(function, reward_arguments(rows, completions))
+    if called.failure:
+        raise RewardFailed(f"reward function {name} {called.failure}") from called.error
+    for index, problem in called.problems.items():
+        raise RewardFailed(
+            f"reward function {name} {problem} for completion {index} ({shown(completions[index])}); expected a finite "
+            f"number"
+        )
+    return called.values
+
+
+def _told(error: BaseException) -> str:
+    """An exception with the line that raised it, as far as it is not ours."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"raised {type(error).__name__}: {error}{place}"
+
+
+def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
+    """One finite float per completion, or what came instead."""
+    expected = f"expected a list of {len(completions)} numbers"
     try:
         values = list(returned)  # type: ignore[call-overload]
     except TypeError:
-        raise RewardFailed(
-            f"reward function {name} returned {_shown(returned)}; expected a list of {len(completions)} numbers"
-        ) from None
+        return RewardCall(failure=f"returned {shown(returned)}; {expected}")
     if len(values) != len(completions):
-        raise RewardFailed(f"reward function {name} returned {len(values)} values for {len(completions)} completions")
-    checked = []
+        return RewardCall(failure=f"returned {len(values)} values for {len(completions)} completions; {expected}")
+    numbers, problems = [], {}
     for index, value in enumerate(values):
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise RewardFailed(
-                f"reward function {name} returned {_shown(value)} for completion {index} "
-                f"({_shown(completions[index])}); expected a finite number"
-            )
-        checked.append(number)
-    return checked
+            problems[index] = f"returned {shown(value)}"
+            number = 0.0
+        numbers.append(number)
+    return RewardCall(numbers, problems)
 
 
-def _shown(value: object, limit: int = 80) -> str:
+def shown(value: object, limit: int = 80) -> str:
+    """A value as a message shows it."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,94 @@
+"""Rows that are conversations: messages in, what the chat template of a tokenizer makes of them out. Imports no torch.
+
+Formats are those of TRL 1.16.0 (``trl/data_utils.py``): a prompt is a list of messages with ``role`` and ``content``, a
+completion is one too, or the text of one turn of the model; a pair without a prompt has it as the turns (or characters)
+that both completions begin with.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+from rlhf_core.errors import BadData
+from rlhf_core.survival import Survived
+from rlhf_core.training.types import Messages, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def messages_problem(value: JsonValue) -> str:
+    """Problem of a value as a list of messages; empty if it is one."""
+    if not isinstance(value, list) or not value:
+        return f"expected a list of messages, found {value!r:.60}"
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f'expected messages with a "role", found {message!r:.60}'
+        if not isinstance(message.get("content"), str):
+            return f'expected messages with text as "content", found {message!r:.60}'
+    return ""
+
+
+def turns(completion: JsonValue) -> Messages:
+    """A completion as messages: a text is one turn of the model."""
+    if isinstance(completion, list):
+        return [message for message in completion if isinstance(message, Mapping)]
+    return [{"role": "assistant", "content": completion}]
+
+
+def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Length of the prompt that both completions of a pair begin with, in messages or characters.
+
+    As ``extract_prompt`` of TRL 1.16.0: a space before the point where two texts part belongs to the completions, and
+    something is left of each completion.
+    """
+    shorter = min(len(chosen), len(rejected))
+    length = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter - 1)
+    return max(0, length - 1 if length and chosen[length - 1] == " " else length)
+
+
+def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
+    """A row whose texts are what the chat template makes of its messages; one that has none stays as it is.
+
+    The prompt ends with the beginning of the model's turn, as it does when completions are sampled, and a completion is
+    what the template adds when its messages follow.
+
+    Raises:
+        BadData: the tokenizer has no chat template, it does not render, or it renders the prompt otherwise when a
+            completion follows: the model would be trained on another prompt than it is given later.
+    """
+    chat = row.chat
+    if chat is None:
+        return row
+    prompt = _apply(tokenizer, chat.prompt, add_generation_prompt=True)
+    texts: dict[str, Any] = {}
+    for name in ("target", "chosen", "rejected"):
+        completion: Messages = getattr(chat, name)
+        if not completion:
+            continue
+        whole = _apply(tokenizer, [*chat.prompt, *completion], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            raise BadData(
+                f"the chat template renders a prompt as {prompt[-60:]!r}, but otherwise when the {name} completion "
+                f"follows ({whole[max(0, len(prompt) - 60) : len(prompt) + 20]!r}); take a chat template that renders "
+                f"it alike"
+            )
+        texts[name] = whole[len(prompt) :]
+    return dataclasses.replace(row, prompt=prompt, **texts)
+
+
+def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_generation_prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        raise BadData(
+            "found a prompt of messages, and a tokenizer without a chat template; give text, or the folder of a "
+            "tokenizer with a chat template as model.tokenizer"
+        )
+    text: Any = ""
+    conversation: Any = [dict(message) for message in messages]
+    with Survived() as failed:  # a template is code, and raises what it likes
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+    if failed.error is not None:
+        raise BadData(f"the chat template of the tokenizer does not render: {' '.join(failed.problem.split())}")
+    return str(text)

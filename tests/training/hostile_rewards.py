@@ -1,0 +1,127 @@
+"""Reward functions that do harm where a completion is ``bad``, each in its way; the others are right."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def _do_for_bad(harm: Callable[[], object], completions: list[str]) -> list[float]:
+    for text in completions:
+        if text == "bad":
+            harm()
+    return [1.0 for _ in completions]
+
+
+def well(*, completions: list[str], **columns: Any) -> list[float]:
+    """Does no harm."""
+    return [1.0 for _ in completions]
+
+
+def endless(*, completions: list[str], **columns: Any) -> list[float]:
+    """Never returns."""
+
+    def loop() -> None:
+        while True:
+            pass
+
+    return _do_for_bad(loop, completions)
+
+
+def forking(*, completions: list[str], **columns: Any) -> list[float]:
+    """Starts a process that leaves its session, and never returns."""
+
+    def fork() -> None:
+        if os.fork() == 0:
+            os.setsid()
+            subprocess.run(["sleep", "600"], check=False)
+        time.sleep(600)
+
+    return _do_for_bad(fork, completions)
+
+
+def orphaning(*, completions: list[str], **columns: Any) -> list[float]:
+    """Ends its process and leaves another one behind."""
+
+    def leave() -> None:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        os._exit(4)
+
+    return _do_for_bad(leave, completions)
+
+
+def exiting(*, completions: list[str], **columns: Any) -> list[float]:
+    """Ends its process."""
+    return _do_for_bad(lambda: os._exit(3), completions)
+
+
+def crashing(*, completions: list[str], **columns: Any) -> list[float]:
+    """Reads where there is no memory."""
+    return _do_for_bad(lambda: ctypes.string_at(0), completions)
+
+
+def killed(*, completions: list[str], **columns: Any) -> list[float]:
+    """Ends as if the kernel had no memory left for it."""
+    return _do_for_bad(lambda: os.kill(os.getpid(), 9), completions)
+
+
+def leaving(*, completions: list[str], **columns: Any) -> list[float]:
+    """Asks the interpreter to end."""
+    return _do_for_bad(lambda: sys.exit(5), completions)
+
+
+def greedy(*, completions: list[str], **columns: Any) -> list[float]:
+    """Asks for more memory than there is."""
+    return _do_for_bad(lambda: bytearray(1 << 60), completions)
+
+
+def raising(*, completions: list[str], **columns: Any) -> list[float]:
+    """Raises."""
+    return _do_for_bad(lambda: {}["level"], completions)
+
+
+def closing(*, completions: list[str], **columns: Any) -> list[float]:
+    """Closes what it has not opened."""
+    return _do_for_bad(lambda: os.closerange(3, 256), completions)
+
+
+def not_a_number(*, completions: list[str], **columns: Any) -> list[float]:
+    """Returns no number for some."""
+    return [float("nan") if text == "bad" else 1.0 for text in completions]
+
+
+def printing(*, completions: list[str], **columns: Any) -> list[float]:
+    """Writes to standard output what looks like an answer."""
+    print(json.dumps({"values": [5.0] * len(completions)}))
+    os.write(1, b"\x00\x00\x00\x00\x00\x00\x00\x02{}")
+    return [1.0 for _ in completions]
+
+
+def returning_twice(*, completions: list[str], **columns: Any) -> list[float]:
+    """Forks, and returns in both processes."""
+    return [2.0 if os.fork() == 0 else 1.0 for _ in completions[:1]] * len(completions)
+
+
+def noisy(*, completions: list[str], **columns: Any) -> list[float]:
+    """Draws from two global generators, one of which it imports late."""
+    import random
+
+    import numpy as np
+
+    return [random.random() + float(np.random.rand()) for _ in completions]
+
+
+def not_by_one(*, completions: list[str], **columns: Any) -> list[float]:
+    """Fails for many completions, and for none alone."""
+    if len(completions) > 4:
+        raise ValueError("too many at once")
+    return [1.0 for _ in completions]
+
+
+def failing_on_rank_1(*, completions: list[str], **columns: Any) -> list[float | None]:
+    """Returns nothing for the first completion of rank 1."""
+    return [None if os.environ["RANK"] == "1" and index == 0 else len(text) for index, text in enumerate(completions)]

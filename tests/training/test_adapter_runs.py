@@ -1,0 +1,224 @@
+"""Runs that train an adapter, on two real processes: every loop and stage, exact resume, and what is promoted."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from rank_launcher import launch, make_context, tiny_spec, values
+from test_loop_runs import Interrupting, final_state, interrupt, told
+from test_preference_runs import IPO, RANKER, WARM, spec_of
+from test_promoted_model import origin
+
+from rlhf_core.errors import PromotionFailed
+from rlhf_core.launch.model_card import model_card
+from rlhf_core.launch.promote import damage, model_source, write_model_directory
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import EvaluationReport, Phase
+from rlhf_core.schemas.run import RunSpec
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+LORA = {"rank": 4, "alpha": 8}
+STAGES = (0, 1, 2, 3)
+PPO = {"name": "ppo", "prompts_per_step": 8}
+
+
+def adapted(content: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """The same run with an adapter."""
+    changed = {name: {**content.get(name, {}), **section} for name, section in sections.items()}
+    model = {**content["model"], "lora": LORA, **sections.get("model", {})}
+    return {**content, **changed, "model": model}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    **{f"stage-{stage}": adapted(spec_of({"name": "dpo"}, zero_stage=stage)) for stage in STAGES},
+    "warm": adapted(spec_of(IPO, warm=True, zero_stage=3, **WARM)),
+    "ranker": adapted(spec_of(RANKER, warm=True, zero_stage=2, **WARM), promote={"when": "always"}),
+    "grpo": adapted(tiny_spec(grpo={"kl_coefficient": 0.1}), trainer={"zero_stage": 3}, promote={"when": "always"}),
+    "ppo": adapted(
+        spec_of(PPO, data={"generator": "rlhf_core.training.tasks:sort_digits"}, zero_stage=1),
+    ),
+    "bf16": adapted(
+        spec_of({"name": "dpo"}, zero_stage=3), model={"dtype": "bfloat16"}, trainer={"gradient_checkpointing": True}
+    ),
+}
+RUNS["ppo"]["loops"]["main"]["algorithm"].pop("batch_size")
+RESUMED = ("stage-0", "ranker", "grpo", "ppo")
+"""One of each stage and loop."""
+
+
+def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import run as run_module
+
+    ranks = init_process_group(make_context(folder, RUNS["grpo"], rank, num_ranks))
+    results: dict[str, Any] = {}
+
+    def train(name: str, spec: dict[str, Any], restart: int = 0, reporter: Any = None) -> str:
+        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart, reporter)
+        try:
+            result = str(run_module.train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
+        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
+            result = f"{type(error).__name__}: {error}"
+        ranks.barrier()
+        return result
+
+    for name, spec in RUNS.items():
+        results[name] = train(name, spec)
+    for name in RESUMED:
+        train(f"{name}-ended", RUNS[name], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
+        results[f"{name}-ended"] = train(f"{name}-ended", RUNS[name], restart=1)
+    # Negative control: the adapter on another base model.
+    if ranks.is_first:
+        shutil.copytree(f"{folder}/stage-1", f"{folder}/other-base")
+        weights = RunDir(Path(folder) / "other-base").initial_model / "model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ranks.barrier()
+    results["other base"] = train("other-base", RUNS["stage-1"], restart=1)
+    # Negative control: a resume that starts from a fresh adapter.
+    train("forgetful", RUNS["stage-1"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
+    with mock.patch.object(run_module, "load_adapter"), mock.patch.object(run_module.Engine, "load_state"):
+        results["forgetful"] = train("forgetful", RUNS["stage-1"], restart=1)
+    train("for-one", RUNS["stage-3"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
+    leave_process_group(ranks)
+    return results
+
+
+def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """The rest of a run of two ranks under stage 3, under stage 1; and role evaluator on others."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.evaluation import run_evaluator
+    from rlhf_core.training.trainers.run import train_run
+
+    rest = make_context(f"{folder}/for-one", RUNS["stage-1"], rank, num_ranks, restart=1)
+    ranks = init_process_group(rest)
+    results = [str(train_run(rest, ranks))]
+    leave_process_group(ranks)
+    for name in ("grpo", "ranker", "warm"):
+        results.append(str(run_evaluator(make_context(f"{folder}/{name}", RUNS[name], rank, num_ranks))))
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=900, folder=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def alone(results: list[dict[str, Any]], folder: Path) -> list[str]:
+    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", timeout_s=300, folder=str(folder)))
+    answers: list[str] = found
+    return answers
+
+
+def report(folder: Path, run: str, when: str, name: str) -> EvaluationReport:
+    return EvaluationReport.model_validate_json(RunDir(folder / run).evaluation(when, name).read_bytes())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_loop_trains_an_adapter(results: list[dict[str, Any]], folder: Path, name: str) -> None:
+    assert [result[name] for result in results] == ["done", "done"]
+    lines = told(folder, name)
+    assert set(lines) == {1, 2, 3, 4, 5, 6}
+    assert all(line["train/grad_norm"] > 0 for line in lines.values())
+    assert all(line["train/changed_share"] > 0 for line in lines.values()), "nothing is called frozen"
+    found = {path.name for path in RunDir(folder / name).checkpoint(6).model.iterdir()}
+    assert found >= {"adapter_config.json", "adapter_model.safetensors", "base_model.json"}
+    assert not any(file.startswith("model") for file in found), "the base model is not saved again"
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_is_bitwise(results: list[dict[str, Any]], folder: Path, name: str) -> None:
+    assert [result[f"{name}-ended"] for result in results] == ["done", "done"]
+    assert told(folder, f"{name}-ended") | told(folder, f"{name}-ended", restart=1) == told(folder, name)
+    ended, straight = final_state(folder, f"{name}-ended"), final_state(folder, name)
+    for content in (ended, straight):
+        content.pop("model/adapter_config.json")  # it names the base model's folder
+    assert ended == straight
+
+
+def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], folder: Path) -> None:
+    """Negative control of the test above."""
+    assert [result["forgetful"] for result in results] == ["done", "done"]
+    assert told(folder, "forgetful", restart=1)[6] != told(folder, "stage-1")[6]
+
+
+def test_every_stage_of_zero_learns_the_same(results: list[dict[str, Any]], folder: Path) -> None:
+    straight = told(folder, "stage-1")
+    assert straight[1]["train/loss"] == pytest.approx(0.693147, abs=1e-5), "the reference is the base model"
+    assert straight[6]["preference/margin"] > 0
+    for stage in STAGES:
+        for number, line in told(folder, f"stage-{stage}").items():
+            assert line["train/loss"] == pytest.approx(straight[number]["train/loss"], rel=1e-3), (stage, number)
+
+
+def test_a_warm_started_adapter_is_its_own_reference(results: list[dict[str, Any]], folder: Path) -> None:
+    """At its first step the policy is the reference, bit for bit; against the base model it would not be."""
+    assert told(folder, "warm")[3]["preference/margin"] == 0
+    assert told(folder, "warm")[6]["preference/margin"] != 0
+    assert told(folder, "grpo")[3]["policy/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_adapter_on_another_base_model_is_refused(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["other base"].startswith("ResumeMismatch: the adapter in ")
+        assert "model.safetensors differ by their checksums" in result["other base"]
+
+
+def test_one_rank_goes_on_with_what_two_began(alone: list[str], folder: Path) -> None:
+    assert alone[0] == "done"
+    straight = told(folder, "stage-1")
+    for number, line in told(folder, "for-one", restart=1).items():
+        for name in ("train/loss", "train/grad_norm"):
+            assert line[name] == pytest.approx(straight[number][name], rel=2e-3, abs=2e-5), (number, name)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("grpo", "CausalLM"), ("ranker", "SequenceClassification")])
+def test_what_is_promoted_is_whole(alone: list[str], folder: Path, name: str, kind: str) -> None:
+    """The model that was evaluated, with the adapter beside it; and nothing where they do not fit each other."""
+    import peft
+    import torch
+    import transformers
+
+    assert alone[1:] == ["done", "done", "done"]
+    run_dir = RunDir(folder / name)
+    spec = RunSpec.model_validate(RUNS[name])
+    source, target = model_source(run_dir, 6), folder / "promoted" / name
+    provenance = origin(run_dir.run_id, spec)
+    write_model_directory(source, target, model_card(provenance, spec), provenance, lambda: None)
+    assert damage(target) == []
+    loaded = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(target)
+    base = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(run_dir.initial_model, num_labels=1)
+    whole = peft.PeftModel.from_pretrained(base, str(target / "adapter"))
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-5)
+    shutil.copytree(run_dir.root, folder / "mixed" / name)
+    mixed = RunDir(folder / "mixed" / name)
+    shutil.rmtree(mixed.merged(6).root)
+    with pytest.raises(PromotionFailed, match=r"holds an adapter, and .* does not hold the model"):
+        model_source(mixed, 6)
+
+
+def test_a_reference_of_another_step_is_evaluated_against(alone: list[str], folder: Path) -> None:
+    assert report(folder, "warm", "before", "preference").value == 0.5, "every pair is a tie with its own reference"
+    assert report(folder, "warm", "after", "preference").value != 0.5
+
+
+def test_a_checkpoint_is_small(results: list[dict[str, Any]], folder: Path) -> None:
+    """An adapter and float32 weights and moments of its own, three times its size; no byte of the base model."""
+    root = RunDir(folder / "stage-1").checkpoint(6).root
+    weights = (root / "model" / "adapter_model.safetensors").stat().st_size
+    base = (RunDir(folder / "stage-1").initial_model / "model.safetensors").stat().st_size
+    states = sum(path.stat().st_size for path in (root / "trainer_state").glob("*.pt"))
+    assert weights < 0.5 * base
+    assert states < 3 * weights + 60_000  # and the random number generators of two ranks

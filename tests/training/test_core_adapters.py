@@ -1,0 +1,172 @@
+"""Adapters in one process: their layers, their reference, their files, and the model that they are merged into."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
+
+from rlhf_core.checkpoint_dir import BASE_RECORD  # noqa: E402
+from rlhf_core.errors import BadConfig, ResumeMismatch  # noqa: E402
+from rlhf_core.schemas.run import LoraSpec, RunSpec  # noqa: E402
+from rlhf_core.training.adapters import (  # noqa: E402
+    AdapterReference,
+    add_adapter,
+    linear_names,
+    load_adapter,
+    require_base,
+    save_adapter,
+)
+from rlhf_core.training.models import PolicyModel, load_causal_lm  # noqa: E402
+from rlhf_core.training.reward_models import RewardModel, load_reward_model  # noqa: E402
+
+pytestmark = pytest.mark.training
+
+LORA = LoraSpec(rank=4, alpha=8)
+IDS = torch.arange(3, 19)[None]
+
+
+def stirred(model: Any) -> Any:
+    """The same with trained weights that are not 0."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def base(folder: Path, config: Any = QWEN) -> Path:
+    tiny_model(config).save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def adapted(folder: Path, lora: LoraSpec = LORA) -> Any:
+    model = load_causal_lm(folder, "float32")
+    add_adapter(model, lora, seed=1)
+    return model
+
+
+@pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, config: Any, rslora: bool) -> None:
+    """In float32, through peft's own reader as well; tied embeddings stay those of the base model."""
+    folder = base(tmp_path / "base", config)
+    model = stirred(adapted(folder, LORA.model_copy(update={"rslora": rslora})))
+    save_adapter(model, tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
+    by_peft = peft.PeftModel.from_pretrained(load_causal_lm(folder, "float32"), str(tmp_path / "adapter"))
+    merged = load_causal_lm(tmp_path / "adapter", "float32")
+    merged.save_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        assert torch.equal(by_peft(IDS).logits, expected)
+        for whole in (merged, load_causal_lm(tmp_path / "merged", "float32")):
+            torch.testing.assert_close(whole(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(load_causal_lm(folder, "float32")(IDS).logits, expected, atol=1e-2)
+    untouched = tiny_model(config).get_input_embeddings().weight
+    assert torch.equal(merged.get_input_embeddings().weight, untouched)
+
+
+def test_the_reference_is_a_second_model_to_the_last_bit(tmp_path: Path) -> None:
+    """Of the base model and of an earlier adapter; and training goes on as if it had not been called."""
+    folder = base(tmp_path / "base")
+    model = stirred(adapted(folder))
+    save_adapter(model, tmp_path / "earlier", folder, is_first=True, beat=lambda: None)
+    earlier = PolicyModel(adapted(folder))
+    load_adapter(earlier.causal_lm, tmp_path / "earlier")
+    policy = PolicyModel(stirred(model))
+    before, _ = policy(IDS)
+    for source, second in ((None, PolicyModel(tiny_model())), (tmp_path / "earlier", earlier)):
+        reference = AdapterReference(policy, policy.causal_lm, source)
+        assert torch.equal(policy(IDS)[0], before), "the trained adapter stays the active one"
+        assert torch.equal(reference(IDS)[0], second(IDS)[0])
+        assert not torch.equal(second(IDS)[0], before)
+        after, _ = policy(IDS)
+        assert torch.equal(after, before)
+        policy.zero_grad()
+        after.sum().backward()
+        trained = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+        assert trained
+        assert all(".default." in name for name in trained)
+
+
+def test_a_reward_model_takes_over_an_adapter_and_keeps_its_head(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base")
+    policy = stirred(adapted(folder))
+    save_adapter(policy, tmp_path / "policy", folder, is_first=True, beat=lambda: None)
+    ranker = load_reward_model(folder, "float32", seed=3, pad_id=0)
+    head = ranker.score.weight.detach().clone()
+    add_adapter(ranker, LORA, seed=1)
+    load_adapter(ranker, tmp_path / "policy")
+    with torch.no_grad():
+        last = policy.base_model(IDS).last_hidden_state[:, -1]
+        torch.testing.assert_close(RewardModel(ranker)(IDS), (last @ head.T).squeeze(-1))
+    stirred(ranker)
+    save_adapter(ranker, tmp_path / "ranker", folder, is_first=True, beat=lambda: None)
+    with torch.no_grad():
+        merged = RewardModel(load_reward_model(tmp_path / "ranker", "float32", seed=9, pad_id=0))(IDS)
+        torch.testing.assert_close(merged, RewardModel(ranker)(IDS), rtol=1e-5, atol=1e-5)
+
+
+def test_targets_that_match_nothing_are_named_with_those_that_there_are() -> None:
+    for name in ("q_porj", "lm_head", "embed_tokens"):
+        with pytest.raises(BadConfig, match=f'found "{name}" .* down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj'):
+            add_adapter(tiny_model(), LoraSpec(target_modules=("v_proj", name)), seed=0)
+    assert "lm_head" not in linear_names(tiny_model(OTHER_FAMILIES["llama"]))
+    assert linear_names(tiny_model(OTHER_FAMILIES["gpt2"])) == ("c_attn", "c_fc", "c_proj")
+
+
+def test_first_weights_follow_from_the_seed_alone() -> None:
+    def weights(seed: int) -> Any:
+        model = tiny_model()
+        add_adapter(model, LORA, seed)
+        return torch.cat([p.flatten() for p in model.parameters() if p.requires_grad])
+
+    torch.manual_seed(11)
+    drawn = torch.random.get_rng_state()
+    first = weights(1)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert torch.equal(first, weights(1))
+    assert not torch.equal(first, weights(2))
+
+
+def test_an_adapter_of_other_layers_or_another_base_is_refused(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base")
+    save_adapter(adapted(folder), tmp_path / "adapter", folder, is_first=True, beat=lambda: None)
+    with pytest.raises(ResumeMismatch, match="other layers"):
+        load_adapter(adapted(folder, LORA.model_copy(update={"target_modules": ("q_proj",)})), tmp_path / "adapter")
+    require_base(tmp_path / "adapter", folder)
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    with pytest.raises(ResumeMismatch, match=r"another base model .* model.safetensors differ"):
+        require_base(tmp_path / "adapter", other)
+    shutil.copy(tmp_path / "adapter" / BASE_RECORD, tmp_path / "kept")
+    (tmp_path / "adapter" / BASE_RECORD).unlink()
+    require_base(tmp_path / "adapter", other)  # of another program: nothing is known
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"target_modules": []}, "expected names of layers"),
+        ({"target_modules": ["all-linear", "q_proj"]}, '"all-linear" alone'),
+        ({"dropout": 0.1}, "log-probabilities of another distribution"),
+        ({"dropout": 1.0}, "less than 1"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(lora: dict[str, Any], message: str) -> None:
+    content = {
+        "name": "test",
+        "model": {"config": QWEN, "tokenizer": "char", "lora": lora},
+        "data": {"generator": "rlhf_core.training.tasks:sort_digits"},
+        "train": {"num_steps": 1},
+    }
+    with pytest.raises(ValidationError, match=message):
+        RunSpec.model_validate(content)

@@ -1,0 +1,214 @@
+"""Reward functions in a process of their own: what would hang or kill a trainer costs one answer, and is named."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rank_launcher import tiny_spec
+
+from rlhf_core.errors import BadConfig, RewardFailed
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.reward_process import MARK_VARIABLE, RewardProcess
+from rlhf_core.training.rewards import reward_arguments
+from rlhf_core.training.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.types import Row
+
+WELL = "hostile_rewards:well"
+
+
+def rows(count: int) -> list[Row]:
+    return [Row(f"{i}-0", f"{i}?", str(i), str(i), {"answer": i}) for i in range(count)]
+
+
+def spec(*functions: str, **reward: Any) -> RunSpec:
+    paths = [f"hostile_rewards:{name}" if ":" not in name else name for name in functions]
+    return RunSpec.model_validate(tiny_spec(reward={"functions": paths, **reward}))
+
+
+@contextmanager
+def scorer(*functions: str, **reward: Any) -> Iterator[RewardScorer]:
+    with reward_scorer(spec(*functions, **{"timeout_s": 1.0, **reward}), rank=1) as one:
+        yield one
+
+
+def left_behind() -> list[str]:
+    """Living processes that reward functions of this process have started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(MARK_VARIABLE, "")
+            if mark.startswith(f"{os.getpid()}-") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+HARM = {
+    "endless": "gave no answer within",
+    "forking": "gave no answer within",
+    "orphaning": "ended its process with exit code 4",
+    "exiting": "ended its process with exit code 3",
+    "crashing": "had its process ended by SIGSEGV",
+    "killed": "had its process ended by SIGKILL, most likely for its memory",
+    "leaving": "raised SystemExit: 5",
+    "greedy": "raised MemoryError",
+    "raising": "raised KeyError: 'level'",
+    "closing": "its process",
+    "not_a_number": "returned nan",
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
+    texts, beats = ["good", "good", "bad", "good"], []
+    with scorer(name) as one, pytest.raises(RewardFailed) as raised:
+        one.score(rows(4), texts, 1, lambda: beats.append(1))
+    message = str(raised.value)
+    assert message.startswith(f"reward function {name} ")
+    assert HARM[name] in message.partition(" for completion")[0]
+    assert "for completion 2 ('bad', prompt 2-0); expected a finite number within reward.timeout_s = 1 s" in message
+    assert 'reward.on_failure = "zero"' in message
+    assert len(beats) >= 4
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("name", ["endless", "orphaning", "raising", "not_a_number"])
+def test_harm_is_counted_as_zero_and_told_once_where_that_is_asked_for(name: str) -> None:
+    with scorer("well", name, on_failure="zero", weights=[1.0, 2.0]) as one:
+        first = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
+        second = one.score(rows(3), ["bad", "good", "good"], 2, lambda: None)
+    assert first.total == [3.0, 0.0, 3.0]
+    assert first.by_function == {"well": [1.0, 1.0, 1.0], name: [1.0, 0.0, 1.0]}
+    assert second.total == [0.0, 3.0, 3.0]
+    assert (first.num_failed, second.num_failed) == (1, 1)
+    (warning,) = first.warnings
+    assert warning.startswith(f"On rank 1, reward function {name} ")
+    assert "for completion 1 ('bad', prompt 1-0)" in warning
+    assert second.warnings == []
+    assert left_behind() == []
+
+
+def test_too_much_of_it_stops_all_the_same() -> None:
+    with (
+        scorer("raising", on_failure="zero", max_failed_share=0.5) as one,
+        pytest.raises(RewardFailed, match=r"failed for 3 of 4 completions, more than reward.max_failed_share = 0.5"),
+    ):
+        one.score(rows(4), ["bad", "good", "bad", "bad"], 1, lambda: None)
+
+
+def test_what_fails_for_many_and_for_none_alone_is_said_to() -> None:
+    with scorer("not_by_one", on_failure="zero") as one:
+        found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
+    assert found.total == [1.0] * 8
+    assert "too many at once" in found.warnings[0]
+    assert "for none of them alone, so none counts as 0" in found.warnings[0]
+    with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, and for none of"):
+        one.score(rows(8), ["good"] * 8, 1, lambda: None)
+
+
+@pytest.mark.parametrize("name", ["printing", "returning_twice"])
+def test_what_disturbs_the_connection_elsewhere_is_an_answer_as_any_other(name: str) -> None:
+    with scorer(name) as one:
+        for step in (1, 2, 3):
+            assert one.score(rows(3), ["a", "\ud800", "c" * 300_000], step, lambda: None).total == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 30.0])
+def test_rewards_are_summed_with_weights_and_kept_apart(timeout_s: float) -> None:
+    exact = "rlhf_core.training.rewards:exact_match"
+    with scorer(exact, "well", timeout_s=timeout_s, weights=[2.0, -0.5]) as one:
+        found = one.score(rows(3), ["0", "x", "2"], 1, lambda: None)
+        assert one.evaluate(rows(2), ["x", "1"], lambda: None) == [0.0, 1.0]
+    assert found.total == [1.5, -0.5, 1.5]
+    assert found.by_function == {"exact_match": [1.0, 0.0, 1.0], "well": [1.0, 1.0, 1.0]}
+    assert (found.num_failed, found.warnings) == (0, [])
+
+
+def test_a_function_that_draws_at_random_draws_the_same_when_a_step_is_made_again() -> None:
+    drawn = []
+    for steps in ((1, 2), (2,)):  # the second is a start from a checkpoint after step 1
+        with scorer("noisy", timeout_s=30.0) as one:
+            drawn.append([one.score(rows(2), ["a", "b"], step, lambda: None).total for step in steps])
+    assert drawn[0][1] == drawn[1][0]
+    assert drawn[0][0] != drawn[0][1]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module_at_all", "importing broken_rewards failed: ModuleNotFoundError"),
+        ("import os; os._exit(7)", "its import ended its process with exit code 7"),
+        ("raise SystemExit(2)", "raised SystemExit: 2"),
+        ("while True: pass", "its import gave no answer within 1 s"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_named(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_rewards.py").write_text(f"{source}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = RewardProcess([WELL, "broken_rewards:score"], load_timeout_s=1.0)
+    with pytest.raises(BadConfig, match=message) as raised:
+        process.call(WELL, reward_arguments(rows(1), ["a"]), 0, 5.0, lambda: None)
+    process.close()
+    assert "broken_rewards" in str(raised.value)
+
+
+def test_the_process_of_the_functions_imports_nothing_heavy() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys, rlhf_core.training.reward_worker; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(told)
+
+
+IN_PROCESS = """
+import sys
+sys.path[:0] = {paths!r}
+from test_core_reward_process import rows, spec
+from rlhf_core.training.scoring import RewardScorer
+print("called", flush=True)
+RewardScorer(spec({name!r}, timeout_s=0)).score(rows(1), ["bad"], 1, lambda: None)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("exiting", 3), ("crashing", -11), ("leaving", 5), ("endless", None)])
+def test_negative_control_in_the_process_of_a_rank_it_does_take_the_rank_along(name: str, code: int | None) -> None:
+    source = IN_PROCESS.format(paths=sys.path, name=name)
+    rank = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"called\n"
+    try:
+        if code is not None:
+            assert rank.wait(60) == code
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(2)
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_the_process_ends_with_a_rank_that_is_killed() -> None:
+    source = (
+        f"import sys, time; sys.path[:0] = {sys.path!r}\n"
+        f"from rlhf_core.training.reward_process import RewardProcess\n"
+        f"process = RewardProcess([{WELL!r}]); process.await_loaded(lambda: None)\n"
+        f"print(process.pid, flush=True); time.sleep(600)\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    process = psutil.Process(int(rank.stdout.readline()))
+    rank.kill()
+    rank.communicate()
+    psutil.wait_procs([process], timeout=60)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,426 @@
+"""Reward models that score completions: each score is that of the model alone, whatever the batch, padding or end."""
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from core_models import QWEN, char_tokenizer, tiny_model
+from pydantic import ValidationError
+from rank_launcher import launch, make_context, tiny_spec, values
+from test_loop_runs import Interrupting, final_state, interrupt, told
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.errors import BadConfig, ResumeMismatch, RewardFailed
+from rlhf_core.schemas.algorithms.preference import RewardModelSpec
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
+from rlhf_core.training.chat import rendered
+from rlhf_core.training.data import prompt_tokens
+from rlhf_core.training.examples import make_examples
+from rlhf_core.training.reward_models import RewardModel
+from rlhf_core.training.scoring import RewardScorer
+from rlhf_core.training.scoring_models import ModelScores, SampledText, ScoringModel, ScoringModels, load_scoring_models
+from rlhf_core.training.tokenizers import build_tokenizer
+from rlhf_core.training.types import Conversation, Row
+
+pytestmark = pytest.mark.training
+
+PADS = ("own", "end", "none")
+"""Padding token of a reward model: one of its own, the end token, or none."""
+
+
+def make_reward_model(
+    folder: Path, pad: str = "own", num_labels: int = 1, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Path:
+    """A reward model of random weights, as Hugging Face saves them."""
+    tokenizer = tokenizer or char_tokenizer()
+    if pad == "end":
+        tokenizer.pad_token = tokenizer.eos_token
+    arguments: dict[str, Any] = {name: value for name, value in QWEN.items() if name != "model_type"}
+    arguments |= {"vocab_size": len(tokenizer), "num_labels": num_labels}
+    arguments["pad_token_id"] = None if pad == "none" else tokenizer.pad_token_id
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("qwen3", **arguments))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def ranks(num_ranks: int = 1, log: list[str] | None = None) -> Any:
+    """One rank of several that all find the same."""
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        log=(log if log is not None else []).append,
+        gather=lambda value: [value] * num_ranks,
+        gather_numbers=lambda numbers: [numbers] * num_ranks,
+    )
+
+
+def load(
+    folder: Path, before: ScoringModelState | None = None, log: list[str] | None = None, **settings: Any
+) -> ScoringModels:
+    spec = ScoringModelSpec(path=str(folder), batch_size=3, **settings)
+    known = {"good": before} if before is not None else {}
+    return load_scoring_models({"good": spec}, ranks(log=log), char_tokenizer(), known, lambda: None)
+
+
+def only(models: ScoringModels) -> ScoringModel:
+    (model,) = models.models
+    assert isinstance(model, ScoringModel)
+    return model
+
+
+def row(prompt: str, chat: Conversation | None = None) -> Row:
+    return Row("u-0", prompt, "", "", {}, chat=chat)
+
+
+MADE = [
+    SampledText(row(prompt), text, finished)
+    for prompt, text, finished in (("12>", "3", True), ("7>", "4455", False), ("9>", "", True), ("123456>", "78", True))
+]
+
+
+@torch.no_grad()
+def alone(folder: Path, made: SampledText) -> float:
+    """Score of one sequence by the class of transformers itself, without any padding."""
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = char_tokenizer()
+    ids = tokenizer.encode(made.row.prompt + made.text) + ([tokenizer.eos_token_id] if made.finished else [])
+    return float(model(input_ids=torch.tensor([ids])).logits)
+
+
+@pytest.mark.parametrize("pad", PADS)
+def test_every_score_is_that_of_the_sequence_alone(pad: str, tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path / "model", pad)
+    found = only(load(folder)).scores(MADE, lambda: None)
+    assert found.raw == pytest.approx([alone(folder, made) for made in MADE], abs=1e-5)
+    assert found.num_cut == 0
+
+
+def test_scores_at_the_last_place_of_a_padded_batch_are_caught(tmp_path: Path) -> None:
+    """Negative control of the test above: the score of a padding token is another one."""
+    folder = make_reward_model(tmp_path / "model")
+    with mock.patch("rlhf_core.training.reward_models._last_places", lambda ids, *_: torch.full((len(ids),), -1)):
+        found = only(load(folder)).scores(MADE, lambda: None)
+    expected = [alone(folder, made) for made in MADE]
+    assert max(abs(a - b) for a, b in zip(found.raw, expected, strict=True)) > 1e-3
+
+
+def test_an_end_token_that_is_padding_is_scored_before_it(tmp_path: Path) -> None:
+    """As in training and in transformers: whether a completion has ended makes no difference to such a model."""
+    model = only(load(make_reward_model(tmp_path / "end", "end")))
+    ended, cut = model.scores(
+        [SampledText(row("1>"), "23", True), SampledText(row("1>"), "23", False)], lambda: None
+    ).raw
+    assert ended == pytest.approx(cut, abs=1e-6)
+    model = only(load(make_reward_model(tmp_path / "own", "own")))
+    ended, cut = model.scores(
+        [SampledText(row("1>"), "23", True), SampledText(row("1>"), "23", False)], lambda: None
+    ).raw
+    assert abs(ended - cut) > 1e-3
+
+
+def test_an_encoder_is_scored_as_it_does_it_itself(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
+    config.num_labels = 1
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = only(load(tmp_path)).scores(MADE, lambda: None)
+    reference = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    for made, score in zip(MADE, found.raw, strict=True):
+        ids = char_tokenizer()(made.row.prompt, made.text, return_tensors="pt")["input_ids"]
+        assert score == pytest.approx(float(reference(input_ids=ids).logits.detach()), abs=1e-5)
+
+
+def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
+    model = only(load(make_reward_model(tmp_path / "model")))
+    turns = ({"role": "user", "content": "1+1"},)
+    answer = ({"role": "assistant", "content": "2"},)
+    chat = Conversation(turns, chosen=answer, rejected=answer)
+    pair = rendered(row("", chat), char_tokenizer())
+    (example,) = make_examples(
+        [pair], [prompt_tokens(pair, char_tokenizer())], char_tokenizer(), RewardModelSpec(name="reward_model")
+    )
+    asked = row("whatever the policy has read", Conversation(turns))
+    trained = [*example.prompt, *example.completions[0]]
+    assert model._tokens(SampledText(asked, "2", True)) == trained
+    cut = model._tokens(SampledText(asked, "2", False))
+    assert trained[: len(cut)] == cut
+    assert char_tokenizer().decode(trained[len(cut) :]) == "<|im_end|>\n", "what was cut off has not ended"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [("data", "1+1>2<|im_end|>"), ("text", "1+1>2<|im_end|>"), ("chat", "<|im_start|>user\n1+1><|im_end|>\n")],
+)
+def test_text_goes_through_the_chat_template_only_where_that_is_asked_for(
+    template: str, expected: str, tmp_path: Path
+) -> None:
+    model = only(load(make_reward_model(tmp_path / "model"), template=template))
+    text = char_tokenizer().decode(model._tokens(SampledText(row("1+1>"), "2", True)))
+    assert str(text).startswith(expected)
+
+
+def test_a_longer_sequence_loses_its_beginning(tmp_path: Path) -> None:
+    model = only(load(make_reward_model(tmp_path / "model"), max_tokens=4))
+    found = model.scores([SampledText(row("123456>"), "78", True), SampledText(row("56>"), "78", False)], lambda: None)
+    assert found.num_cut == 2
+    short = model.scores([SampledText(row(">"), "78", True)], lambda: None)
+    assert found.raw[0] == pytest.approx(short.raw[0], abs=1e-5)
+
+
+def test_another_tokenizer_is_told_of(tmp_path: Path) -> None:
+    log: list[str] = []
+    load(make_reward_model(tmp_path / "same"), log=log)
+    load(make_reward_model(tmp_path / "other", tokenizer=build_tokenizer("byte", [], 0)), log=log)
+    assert "fingerprint" in log[0]
+    assert "another tokenizer" not in log[0]
+    assert log[1].endswith("another tokenizer than the policy's reads the texts")
+
+
+def language_model(folder: Path) -> None:
+    tiny_model().save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+
+
+def headless(folder: Path) -> None:
+    """A language model whose config says that it is a reward model: transformers draws its head by lot."""
+    language_model(folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("{", '{"id2label": {"0": "LABEL_0"},', 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: None, "which is no folder here"),
+        (language_model, "has 2 outputs"),
+        (headless, "lacks score.weight, so that its scores would be random"),
+        (lambda folder: make_reward_model(folder, num_labels=2), "has 2 outputs; expected a reward model"),
+    ],
+    ids=["nothing", "language model", "headless", "two outputs"],
+)
+def test_what_is_no_reward_model_is_refused(make: Any, words: str, tmp_path: Path) -> None:
+    make(tmp_path / "model")
+    with pytest.raises(BadConfig, match=words):
+        load(tmp_path / "model")
+
+
+def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = None
+    folder = make_reward_model(tmp_path / "model", tokenizer=tokenizer)
+    settings = {"good": ScoringModelSpec(path=str(folder))}
+    with pytest.raises(BadConfig, match="found conversations to be scored, and no chat template"):
+        load_scoring_models(settings, ranks(), char_tokenizer(), {}, lambda: None, has_conversations=True)
+    assert load_scoring_models(settings, ranks(), char_tokenizer(), {}, lambda: None).models
+
+
+def test_other_weights_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path / "model")
+    before = load(folder).states["good"]
+    assert load(folder, before).states["good"] == before, "negative control: the same are taken"
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ResumeMismatch, match=r"reward.models.good: .* holds other files than those that"):
+        load(folder, before)
+
+
+def test_copies_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path / "model")
+    odd = SimpleNamespace(**{**vars(ranks()), "gather": lambda value: [value, "not there"]})
+    with pytest.raises(BadConfig, match=r"do not find the same files .* rank 1: not there"):
+        load_scoring_models({"good": ScoringModelSpec(path=str(folder))}, odd, char_tokenizer(), {}, lambda: None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sum of rewards
+
+
+class Given:
+    """A model that gives what it is told to."""
+
+    def __init__(self, *scores: list[float]) -> None:
+        self.name = "good"
+        self.left = list(scores)
+
+    def scores(self, made: Any, beat: Any) -> ModelScores:
+        return ModelScores(self.left.pop(0), 0)
+
+
+def scored(settings: dict[str, Any], *scores: list[float], num_ranks: int = 1, **reward: Any) -> Any:
+    """Scorer of a run with one reward model beside a function that gives 0."""
+    reward = {"functions": ["hostile_rewards:none"], "timeout_s": 0, **reward, "models": {"good": settings}}
+    spec = RunSpec.model_validate(tiny_spec(reward={**reward, "functions": []}))
+    scorer = RewardScorer(spec)
+    given: Any = Given(*scores)
+    states = {"good": ScoringModelState(fingerprint="x")}
+    scorer.use(ScoringModels(spec.reward.models, [given], states, ranks(num_ranks)))
+    return scorer
+
+
+def totals(scorer: Any, count: int) -> Any:
+    return scorer.score([row("1>")] * count, ["1"] * count, 1, lambda: None)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_running_moments_span_steps_and_ranks(num_ranks: int) -> None:
+    scorer = scored({"path": "m", "normalise": "standardise", "weight": 2.0}, [1.0, 3.0], [5.0], num_ranks=num_ranks)
+    first = totals(scorer, 2)
+    assert first.total == pytest.approx([-2.0, 2.0])
+    assert first.by_function == {"good": [1.0, 3.0]}, "the metric is the score itself"
+    second = totals(scorer, 1)
+    everything = torch.tensor([1.0, 3.0, 5.0] * num_ranks, dtype=torch.float64)
+    expected = 2.0 * (5.0 - everything.mean()) / everything.std(correction=0)
+    assert second.total == pytest.approx([float(expected)])
+    assert scorer.model_states["good"].count == 3 * num_ranks
+
+
+def test_centring_keeps_the_scale_and_without_it_scores_stay_as_they_are() -> None:
+    assert totals(scored({"path": "m", "normalise": "centre"}, [10.0, 30.0]), 2).total == [-10.0, 10.0]
+    assert totals(scored({"path": "m"}, [10.0, 30.0]), 2).total == [10.0, 30.0]
+
+
+def test_a_score_that_is_no_number_is_an_error_or_counts_as_zero() -> None:
+    bad = [1.0, math.nan, 3.0]
+    with pytest.raises(RewardFailed, match="reward model good gives nan for completion 1"):
+        totals(scored({"path": "m"}, bad), 3)
+    scorer = scored({"path": "m", "normalise": "centre"}, bad, on_failure="zero")
+    found = totals(scorer, 3)
+    assert (found.total, found.num_failed) == ([-1.0, 0.0, 1.0], 1)
+    assert "counts as 0" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"functions": []}, "found neither reward.functions nor reward.models"),
+        ({"models": {"mean": {"path": "m"}}}, "reward/mean is another metric"),
+        ({"models": {"exact_match": {"path": "m"}}}, "reward/exact_match is another metric"),
+        ({"models": {"A b": {"path": "m"}}}, "pattern"),
+        ({"models": {"good": {"path": ""}}}, "at least 1 character"),
+    ],
+)
+def test_settings_that_have_no_meaning_are_refused(reward: dict[str, Any], words: str) -> None:
+    sections = {"functions": ["rlhf_core.training.rewards:exact_match"], **reward}
+    with pytest.raises(ValidationError, match=words):
+        RunSpec.model_validate({**tiny_spec(), "reward": sections})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+def run_sections(folder: str, **settings: Any) -> dict[str, Any]:
+    good = {"path": f"{folder}/good", "batch_size": 3, **settings}
+    return {"reward": {"models": {"good": {**good, "normalise": "standardise"}, "other": {**good, "weight": -0.5}}}}
+
+
+def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import run as run_module
+
+    group = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    results: dict[str, Any] = {}
+
+    def train(name: str, spec: dict[str, Any], restart: int = 0, reporter: Any = None) -> str:
+        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart, reporter)
+        try:
+            result = str(run_module.train_run(context, dataclasses.replace(group, reporter=context.reporter)))
+        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
+            result = f"{type(error).__name__}: {error}"
+        group.barrier()
+        return result
+
+    spec = tiny_spec(**run_sections(folder))
+    results["straight"] = train("straight", spec)
+    for name in ("ended", "forgetful", "changed"):
+        train(name, spec, reporter=Interrupting(Phase.TRAIN, 5, interrupt))
+    results["resumed"] = train("ended", spec, 1)
+    real = run_module.load_trainer_state
+
+    def without_scores(*arguments: Any) -> Any:
+        state = real(*arguments)
+        known = {
+            name: ScoringModelState(fingerprint=one.fingerprint) for name, one in state.progress.reward_models.items()
+        }
+        return dataclasses.replace(state, progress=state.progress.model_copy(update={"reward_models": known}))
+
+    with mock.patch.object(run_module, "load_trainer_state", without_scores):
+        results["forgetful"] = train("forgetful", spec, 1)
+    split = {**tiny_spec(**run_sections(folder)), "trainer": {"micro_batch_size": 5, "zero_stage": 3}}
+    split["train"] = {name: value for name, value in split["train"].items() if name == "num_steps"}
+    results["stage 3"] = train("stage-3", split)
+    group.barrier()
+    if rank == 0:
+        make_reward_model(Path(folder) / "new")
+        shutil.copy(f"{folder}/zero.safetensors", f"{folder}/good/model.safetensors")
+    group.barrier()
+    results["changed"] = train("changed", spec, 1)
+    leave_process_group(group)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scoring")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    make_reward_model(folder / "good")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "good")
+    RewardModel(model).requires_grad_(False).classifier.score.weight.zero_()  # type: ignore[union-attr, operator]
+    model.save_pretrained(folder / "zero")
+    shutil.copy(folder / "zero" / "model.safetensors", folder / "zero.safetensors")
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=300, folder=str(folder)))
+
+
+@pytest.mark.end_to_end
+def test_a_run_that_learns_from_reward_models_is_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
+    for result in results:
+        assert (result["straight"], result["resumed"]) == ("done", "done")
+    straight = told(folder, "straight")
+    assert {"reward/good", "reward/other", "reward/noisy_reward"} <= straight[6].keys()
+    assert straight[6]["reward/good"] == straight[6]["reward/other"]
+    assert told(folder, "ended") | told(folder, "ended", restart=1) == straight
+    assert final_state(folder, "ended") == final_state(folder, "straight")
+
+
+@pytest.mark.end_to_end
+def test_a_resume_that_forgets_the_running_moments_is_caught(results: list[dict[str, Any]], folder: Path) -> None:
+    """Negative control of the test above."""
+    assert [result["forgetful"] for result in results] == ["done", "done"]
+    again, straight = told(folder, "forgetful", restart=1), told(folder, "straight")
+    assert any(again[number] != straight[number] for number in again)
+
+
+@pytest.mark.end_to_end
+def test_reward_models_that_were_changed_are_refused_by_all_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["changed"].startswith("ResumeMismatch: reward.models.good: ")
+
+
+@pytest.mark.end_to_end
+def test_split_weights_of_the_policy_leave_the_scores_as_they_are(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["stage 3"] for result in results] == ["done", "done"]
+    first, straight = told(folder, "stage-3")[3], told(folder, "straight")[3]
+    assert first["reward/good"] == pytest.approx(straight["reward/good"], abs=1e-4)
