@@ -1,51 +1,108 @@
-"""What every way of sampling completions does, and how one token is drawn from logits."""
+"""The protocol of rollout engines, and how one token is drawn from logits."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
 from rlhf_core.training.seeds import uniforms
 from rlhf_core.training.types import Completion
 
 
-class Generate(Protocol):
-    """Samples completions of prompts.
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of the completions of one call."""
+
+    max_new_tokens: int
+    """Longest completion; one that reaches it without an end token is not ``finished``."""
+    temperature: float
+    """Divisor of the logits; 0 always takes the likeliest token and ignores the seeds."""
+    batch_size: int
+    """Sequences generated at once by this rank."""
+
+
+class RolloutEngine(Protocol):
+    """Samples completions of prompts with one version of the weights.
 
     The completion of one prompt under one seed depends on the weights, the prompt and that seed, and on nothing else
-    but the rounding of floating-point numbers: not on the other sequences, their order, or how they are batched.
+    but the rounding of floating-point numbers: not on the other sequences, their order, or how they are batched. The
+    same seeds give other completions on another kind of engine.
     """
 
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        batch_size: int,
-        beat: Callable[[], None],
-    ) -> list[list[Completion]]:
-        """Sample ``len(seeds[i])`` completions of ``prompts[i]``.
+    @property
+    def version(self) -> int | None:
+        """Version of the weights in force; None before the first."""
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+        """Take over the weights of ``model``. Collective over the ranks of the trainer.
+
+        A version comes into force as a whole or not at all: an engine that fails meanwhile has none afterwards.
 
         Args:
             model: causal language model; its weights, mode and gradients are left as they are.
-            tokenizer: turns completions into text and knows the end token.
+            version: number of optimizer steps of the run that the weights have behind them.
+            beat: called after every bucket of weights.
+        """
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample ``len(seeds[i])`` completions of ``prompts[i]``. Collective over the ranks, if only with no prompts.
+
+        Args:
             prompts: ``P`` token lists, none of them empty.
             seeds: ``P`` lists, one seed per completion (``seeds.sample_seed``).
-            max_new_tokens: longest completion; one that reaches it without an end token is not ``finished``.
-            temperature: logits are divided by it; 0 always takes the likeliest token and ignores the seeds.
-            batch_size: sequences generated at once.
+            version: version that the completions are to be made with.
             beat: called after every generated token position.
 
         Returns:
             One list per prompt with one completion per seed, in the order given.
+
+        Raises:
+            StaleWeights: the engine has another version in force.
+            ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
         """
+
+    def sleep(self) -> None:
+        """Give memory back that only sampling needs. The next thing asked of the engine may be to load a version."""
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+
+
+def require_version(found: int | None, expected: int) -> None:
+    """Refuse to sample with other weights than those that are asked for.
+
+    Raises:
+        StaleWeights: they are.
+    """
+    if found != expected:
+        raise StaleWeights(
+            f"the rollout engine has weights of {'no step' if found is None else f'step {found}'} in force, and "
+            f"completions of those of step {expected} are asked for; they were not made"
+        )
+
+
+def require_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> None:
+    """Refuse what cannot be sampled.
+
+    Raises:
+        ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
+    """
+    if len(seeds) != len(prompts):
+        raise ValueError(f"found {len(seeds)} lists of seeds for {len(prompts)} prompts; expected one each")
+    if any(not prompt for prompt in prompts):
+        raise ValueError("found an empty prompt; a completion needs at least one token to follow")
 
 
 def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:

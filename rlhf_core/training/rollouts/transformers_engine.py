@@ -6,14 +6,15 @@ sequences that have ended leave the batch as soon as that saves work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from rlhf_core.training.rollouts.base import draw_tokens
+from rlhf_core.training.gathering import whole_model
+from rlhf_core.training.rollouts.base import Sampling, draw_tokens, require_prompts, require_version
 from rlhf_core.training.types import Completion
 
 _KEEP_SHARE = 0.75
@@ -30,6 +31,49 @@ class _Slot:
     seed: int
 
 
+class TransformersEngine:
+    """The trainer's own model as an engine: nothing is copied, so no version can be stale."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._model: PreTrainedModel | None = None
+        self.version: int | None = None
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+        """Sample with ``model`` itself from now on."""
+        self._model, self.version = model, version
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`."""
+        require_version(self.version, version)
+        assert self._model is not None
+        groups = generate(
+            self._model,
+            self._tokenizer,
+            prompts,
+            seeds,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            batch_size=sampling.batch_size,
+            beat=beat,
+        )
+        return [[replace(completion, weight_version=version) for completion in group] for group in groups]
+
+    def sleep(self) -> None:
+        """Nothing to give back: the cache goes with every batch."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._model, self.version = None, None
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -42,24 +86,25 @@ def generate(
     batch_size: int,
     beat: Callable[[], None],
 ) -> list[list[Completion]]:
-    """Sample completions; see :class:`rlhf_core.training.rollouts.base.Generate`.
+    """Sample ``len(seeds[i])`` completions of ``prompts[i]``, ``batch_size`` sequences at once.
+
+    Of a model that ZeRO 3 has split, every rank has the whole weights meanwhile: collective then at its beginning and
+    end, so that every rank calls it equally often, if only with no prompts.
 
     Raises:
         ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
     """
-    if len(seeds) != len(prompts):
-        raise ValueError(f"found {len(seeds)} lists of seeds for {len(prompts)} prompts; expected one each")
-    if any(not prompt for prompt in prompts):
-        raise ValueError("found an empty prompt; a completion needs at least one token to follow")
+    require_prompts(prompts, seeds)
     end_ids = end_token_ids(model, tokenizer)
     made: dict[tuple[int, int], Completion] = {}
     was_training = model.training
     model.eval()  # in training mode, gradient checkpointing turns the KV cache off
     try:
-        for slots in _batches(prompts, seeds, batch_size):
-            decoded = _decode_batch(model, prompts, slots, end_ids, max_new_tokens, temperature, beat)
-            for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids), strict=True):
-                made[slot.prompt, slot.sample] = completion
+        with whole_model(model):
+            for slots in _batches(prompts, seeds, batch_size):
+                decoded = _decode_batch(model, prompts, slots, end_ids, max_new_tokens, temperature, beat)
+                for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids), strict=True):
+                    made[slot.prompt, slot.sample] = completion
     finally:
         model.train(was_training)
     return [[made[i, j] for j in range(len(prompt_seeds))] for i, prompt_seeds in enumerate(seeds)]

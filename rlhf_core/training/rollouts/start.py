@@ -1,0 +1,40 @@
+"""Starts the rollout engine that a run asks for."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts.base import RolloutEngine
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.types import WorkerContext
+
+
+def start_engine(
+    context: WorkerContext, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> RolloutEngine:
+    """Start the engine of ``rollout.engine``, without weights. Collective.
+
+    Args:
+        folder: Hugging Face folder with the configuration of the model that is to sample.
+    """
+    spec = context.spec
+    if spec.rollout.engine == "transformers":
+        return TransformersEngine(tokenizer)
+    # Only this engine needs vLLM.
+    from rlhf_core.training.rollouts.vllm_engine import VllmEngine
+
+    ranks.log("starting a vLLM engine on every rank")
+    return VllmEngine(
+        folder,
+        tokenizer,
+        spec.rollout.vllm,
+        dtype=spec.model.dtype,
+        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        on_gpu=ranks.device.type == "cuda",
+        variables={
+            "RANK": str(context.rank),
+            "LOCAL_RANK": str(context.local_rank),
+            "WORLD_SIZE": str(context.num_ranks),
+        },
+    )

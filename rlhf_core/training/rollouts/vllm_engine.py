@@ -1,0 +1,268 @@
+"""Sampling with vLLM in the trainer's own process (colocated): every rank has an engine for its own prompts.
+
+vLLM keeps weights of its own, in the layout of its kernels (projections joined, on CPU repacked), so each version is
+copied into it bucket by bucket, through vLLM's own loader. Three traps of that, each with a test:
+
+- a loader that is called outside of vLLM's reload fails on CPU, where the loaded layers are repacked;
+- a tied ``lm_head`` keeps a repacked *copy* of the embedding on CPU, which no reload refreshes: outputs are wrong
+  without an error. It is packed anew here;
+- prefixes that older weights have cached are dropped with each version.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.rollouts import VllmSettings
+from rlhf_core.training.checkpoint_state import kept_random_state
+from rlhf_core.training.gathering import gathered_weights, whole_model
+from rlhf_core.training.rollouts.base import Sampling, require_prompts, require_version
+from rlhf_core.training.rollouts.transformers_engine import end_token_ids
+from rlhf_core.training.types import Completion
+
+_PROBE_TOKENS = 16
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of a log-probability that rounding and other kernels explain. Wrong weights differ by nats."""
+
+
+class VllmEngine:
+    """One vLLM engine on this rank's device."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: VllmSettings,
+        *,
+        dtype: str,
+        max_tokens: int,
+        on_gpu: bool,
+        variables: Mapping[str, str],
+    ) -> None:
+        """Start an engine without weights. Collective: all ranks of the process group start theirs at once.
+
+        Args:
+            folder: Hugging Face folder with the configuration of the model; its weights are not read.
+            max_tokens: longest prompt and completion together.
+            variables: of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), where vLLM reads them.
+        """
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._on_gpu = on_gpu
+        self._is_verified = False
+        self._end_ids: list[int] = []
+        self.version: int | None = None
+        os.environ.update({**_environment(settings, on_gpu), **variables})
+        options: dict[str, Any] = {"dtype": dtype}
+        options |= {"gpu_memory_utilization": settings.gpu_memory_share} if on_gpu else {}
+        with _kept_threads(), kept_random_state(torch.device("cuda" if on_gpu else "cpu")):
+            # Only runs with this engine need it, and it takes seconds to import.
+            from vllm import LLM
+
+            self._llm = LLM(
+                str(folder),
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                max_model_len=max_tokens,
+                enforce_eager=settings.enforce_eager or not on_gpu,
+                enable_prefix_caching=settings.prefix_caching,
+                enable_sleep_mode=on_gpu,
+                logprobs_mode="processed_logprobs",
+                distributed_executor_backend="external_launcher",
+                disable_log_stats=True,
+                **options,
+            )
+        self._engine = self._llm.llm_engine
+        self._worker = self._engine.model_executor.driver_worker
+        self.sleep()
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+        """Copy the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        Raises:
+            StaleWeights: vLLM does not compute with the first weights it is given what the trainer computes with them.
+        """
+        if self.version == version:
+            return
+        self.version = None
+        self._end_ids = sorted(end_token_ids(model, self._tokenizer))
+        self._wake("weights")
+        self._copy(_tensors(model, beat))
+        self._wake("kv_cache")
+        if not self._engine.reset_prefix_cache():
+            raise StaleWeights("vLLM keeps prefixes that older weights have cached: requests are still at work")
+        if not self._is_verified:
+            self._verify(model)
+        self._is_verified = True
+        self.version = version
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        vLLM batches the requests itself; ``sampling.batch_size`` bounds how many it is given at a time.
+        """
+        require_version(self.version, version)
+        require_prompts(prompts, seeds)
+        waiting = [(index, place) for index, own in enumerate(seeds) for place in range(len(own))]
+        made: dict[tuple[int, int], Completion] = {}
+        for start in range(0, len(waiting), sampling.batch_size):
+            requests = {
+                f"{index}.{place}": (prompts[index], self._parameters(seeds[index][place], sampling))
+                for index, place in waiting[start : start + sampling.batch_size]
+            }
+            for name, output in self._outputs(requests, beat):
+                index, place = map(int, name.split("."))
+                made[index, place] = self._completion(output.outputs[0], version)
+        return [[made[index, place] for place in range(len(own))] for index, own in enumerate(seeds)]
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back until the next version is loaded. vLLM has no sleep on CPU."""
+        self.version = None
+        if self._on_gpu:
+            self._llm.sleep(level=2)
+
+    def close(self) -> None:
+        """Put the engine to sleep for good; it goes with its process.
+
+        vLLM's own shutdown, also that of an engine that nothing refers to any more, ends the trainer's process group.
+        """
+        self.sleep()
+
+    def _wake(self, part: str) -> None:
+        if self._on_gpu:
+            self._llm.wake_up(tags=[part])
+
+    def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Give all weights to vLLM's own loader, which joins, repacks and places them layer by layer."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self._worker.model_runner.model
+        with torch.no_grad(), set_current_vllm_config(self._engine.vllm_config):
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(tensors)
+            finally:
+                for _ in tensors:  # the other ranks gather: this one goes through to the end too
+                    pass
+            finalize_layerwise_reload(model, self._engine.model_config)
+            if not self._on_gpu:
+                _pack_tied_head(model)
+
+    def _verify(self, model: PreTrainedModel) -> None:
+        """Compare what vLLM and the trainer compute for a few tokens. Collective where the model is split."""
+        tokens = [position % model.config.vocab_size for position in range(1, _PROBE_TOKENS + 1)]
+        tokens = tokens[: self._engine.model_config.max_model_len - 1]
+        with whole_model(model), torch.no_grad():
+            logits = model(torch.tensor([tokens], device=model.device)).logits[0, :-1].float()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:], device=logits.device)[:, None])[:, 0]
+        found = torch.tensor(self._prompt_logprobs(tokens), device=expected.device)
+        difference = float((found - expected).abs().max())
+        if not difference <= _TOLERANCE[self._dtype]:
+            raise StaleWeights(
+                f"vLLM and the trainer compute different log-probabilities with the same weights, by up to "
+                f"{difference:.3g}; expected at most {_TOLERANCE[self._dtype]}. vLLM has not taken over all weights of "
+                f'this model, or its kernels are wrong for it: use rollout.engine = "transformers"'
+            )
+
+    def _prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first, as vLLM computes it."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        ((_, output),) = self._outputs({"probe": (tokens, parameters)}, lambda: None)
+        return [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+
+    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed,
+            stop_token_ids=self._end_ids,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _outputs(
+        self, requests: Mapping[str, tuple[Sequence[int], Any]], beat: Callable[[], None]
+    ) -> Iterator[tuple[str, Any]]:
+        """Outputs by request, as they end."""
+        for name, (tokens, parameters) in requests.items():
+            self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, parameters)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    yield output.request_id, output
+            beat()
+
+    def _completion(self, output: Any, version: int) -> Completion:
+        tokens = list(output.token_ids)
+        finished = output.finish_reason == "stop"
+        # Special tokens stay visible, as in the engine of transformers.
+        text = self._tokenizer.decode(
+            tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
+        return Completion(tokens, str(text), finished, logprobs, version)
+
+
+def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
+    """Variables that vLLM reads when it is imported."""
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if on_gpu:
+        return common
+    return common | {
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
+        "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation, for kernels that eager mode does not use
+    }
+
+
+def _tensors(model: PreTrainedModel, beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+    """Weights one by one. Copies: vLLM keeps them until their layer is complete, which may be in a later bucket."""
+    for bucket in gathered_weights(model):
+        for name, tensor in bucket.items():
+            yield name, tensor.clone()
+        beat()
+
+
+def _pack_tied_head(model: nn.Module) -> None:
+    """Pack the tied ``lm_head`` of a model on CPU anew from its embedding."""
+    whole: Any = getattr(model, "language_model", model)
+    head = getattr(whole, "lm_head", None)
+    embedding = getattr(getattr(whole, "model", None), "embed_tokens", None)
+    if head is None or embedding is None or head is embedding or not whole.config.tie_word_embeddings:
+        return
+    head.weight = embedding.weight
+    head.quant_method.process_weights_after_loading(head)
+
+
+@contextlib.contextmanager
+def _kept_threads() -> Iterator[None]:
+    """Leave the trainer its threads: vLLM on CPU takes away the function that sets them."""
+    set_threads, number = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(number)

@@ -1,0 +1,156 @@
+"""vLLM as the rollout engine of a trainer: the numbers of transformers after every change of weights."""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import torch
+import torch.distributed as dist
+from core_models import QWEN, char_tokenizer, tiny_model
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.rollouts import VllmSettings
+from rlhf_core.training.rollouts import vllm_engine
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.rollouts.vllm_engine import VllmEngine
+from rlhf_core.training.types import Completion
+
+pytestmark = [pytest.mark.training]
+
+PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
+SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]
+GREEDY = Sampling(max_new_tokens=8, temperature=0.0, batch_size=5)
+DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=64)
+
+
+def no_beat() -> None:
+    """A beat that goes nowhere."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Of one rank, which vLLM joins; variables that it leaves behind are those of no other test."""
+    variables = dict(os.environ)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    _STARTED.clear()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    folder = tmp_path_factory.mktemp("model")
+    model_of(request.param).save_pretrained(folder)
+    made = started(folder)
+    made.kind = request.param  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+_STARTED: list[VllmEngine] = []
+"""An engine that nothing refers to ends the process group of all."""
+
+
+def started(folder: Path) -> VllmEngine:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    engine = VllmEngine(
+        folder, char_tokenizer(), VllmSettings(), dtype="float32", max_tokens=64, on_gpu=False, variables=variables
+    )
+    _STARTED.append(engine)
+    return engine
+
+
+def model_of(kind: str, seed: int = 0) -> PreTrainedModel:
+    # vLLM's attention on CPU takes heads of 32 and more.
+    return tiny_model({**QWEN, "head_dim": 32, "tie_word_embeddings": kind == "tied"}, seed)
+
+
+def flat(groups: Sequence[Sequence[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
+    """Greedy completions and all log-probabilities are those of transformers with the new weights."""
+    peer = TransformersEngine(char_tokenizer())
+    answers = []
+    for version in range(3):
+        model = model_of(engine.kind, seed=version)  # type: ignore[attr-defined]
+        for one in (engine, peer):
+            one.load(model, version, no_beat)
+        found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
+        for made, right in zip(found, expected, strict=True):
+            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
+            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            assert made.weight_version == version
+        answers.append([made.text for made in found])
+    assert answers[0] != answers[1] != answers[2], "weights that change nothing would show nothing"
+
+
+def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: VllmEngine) -> None:
+    model = model_of(engine.kind)  # type: ignore[attr-defined]
+    engine.load(model, 10, no_beat)
+    first = engine.sample(PROMPTS, SEEDS, DRAWN, 10, no_beat)
+    turned = engine.sample(PROMPTS[::-1], SEEDS[::-1], DRAWN, 10, no_beat)[::-1]
+    assert [[made.token_ids for made in group] for group in first] == [
+        [made.token_ids for made in group] for group in turned
+    ]
+    assert all(len({made.text for made in group}) == len(group) for group in first)
+    # At the sampling temperature, as the trainer takes them.
+    tokens = torch.tensor([[*PROMPTS[0], *first[0][0].token_ids]])
+    with torch.no_grad():
+        logprobs = (model(tokens).logits[0] / 0.7).log_softmax(-1)
+    expected = [float(logprobs[len(PROMPTS[0]) - 1 + at, token]) for at, token in enumerate(first[0][0].token_ids)]
+    assert first[0][0].logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_another_version_than_the_one_in_force_is_not_sampled_with(engine: VllmEngine) -> None:
+    engine.load(model_of(engine.kind), 20, no_beat)  # type: ignore[attr-defined]
+    with pytest.raises(StaleWeights, match=r"step 20 in force.*step 21"):
+        engine.sample(PROMPTS, SEEDS, GREEDY, 21, no_beat)
+
+
+def test_a_copy_that_is_broken_off_leaves_no_version_in_force(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
+
+    def broken(*_: Any) -> Iterator[dict[str, torch.Tensor]]:
+        yield {"model.norm.weight": model.model.norm.weight.detach()}
+        raise RuntimeError("a bucket did not come")
+
+    engine.load(model, 30, no_beat)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine, "gathered_weights", broken)
+        with pytest.raises(RuntimeError, match="a bucket did not come"):
+            engine.load(model, 31, no_beat)
+    for version in (30, 31):
+        with pytest.raises(StaleWeights, match="no step"):
+            engine.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)
+    engine.load(model, 32, no_beat)
+    assert flat(engine.sample(PROMPTS, SEEDS, GREEDY, 32, no_beat))
+
+
+def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: vLLM says nothing of it and samples with the head that it had."""
+    model = model_of("tied")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(vllm_engine, "_pack_tied_head", lambda model: None)
+    broken = started(tmp_path)
+    with pytest.raises(StaleWeights, match="different log-probabilities"):
+        broken.load(model, 0, no_beat)
+    assert broken.version is None
+    broken.close()
