@@ -3,8 +3,11 @@
 Files are read by ``rlhf_core/data_files.py``, which names a bad line by file and number before anything is trained.
 """
 
+import dataclasses
 import importlib
 import itertools
+import json
+import math
 import random
 from array import array
 from collections import Counter
@@ -17,10 +20,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import JsonValue
 
-from rlhf_core.data_files import KINDS, READERS, FileRow, Malformed, place, template_columns
+from rlhf_core.data_files import KINDS, READERS, FileRow, Malformed, label_of, pair_problem, place, template_columns
 from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.schemas.run import DataSpec, RunSpec
-from rlhf_core.training.types import Row
+from rlhf_core.training.chat import common_beginning, messages_problem, rendered, turns
+from rlhf_core.training.types import Conversation, Messages, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +53,8 @@ class EncodedPrompts:
     rows: list[Row]
     token_ids: list[list[int]]
     num_overlong: int
-    """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
+    """Rows left out because their prompt is longer than ``data.max_prompt_tokens``, or a completion than
+    ``data.max_completion_tokens``."""
 
 
 class _MalformedRow(Exception):
@@ -68,8 +73,9 @@ def load_rows(spec: RunSpec, split: Split) -> list[Row]:
 def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[list[Row], DataReport]:
     """Read a split and fill its templates. The same on every rank: order and identities follow from the data alone.
 
-    In templates ``{prompt}`` and ``{answer}`` are the columns that ``data.prompt_column`` and ``data.answer_column``
-    name; other names are columns of those names. Values that are no text are turned into text with ``str``.
+    In templates ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns that
+    ``data.prompt_column`` and so on name; other names are columns of those names. Values that are no text are turned
+    into text with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
 
     Args:
         limit: read no more rows than this; None for all.
@@ -81,10 +87,8 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
     """
     data = spec.data
     source = _source(data, split)
-    prompt_fields = _template_fields("prompt_template", data.prompt_template)
-    completion_fields = _template_fields("completion_template", data.completion_template)
+    reader = _RowReader(spec)
     rows: list[Row] = []
-    seen: Counter[str] = Counter()
     problems: list[str] = []
     for where, content in itertools.islice(_records(spec, split, source), limit):
         try:
@@ -92,7 +96,7 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
                 if content.ends_file:
                     raise BadData(f"{where}: {content.problem}")
                 raise _MalformedRow(content.problem)
-            rows.append(_row(data, content, prompt_fields | completion_fields, seen))
+            rows.append(reader.row(content))
         except _MalformedRow as error:
             if data.malformed_rows == "error":
                 raise BadData(f'{where}: {error} (data.malformed_rows = "drop" leaves such rows out)') from None
@@ -110,27 +114,165 @@ def _source(data: DataSpec, split: Split) -> str:
     return source
 
 
-def _row(data: DataSpec, columns: Mapping[str, JsonValue], used: set[str], seen: Counter[str]) -> Row:
-    fields = dict(columns)
-    for alias, column in (("prompt", data.prompt_column), ("answer", data.answer_column)):
-        if column not in columns:
-            raise _MalformedRow(f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}')
-        fields[alias] = columns[column]
-    for name in sorted(used):
-        if name not in fields:
-            raise _MalformedRow(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
-    for name in sorted(used | {"prompt", "answer"}):
-        if fields[name] is None:
-            raise _MalformedRow(f'column "{name}" is null')
-    texts = {name: str(value) for name, value in fields.items()}
-    prompt, target = data.prompt_template.format_map(texts), data.completion_template.format_map(texts)
-    _check_text(prompt + target + texts["answer"])
-    if not prompt:
-        raise _MalformedRow("the prompt is empty")
-    digest = blake2b(prompt.encode(), digest_size=8).hexdigest()
-    row = Row(f"{digest}-{seen[digest]}", prompt, texts["answer"], target, dict(columns))
-    seen[digest] += 1
-    return row
+class _RowReader:
+    """Makes rows of the columns of a source."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        data = spec.data
+        self._data = data
+        self._pairs = "pair" in spec.data_kinds
+        self._needs_answer = "answer" in spec.data_kinds
+        self._labels = "label" in spec.data_kinds
+        self._seen: Counter[str] = Counter()
+        self._templates = {"prompt": data.prompt_template, "target": data.completion_template}
+        if self._pairs:
+            self._templates |= {"chosen": data.chosen_template, "rejected": data.rejected_template}
+        keys = {"target": "completion"}
+        self._used = {
+            name: _template_fields(f"{keys.get(name, name)}_template", template)
+            for name, template in self._templates.items()
+        }
+
+    def row(self, columns: Mapping[str, JsonValue]) -> Row:
+        """One row.
+
+        Raises:
+            _MalformedRow: it is not valid.
+        """
+        fields = self._named(columns)
+        made = [name for name in self._templates if name != "target" or "answer" in fields]
+        completions = ("chosen", "rejected") if self._pairs else ()
+        for name in ("answer", *completions, "prompt"):
+            if name in fields and fields[name] is None:
+                raise _MalformedRow(f'column "{name}" is null')
+        is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
+        row = self._conversation(fields, columns) if is_chat else self._texts(fields, columns, made)
+        if self._pairs:
+            pair = (row.chat.chosen, row.chat.rejected) if row.chat else (row.chosen, row.rejected)
+            if problem := pair_problem(*pair):
+                raise _MalformedRow(problem)
+        self._seen[row.uid] += 1
+        uid = f"{row.uid}-{self._seen[row.uid] - 1}"
+        return dataclasses.replace(row, uid=uid, margin=self._margin(columns), desirable=self._label(columns))
+
+    def _named(self, columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """The columns, and those that settings name under the names that templates have for them."""
+        data = self._data
+        names = {"prompt": data.prompt_column, "answer": data.answer_column}
+        if self._pairs:
+            names |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
+        fields = dict(columns)
+        for alias, column in names.items():
+            if column in columns:
+                fields[alias] = columns[column]
+            elif alias == "answer" and not self._needs_answer:
+                fields.pop(alias, None)
+            elif alias != "prompt" or not self._pairs:
+                raise _MalformedRow(
+                    f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}'
+                )
+        if self._pairs and data.prompt_column not in columns:
+            fields |= _split(fields["chosen"], fields["rejected"])
+        return fields
+
+    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], made: Sequence[str]) -> Row:
+        """A row of texts: its templates, filled."""
+        used = set().union(*(self._used[name] for name in made))
+        for name in sorted(used):
+            if name not in fields:
+                raise _MalformedRow(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
+            if fields[name] is None:
+                raise _MalformedRow(f'column "{name}" is null')
+        values = {name: str(value) for name, value in fields.items()}
+        texts = {name: self._templates[name].format_map(values) for name in made}
+        answer = values.get("answer", "")
+        _check_text("".join(texts.values()) + answer)
+        if not texts["prompt"]:
+            raise _MalformedRow("the prompt is empty")
+        return Row(
+            _digest(texts["prompt"]),
+            texts["prompt"],
+            answer,
+            texts.get("target", ""),
+            dict(columns),
+            chosen=texts.get("chosen", ""),
+            rejected=texts.get("rejected", ""),
+        )
+
+    def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
+        """A row of messages. Templates are for text: of messages the tokenizer's chat template makes one."""
+        if not isinstance(fields["prompt"], list):
+            raise _MalformedRow(f"expected a list of messages as prompt too, found {fields['prompt']!r:.60}")
+        completions: dict[str, Messages] = {}
+        for name, column in (("target", "answer"), ("chosen", "chosen"), ("rejected", "rejected")):
+            value = fields.get(column) if name == "target" or self._pairs else None
+            if value is not None and not isinstance(value, list):
+                value = self._templates[name].format_map({key: str(other) for key, other in fields.items()})
+            completions[name] = turns(value) if value else []
+        for name, messages in (("prompt", fields["prompt"]), *completions.items()):
+            if (messages or name == "prompt") and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
+                raise _MalformedRow(f"{name}: {problem}")
+        chat = Conversation(prompt=turns(fields["prompt"]), **completions)
+        prompt = json.dumps(fields["prompt"], ensure_ascii=False)
+        target = str(chat.target[-1]["content"]) if chat.target else ""
+        answer = fields.get("answer")
+        _check_text(prompt + json.dumps([list(messages) for messages in completions.values()], ensure_ascii=False))
+        return Row(
+            _digest(prompt),
+            prompt,
+            target if isinstance(answer, list) else "" if answer is None else str(answer),
+            target,
+            dict(columns),
+            chosen=str(chat.chosen[-1]["content"]) if chat.chosen else "",
+            rejected=str(chat.rejected[-1]["content"]) if chat.rejected else "",
+            chat=chat,
+        )
+
+    def _label(self, columns: Mapping[str, JsonValue]) -> bool:
+        name = self._data.label_column
+        if not self._labels:
+            return True
+        if name not in columns:
+            raise _MalformedRow(f'no column "{name}" (data.label_column); it has: {", ".join(columns)}')
+        label = label_of(columns[name])
+        if label is None:
+            raise _MalformedRow(
+                f'expected true or false in column "{name}" (data.label_column), found {columns[name]!r:.60}'
+            )
+        return label
+
+    def _margin(self, columns: Mapping[str, JsonValue]) -> float:
+        name = self._data.margin_column
+        if not name or not self._pairs:
+            return 0.0
+        if name not in columns:
+            raise _MalformedRow(f'no column "{name}" (data.margin_column); it has: {", ".join(columns)}')
+        try:
+            margin = float(columns[name])  # type: ignore[arg-type]  # whatever it is
+        except (TypeError, ValueError):
+            margin = math.nan
+        if not math.isfinite(margin):
+            raise _MalformedRow(
+                f'expected a number in column "{name}" (data.margin_column), found {columns[name]!r:.60}'
+            )
+        return margin
+
+
+def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
+    """A pair without a prompt: the prompt that both completions begin with, and what is left of them."""
+    for kind in (str, list):
+        if isinstance(chosen, kind) and isinstance(rejected, kind):
+            length = common_beginning(chosen, rejected)
+            if not length:
+                raise _MalformedRow(
+                    "no prompt, and the chosen and the rejected completion begin with nothing in common"
+                )
+            return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
+    raise _MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 def _check_text(text: str) -> None:
@@ -235,38 +377,82 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
-    """Tokens of the prompts; rows whose prompt is too long are left out or refused, as ``data.overlong_prompts`` says.
+    """Rows with their texts, and the tokens of their prompts. Rows that are too long are left out or refused, as
+    ``data.overlong_prompts`` and ``data.overlong_completions`` say.
 
-    A tokenizer that puts a token in front of every text (``<s>``) does so, unless the prompt already begins with it.
+    A tokenizer that puts a token in front of every text (``<s>``) does so, unless the prompt already begins with it, or
+    is a conversation: there its chat template decides.
 
     Raises:
-        BadData: a prompt is too long and the policy is ``error``, a prompt has no tokens, or no row is left.
+        BadData: a row is too long and the policy is ``error``, a prompt has no tokens or no text can be made of its
+            messages, or no row is left.
     """
     kept = EncodedPrompts([], [], 0)
     num_overlong = 0
-    bos = tokenizer.bos_token
-    for row in rows:
-        token_ids = tokenizer.encode(row.prompt, add_special_tokens=not (bos and row.prompt.startswith(bos)))
+    for row in (rendered(row, tokenizer) for row in rows):
+        token_ids = prompt_tokens(row, tokenizer)
         if not token_ids:
             raise BadData(f"the prompt {row.prompt[:80]!r} has no tokens with this tokenizer")
-        if len(token_ids) <= data.max_prompt_tokens:
+        problem = _too_long(row, token_ids, tokenizer, data)
+        if not problem:
             kept.rows.append(row)
             kept.token_ids.append(token_ids)
-        elif data.overlong_prompts == "error":
-            raise BadData(
-                f"the prompt {row.prompt[:80]!r}... has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
-                f'{data.max_prompt_tokens}; raise it, or leave such rows out with data.overlong_prompts = "drop"'
-            )
+        elif problem.policy == "error":
+            raise BadData(f'{problem.text}; raise it, or leave such rows out with data.{problem.setting} = "drop"')
         else:
             num_overlong += 1
     if rows and not kept.rows:
         raise BadData(
-            f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}; raise it"
+            f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}, or their "
+            f"completions than data.max_completion_tokens = {data.max_completion_tokens}; raise them"
         )
-    return EncodedPrompts(kept.rows, kept.token_ids, num_overlong)
+    return dataclasses.replace(kept, num_overlong=num_overlong)
 
 
-def encode_targets(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Tokens that supervised training teaches after each prompt, with the end token."""
-    end = tokenizer.eos_token_id
-    return [[*tokenizer.encode(row.target, add_special_tokens=False), end] for row in rows]
+@dataclass(frozen=True)
+class _LongText:
+    text: str
+    setting: str
+    policy: Literal["drop", "error"]
+
+
+def _too_long(
+    row: Row, prompt: Sequence[int], tokenizer: "PreTrainedTokenizerBase", data: DataSpec
+) -> _LongText | None:
+    if len(prompt) > data.max_prompt_tokens:
+        text = (
+            f"the prompt {row.prompt[:80]!r}... has {len(prompt)} tokens, more than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens}"
+        )
+        return _LongText(text, "overlong_prompts", data.overlong_prompts)
+    if not data.max_completion_tokens:
+        return None
+    for completion in completions_of(row):
+        length = len(completion_tokens(completion, row, tokenizer))
+        if length > data.max_completion_tokens:
+            text = (
+                f"the completion {completion[:80]!r}... has {length} tokens, more than data.max_completion_tokens = "
+                f"{data.max_completion_tokens}"
+            )
+            return _LongText(text, "overlong_completions", data.overlong_completions)
+    return None
+
+
+def completions_of(row: Row) -> list[str]:
+    """Completions of a row that are learned from."""
+    return [text for text in (row.target, row.chosen, row.rejected) if text]
+
+
+def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Tokens of the prompt of a row that is text by now."""
+    bos = tokenizer.bos_token
+    begins = row.chat is not None or bool(bos and row.prompt.startswith(str(bos)))
+    tokens: list[int] = tokenizer.encode(row.prompt, add_special_tokens=not begins)
+    return tokens
+
+
+def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Tokens of a completion of a row, with the end token: of a conversation, the one that the chat template sets."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    ends = row.chat is not None or tokens[-1:] == [tokenizer.eos_token_id]
+    return tokens if ends else [*tokens, tokenizer.eos_token_id]

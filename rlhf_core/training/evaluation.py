@@ -1,4 +1,5 @@
-"""Measuring a model on held-out data: greedy and sampled, with a confidence interval and a table of samples."""
+"""Measuring a model on held-out data: completions that are made greedily and sampled, and how pairs are ranked, each
+with a confidence interval and a table of samples."""
 
 import functools
 import time
@@ -10,26 +11,39 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import WorkerError
-from rlhf_core.run_dir import CheckpointDir, RunDir, write_model
+from rlhf_core.checkpoint_dir import CheckpointDir
+from rlhf_core.errors import BadData, WorkerError
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
-from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample, Phase
+from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.checkpoint_soundness import agree, verify_checkpoint
-from rlhf_core.training.checkpoints import newest_checkpoint
+from rlhf_core.training.adapters import is_adapter
+from rlhf_core.training.checkpoint_soundness import agree, initial_folder, reference_folder, verify_checkpoint
 from rlhf_core.training.data import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.examples import Scorer
 from rlhf_core.training.intervals import mean_interval
-from rlhf_core.training.models import load_causal_lm
-from rlhf_core.training.rewards import load_rewards, score
-from rlhf_core.training.rollouts.transformers_engine import generate
+from rlhf_core.training.merged_models import write_merged
+from rlhf_core.training.models import PolicyModel, load_causal_lm
+from rlhf_core.training.ranking import desirable_sample, pair_sample, rate_rows
+from rlhf_core.training.resume import newest_checkpoint
+from rlhf_core.training.reward_models import RewardModel, load_reward_model
+from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
+from rlhf_core.training.rollouts.start import start_engine
+from rlhf_core.training.scoring import RewardScorer, reward_scorer
 from rlhf_core.training.seeds import sample_seed
 from rlhf_core.training.tokenizers import load_tokenizer
 from rlhf_core.training.types import Completion, RoleResult, Row, WorkerContext
+from rlhf_core.whole_files import write_model
 
 When = Literal["before", "after"]
 How = Literal["greedy", "sampled"]
+
+PREFERENCE_METRIC = "accuracy"
+"""Share of held-out pairs whose chosen completion has the higher reward; of labelled completions, every desirable one
+is a pair with every undesirable one."""
 
 SEED_STEP = 0
 """Step in the sampling seeds of evaluations: training counts from 1, and before and after meet the same noise."""
@@ -44,30 +58,81 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     data: EncodedPrompts
     """Held-out prompts; the same on every rank, each rank works on its part."""
+    scorer: RewardScorer
+    rollouts: RolloutEngine
+
+    @property
+    def names(self) -> tuple[EvaluationName, ...]:
+        """Evaluations that are made: completions are scored where the held-out rows have answers."""
+        kinds, column = self.spec.data_kinds, self.spec.data.answer_column
+        answered = (
+            all(column in row.columns for row in self.data.rows) if kinds == {"pair"} else self.spec.has_references
+        )
+        completed = answered and not self._makes_reward_model
+        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completed else ()
+        return (*made, "preference") if self.prefers else made
+
+    @property
+    def prefers(self) -> bool:
+        """True if the main loop learns from preferences: then held-out completions are ranked."""
+        return not isinstance(self.spec.trainer, CommandTrainer) and self.ranks_for(self.spec.main_loop.algorithm)
+
+    def ranks_for(self, algorithm: AlgorithmSpec) -> bool:
+        """True if completions are ranked while this algorithm trains: it is that of the main loop, by whose rewards
+        they are."""
+        return algorithm == self.spec.main_loop.algorithm and (algorithm.pairs or algorithm.labelled)
+
+    @property
+    def _makes_reward_model(self) -> bool:
+        return not isinstance(self.spec.trainer, CommandTrainer) and self.spec.main_loop.algorithm.ranks_completions
 
     def run(
-        self, model: PreTrainedModel, when: When, checkpoint_step: int, beat: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        when: When,
+        checkpoint_step: int,
+        beat: Callable[[], None],
+        reference: PreTrainedModel | None = None,
     ) -> list[EvaluationReport]:
-        """Evaluate greedily and sampled.
+        """Make all evaluations.
 
         Collective: all ranks call it, and all get the whole reports, whose samples are in prompt order.
 
         Args:
             checkpoint_step: optimizer steps that the weights have seen.
             beat: called after every generated token position and around the scorer.
+            reference: reference of the main loop; None where ``model`` is as it was when the loop began.
         """
-        return [self._report(model, how, when, checkpoint_step, beat) for how in ("greedy", "sampled")]
+        return [self._report(model, reference, name, when, checkpoint_step, beat) for name in self.names]
 
-    def greedy_score(self, model: PreTrainedModel, beat: Callable[[], None]) -> tuple[float, int]:
-        """Sum of the scores of this rank's part, and their number: both can ride in a metric reduction."""
-        scores = [sample.score for samples in self._samples(model, "greedy", beat) for sample in samples]
+    def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:
+        """Sum of the scores of this rank's part, and their number: both can ride in a metric reduction.
+
+        Args:
+            step: optimizer steps that the weights have seen.
+        """
+        scores = [sample.score for samples in self._samples(model, step, "greedy", beat) for sample in samples]
+        return sum(scores), len(scores)
+
+    def preference_score(self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]) -> tuple[float, int]:
+        """Sum of the scores of this rank's pairs, and their number."""
+        scores = [sample.score for sample in self._preferences(policy, reference, beat)]
         return sum(scores), len(scores)
 
     def _report(
-        self, model: PreTrainedModel, how: How, when: When, checkpoint_step: int, beat: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        name: EvaluationName,
+        when: When,
+        checkpoint_step: int,
+        beat: Callable[[], None],
     ) -> EvaluationReport:
         started = time.monotonic()
-        own = self._samples(model, how, beat)
+        if name == "preference":
+            own = [[sample] for sample in self._preferences_of_models(model, reference, beat)]
+        else:
+            own = self._samples(model, checkpoint_step, name, beat)
         keep = self.spec.evaluate.keep_samples
         kept = [sample for samples in own for sample in samples][:keep]
         scores = [[sample.score for sample in samples] for samples in own]
@@ -78,9 +143,9 @@ class Evaluator:
         num_samples = sum(len(samples) for samples in all_scores)
         low, high = mean_interval(all_scores, self.spec.evaluate.confidence)
         return EvaluationReport(
-            name=how,
+            name=name,
             when=when,
-            metric=self.spec.evaluate.scorer.partition(":")[2],
+            metric=PREFERENCE_METRIC if name == "preference" else self.spec.evaluate.scorer.partition(":")[2],
             value=sum(value for samples in all_scores for value in samples) / num_samples,
             ci_low=low,
             ci_high=high,
@@ -92,32 +157,63 @@ class Evaluator:
             samples=tuple(table[:keep]),
         )
 
-    def _samples(self, model: PreTrainedModel, how: How, beat: Callable[[], None]) -> list[list[EvaluationSample]]:
+    def _preferences_of_models(
+        self, model: PreTrainedModel, reference: PreTrainedModel | None, beat: Callable[[], None]
+    ) -> list[EvaluationSample]:
+        if self._makes_reward_model:
+            return self._preferences(RewardModel(model), None, beat)
+        policy = PolicyModel(model)
+        needed = self.spec.main_loop.algorithm.reference
+        return self._preferences(policy, (PolicyModel(reference) if reference else policy) if needed else None, beat)
+
+    def _preferences(
+        self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]
+    ) -> list[EvaluationSample]:
+        """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
+        algorithm = self.spec.main_loop.algorithm
+        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
+        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
+        rated = rate_rows(
+            policy,
+            reference,
+            # A rank without a share rates the first row along, and forgets it.
+            rows or self.data.rows[:1],
+            prompts or self.data.token_ids[:1],
+            algorithm=algorithm,
+            tokenizer=self.tokenizer,
+            device=self.ranks.device,
+            rows_at_once=at_once,
+            num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
+            beat=beat,
+        )[: len(rows)]
+        if algorithm.pairs:
+            return [pair_sample(row, *rewards) for row, rewards in rated]
+        own = [reward for row, (reward,) in rated if not row.desirable]
+        undesirable = [reward for part in self.ranks.gather(own) for reward in part]
+        return [desirable_sample(row, reward, undesirable) for row, (reward,) in rated if row.desirable]
+
+    def _samples(
+        self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
+    ) -> list[list[EvaluationSample]]:
         """Scored completions of this rank's prompts."""
         rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
-        if not rows:
-            return []
         num_samples = 1 if how == "greedy" else self.spec.evaluate.samples_per_prompt
         seeds = [[sample_seed(self.spec.seed, SEED_STEP, row.uid, i) for i in range(num_samples)] for row in rows]
-        completions = generate(
-            model,
-            self.tokenizer,
-            prompts,
-            seeds,
+        sampling = Sampling(
             max_new_tokens=self.spec.rollout.max_new_tokens,
             temperature=0.0 if how == "greedy" else self.spec.evaluate.temperature,
             batch_size=self.spec.rollout.batch_size,
-            beat=beat,
         )
-        return self._scored(rows, completions, beat)
+        self.rollouts.load(model, step, beat)
+        completions = self.rollouts.sample(prompts, seeds, sampling, step, beat)
+        return self._scored(rows, completions, beat) if rows else []
 
     def _scored(
         self, rows: Sequence[Row], completions: Sequence[Sequence[Completion]], beat: Callable[[], None]
     ) -> list[list[EvaluationSample]]:
         flat_rows = [row for row, made in zip(rows, completions, strict=True) for _ in made]
         texts = [completion.text for made in completions for completion in made]
-        scorer = load_rewards([self.spec.evaluate.scorer])
-        values = iter(score(scorer, (), flat_rows, texts, beat)[0])
+        values = iter(self.scorer.evaluate(flat_rows, texts, beat))
         return [
             [
                 EvaluationSample(
@@ -134,13 +230,20 @@ class Evaluator:
         ]
 
 
-def load_evaluator(spec: RunSpec, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
+def load_evaluator(
+    spec: RunSpec, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, scorer: RewardScorer, rollouts: RolloutEngine
+) -> Evaluator:
     """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used."""
     rows = load_rows(spec, "eval")
     limit = spec.evaluate.num_prompts or len(rows)
     encoded = encode_prompts(rows, tokenizer, spec.data)
     data = EncodedPrompts(encoded.rows[:limit], encoded.token_ids[:limit], encoded.num_overlong)
-    return Evaluator(spec, ranks, tokenizer, data)
+    if "label" in spec.data_kinds and len({row.desirable for row in data.rows}) < 2:
+        raise BadData(
+            f"found held-out rows of one label only (data.{spec.data.label_column} of {len(data.rows)} rows), expected "
+            f"desirable and undesirable ones: how the model ranks them is measured"
+        )
+    return Evaluator(spec, ranks, tokenizer, data, scorer, rollouts)
 
 
 def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: Ranks) -> None:
@@ -154,9 +257,9 @@ def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: R
         )
 
 
-def are_written(run_dir: RunDir, when: When) -> bool:
-    """Whether the evaluations of that moment have been made already."""
-    return all(run_dir.evaluation(when, how).is_file() for how in ("greedy", "sampled"))
+def are_written(run_dir: RunDir, when: When, names: Sequence[EvaluationName] = ("greedy", "sampled")) -> bool:
+    """True if the evaluations of that moment have been made already."""
+    return all(run_dir.evaluation(when, name).is_file() for name in names)
 
 
 def run_evaluator(context: WorkerContext) -> RoleResult:
@@ -170,19 +273,46 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     reporter.beat(Phase.SETUP, 0)
     ranks = init_process_group(context)
     checkpoint = _last_checkpoint(context, ranks)
-    verify_checkpoint(checkpoint, spec, ranks, any_ranks=True)
+    initial = initial_folder(spec, context.run_dir)
+    verify_checkpoint(checkpoint, spec, ranks, initial)
     reporter.beat(Phase.SETUP, checkpoint.step)
     disable_progress_bar()
-    model = load_causal_lm(checkpoint.model, spec.model.dtype)
+    tokenizer = load_tokenizer(checkpoint.model)
+    base = None if isinstance(spec.trainer, CommandTrainer) else initial
+    if spec.trainer.kind == "native" and spec.main_loop.algorithm.ranks_completions:
+        model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
+    else:
+        model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
     model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
-    evaluator = load_evaluator(spec, ranks, load_tokenizer(checkpoint.model))
-    _evaluate_start(context, ranks, evaluator)
-    reports = evaluator.run(
-        model, "after", checkpoint.step, functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
-    )
+    with reward_scorer(spec, ranks.rank) as scorer:
+        rollouts = start_engine(context, ranks, tokenizer, checkpoint.model)
+        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, rollouts)
+        _evaluate_start(context, ranks, evaluator)
+        reports = evaluator.run(
+            model,
+            "after",
+            checkpoint.step,
+            functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step),
+            _reference(context, ranks, evaluator),
+        )
+    rollouts.close()
+    if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
+        beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
+        write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
     write_reports(context.run_dir, reports, ranks)
     leave_process_group(ranks)
     return RoleResult.DONE
+
+
+def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> PreTrainedModel | None:
+    """The reference model of the main loop, where pairs are ranked against it."""
+    spec = context.spec
+    if not evaluator.prefers or not spec.main_loop.algorithm.reference:
+        return None
+    initial = initial_folder(spec, context.run_dir)
+    model = load_causal_lm(reference_folder(context, ranks, spec.warm_start_steps, initial), spec.model.dtype, initial)
+    model.to(ranks.device)  # type: ignore[arg-type]  # as above
+    return model
 
 
 def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> None:

@@ -1,8 +1,9 @@
 """Judgement of training while it runs: does it still learn? Pure: the metrics of a step in, findings out.
 
 The loss tells nothing: that of GRPO is near 0 when all is well. Judged are gradient and weights, the spread of rewards
-within groups, repeated completions, the reward against its own best, entropy, and truncation (``[health]`` has the
-windows and thresholds, each with its reason).
+within groups, repeated completions and seeds, the reward against its own best, entropy, truncation, what the clip takes
+away, the distance of training from sampling and from the reference model, and length as what the reward is paid for
+(``[health]`` has the windows and thresholds, each with its reason, and what follows from a finding).
 
 Three things look like a failure and are none, and no rule may take them for one:
 
@@ -20,8 +21,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
-from rlhf_core.schemas.run import HealthRule, HealthSpec
+from rlhf_core.schemas.run import HealthAction, HealthRule, HealthSpec
 from rlhf_core.training.health_state import Batch, HealthState, Level, Repetition, block_steps, mean_reward, observe
 
 SURE_GAIN = 3.0
@@ -34,15 +36,38 @@ SOLVED_WITHIN = 0.02
 _ADVICE = "`rlhf report` shows curves and completions; health.off turns off a rule that does not fit the task"
 
 
+_LEARNS_ON = frozenset[HealthRule]({"clipped", "train_gap", "kl", "length"})
+"""Rules whose findings do not mean that nothing is learned: what is learned is not what was meant."""
+
+
 @dataclass(frozen=True)
 class HealthFinding:
-    """One reason to say that training learns nothing."""
+    """One reason to say that training learns nothing, or not what was meant."""
 
     rule: HealthRule
     since_step: int
     """First step that shows it."""
     message: str
     """In words, without a full stop."""
+    kind: str = ""
+    """Kind of what was found, where a rule finds several: told apart in warnings."""
+
+    @property
+    def key(self) -> str:
+        """Rule and kind."""
+        return f"{self.rule}/{self.kind}" if self.kind else self.rule
+
+
+@dataclass(frozen=True)
+class HealthVerdict:
+    """Consequence of the findings of one step."""
+
+    warnings: tuple[tuple[HealthRule, str], ...] = ()
+    """Rule and sentences of what is told and leaves the run going."""
+    ends_by: HealthRule | Literal[""] = ""
+    """Rule that ends the training here; empty if none does."""
+    message: str = ""
+    """Findings that end it, in sentences."""
 
 
 class Judge:
@@ -61,15 +86,32 @@ class Judge:
         self.state = observe(self.state, self._spec, self._batch, step, samples, metrics, by_rank)
         return findings(self.state, self._spec, self._batch)
 
+    def verdict(self, found: Sequence[HealthFinding], step: int) -> HealthVerdict:
+        """Decide on the findings of a step (``health.actions``).
+
+        A warning is told once, and again only if a window of steps went by without it.
+        """
+        by_action: dict[HealthAction, list[HealthFinding]] = {"warn": [], "stop": [], "roll_back": []}
+        for finding in found:
+            by_action[self._spec.action(finding.rule)].append(finding)
+        warned = {key: last for key, last in self.state.warned if step - last <= self._spec.window_steps}
+        news = [finding for finding in by_action["warn"] if finding.key not in warned]
+        warned |= {finding.key: step for finding in by_action["warn"]}
+        self.state = self.state.model_copy(update={"warned": tuple(warned.items())})
+        warnings = tuple((finding.rule, f"{in_words([finding], step)}. Training goes on.") for finding in news)
+        ending = by_action["stop"] + by_action["roll_back"]
+        if not ending:
+            return HealthVerdict(warnings)
+        return HealthVerdict(warnings, ending[0].rule, in_words(ending, step))
+
 
 def in_words(found: Sequence[HealthFinding], step: int) -> str:
-    """Findings as the message of an error."""
+    """Findings as the message of an error, without its full stop."""
     since = min(finding.since_step for finding in found)
     also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
-    return (
-        f"Training learns nothing any more at step {step}, since step {since} ({found[0].rule}): {found[0].message}"
-        f"{also}. {_ADVICE}"
-    )
+    learns_on = all(finding.rule in _LEARNS_ON for finding in found)
+    what = "Training goes wrong" if learns_on else "Training learns nothing any more"
+    return f"{what} at step {step}, since step {since} ({found[0].rule}): {found[0].message}{also}. {_ADVICE}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,21 +185,48 @@ def _frozen(state: HealthState, spec: HealthSpec) -> HealthFinding | None:
 
 def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding | None]:
     groups, ranks, steps = state.same_groups, state.same_ranks, state.same_steps
+    seeds = _seeds(state, batch)
     whatever = ", and the same for every prompt" if groups.distinct == 1 else ""
     told = (
         (
             groups,
             len(groups.ranks),
+            "within groups",
             f"all {batch.samples_per_prompt} completions of every prompt are identical{whatever}",
         ),
-        (ranks, len(ranks.ranks), "ranks make the same completions as other ranks"),
-        (steps, len(steps.ranks), "the same completions are made at every step"),
+        (ranks, len(ranks.ranks), "across ranks", "ranks make the same completions as other ranks"),
+        (steps, len(steps.ranks), "across steps", "the same completions are made at every step"),
     )
-    return [_repetition(one, num, what, state, spec, batch) for one, num, what in told]
+    return [*(_repetition(*one, state, spec, batch) for one in told), *seeds]
+
+
+_SEEDS = (
+    "Expected sampling seeds that differ for every step, prompt and sample; seeds made from a rank, a replica or a "
+    "node repeat themselves"
+)
+
+
+def _seeds(state: HealthState, batch: Batch) -> list[HealthFinding]:
+    """Repetitions of sampling seeds: no policy makes them, so two steps in a row prove them."""
+    in_groups, across = state.seeds_in_groups, state.seeds_across_prompts
+    found = []
+    if in_groups.num_steps >= 2:
+        what = (
+            f"{state.seeds_repeated:.0%} of the completions are sampled with the seed of another one of their group on "
+            f"{_named(in_groups.ranks, batch.nodes)}"
+        )
+        found.append(HealthFinding("identical", in_groups.since_step, f"{what}. {_SEEDS}", "seeds within groups"))
+    if across.num_steps >= 2 and not in_groups.num_steps:
+        what = f"different prompts are sampled with the same seeds on {_named(across.ranks, batch.nodes)}"
+        found.append(HealthFinding("identical", across.since_step, f"{what}. {_SEEDS}", "seeds across prompts"))
+    if state.same_seeds_since:
+        what = "the sampling seeds are the same at every step"
+        found.append(HealthFinding("identical", state.same_seeds_since, f"{what}. {_SEEDS}", "seeds across steps"))
+    return found
 
 
 def _repetition(
-    found: Repetition, num_ranks: int, what: str, state: HealthState, spec: HealthSpec, batch: Batch
+    found: Repetition, num_ranks: int, kind: str, what: str, state: HealthState, spec: HealthSpec, batch: Batch
 ) -> HealthFinding | None:
     if found.num_steps < 2 or found.nats * num_ranks < -math.log(spec.identical_chance):
         return None
@@ -165,8 +234,8 @@ def _repetition(
         "identical",
         found.since_step,
         f"{what} on {_named(found.ranks, batch.nodes)}, {found.num_steps} steps in a row, although the policy is not "
-        f"certain of its answers (entropy {state.recent[-1].entropy:.3g} nats per token). Expected sampling seeds that "
-        f"differ for every step, prompt and sample; seeds made from a rank or a node repeat themselves",
+        f"certain of its answers (entropy {state.recent[-1].entropy:.3g} nats per token). {_SEEDS}",
+        kind,
     )
 
 
@@ -191,11 +260,12 @@ def _no_spread(view: _View) -> HealthFinding | None:
     if too_few or view.is_well:
         return None
     before = f"{state.first.mean:.3g} over the first steps" if state.first and state.spread_ended else "never another"
+    constant = f": every completion so far was rewarded with {state.top:.3g}" if state.top == state.floor else ""
     return HealthFinding(
         "no_spread",
         state.recent[-1].step - without + 1,
         f"in {without} steps, {without * view.batch.num_completions} completions, no prompt had completions with "
-        f"different rewards, so there is nothing to compare and the gradient is 0; the mean reward is "
+        f"different rewards{constant}, so there is nothing to compare and the gradient is 0; the mean reward is "
         f"{view.now.mean:.3g} ({before}). Expected prompts that are solved some of the time: see whether the reward "
         f"function fits the completions, the task is too hard, or the learning rate has destroyed the model",
     )
@@ -232,11 +302,93 @@ def _entropy_collapse(view: _View) -> HealthFinding | None:
     )
 
 
+def _clipped(view: _View) -> HealthFinding | None:
+    shares = [seen.clipped for seen in view.state.recent]
+    if view.is_well or any(share is None or share < view.spec.clipped_share for share in shares):
+        return None
+    return HealthFinding(
+        "clipped",
+        view.state.recent[0].step,
+        f"the clip takes away the gradient of {shares[-1]:.0%} of the tokens, as in all of {view.steps}. Expected a "
+        f"share under a third: try a lower loops.main.optimizer.learning_rate, fewer updates a step (num_epochs, "
+        f"num_minibatches), or see whether the old log-probabilities are those of the policy that sampled",
+    )
+
+
+def _train_gap(view: _View) -> HealthFinding | None:
+    gaps = [seen.train_gap for seen in view.state.recent]
+    if view.is_well or any(gap is None or gap <= view.spec.max_train_gap for gap in gaps):
+        return None
+    return HealthFinding(
+        "train_gap",
+        view.state.recent[0].step,
+        f"sampling and training disagree about the log-probability of a token by {gaps[-1]:.3g} nats in the mean, and "
+        f"by more than {view.spec.max_train_gap:g} (health.max_train_gap) in all of {view.steps}. Expected about 0.01 "
+        f"or less: see whether both have the same weights, number format and temperature, or correct for it "
+        f"(loops.main.algorithm.correction)",
+    )
+
+
+def _kl(view: _View) -> HealthFinding | None:
+    divergences = [seen.kl for seen in view.state.recent]
+    if any(kl is None or kl <= view.spec.max_kl for kl in divergences) or _is_solved(view.state, view.now):
+        return None
+    best = view.state.best
+    if _has_gained(view.state, view.now) and best is not None and not _is_higher(best, view.now, SURE_GAIN):
+        return None  # it is at its best, wherever that is
+    return HealthFinding(
+        "kl",
+        view.state.recent[0].step,
+        f"the policy is {divergences[-1]:.3g} nats per token from the reference model, and more than "
+        f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, with no gain in reward for it. Expected under "
+        f"1: try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate",
+    )
+
+
+def _length(view: _View) -> HealthFinding | None:
+    """A reward that rises by length alone.
+
+    Within groups the prompt is the same, so a reward that goes with length there is paid for length: by the slope of
+    the one over the other, a longer answer earns so much. The finding is that such a reward has risen, that
+    completions have become longer, and that the slope explains at least half of the rise. A policy that thinks longer
+    and is right more often has a correlation far below: among its answers to one prompt, the long ones are not right
+    nearly always.
+    """
+    state, spec = view.state, view.spec
+    pairs = [
+        (seen.length_correlation, seen.length_slope)
+        for seen in state.recent
+        if seen.length_correlation is not None and seen.length_slope is not None
+    ]
+    if state.first is None or 2 * len(pairs) < len(state.recent):
+        return None
+    correlation, slope = (fmean(pair[place] for pair in pairs) for place in (0, 1))
+    length = fmean(seen.length for seen in state.recent)
+    longer = length - state.first_length
+    if correlation < spec.length_correlation or longer < spec.length_rise * state.first_length:
+        return None
+    gain = view.now.mean - state.first.mean
+    if not _has_gained(state, view.now) or slope * longer < gain / 2:
+        return None
+    return HealthFinding(
+        "length",
+        state.recent[0].step,
+        f"the reward rises by length: completions have {length:.3g} tokens over {view.steps} and had "
+        f"{state.first_length:.3g} over the first ones, and among the completions of a prompt reward and length have a "
+        f"correlation of {correlation:.2f}. Expected answers that are better and not only longer: read some, and take "
+        f"the length out of the reward",
+    )
+
+
 RULES: tuple[Callable[[_View], HealthFinding | None], ...] = (
     _reward_collapse,
     _no_spread,
     _truncated,
     _entropy_collapse,
+    _clipped,
+    _train_gap,
+    _kl,
+    _length,
 )
 """Rules over a full window of the main algorithm, the most telling first."""
 

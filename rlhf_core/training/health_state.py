@@ -23,6 +23,14 @@ NUM_DISTINCT = "rollout/num_distinct"
 """Facts of each rank about its completions: a hash of all of them in order, the share of its groups whose completions
 are all the same, and the number of different ones over all its prompts."""
 
+SEEDS_IN_GROUPS = "rollout/seeds_in_groups"
+SEEDS_ACROSS_PROMPTS = "rollout/seeds_across_prompts"
+"""Facts of each rank about its sampling seeds (``health_signals.seed_repeats``)."""
+
+LENGTH_CORRELATION = "reward/length_correlation"
+LENGTH_SLOPE = "reward/length_slope"
+"""Metrics of the completions of a prompt: correlation of reward and length, and reward for each further token."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -59,6 +67,14 @@ class Seen(Schema):
     """At least one group had different rewards."""
     entropy: float
     truncated: float
+    length: float = 0.0
+    """Mean length of a completion in tokens."""
+    length_correlation: float | None = None
+    length_slope: float | None = None
+    """These and the next are None where the step does not have them."""
+    kl: float | None = None
+    train_gap: float | None = None
+    clipped: float | None = None
 
 
 class Repetition(Schema):
@@ -91,6 +107,8 @@ class HealthState(Schema):
     """The last step, whatever its loop."""
     num_steps: int = 0
     """Steps of the main algorithm so far."""
+    last_step_sampled: int = 0
+    """The last of them."""
     top: float = -math.inf
     """Highest reward of any completion so far."""
     floor: float = math.inf
@@ -101,6 +119,8 @@ class HealthState(Schema):
     """The block with the highest reward."""
     first_entropy: float = 0.0
     """Mean entropy of the first block."""
+    first_length: float = 0.0
+    """Mean length of a completion in the first block, in tokens."""
     spread_ended: int = 0
     """Last step with any spread; 0 where there was none."""
     first_step: int = 0
@@ -114,8 +134,25 @@ class HealthState(Schema):
     """Ranks with the same completions as another rank."""
     same_steps: Repetition = Repetition()
     """Ranks with the same completions as in the step before."""
+    seeds_in_groups: Repetition = Repetition()
+    """Ranks that sample several completions of a prompt with one seed."""
+    seeds_across_prompts: Repetition = Repetition()
+    """Ranks that sample several prompts with the same seeds."""
+    seeds_repeated: float = 0.0
+    """Share of the completions of such a rank that have the seed of another one, at most."""
+    same_seeds_since: int = 0
+    """First step of the present row of steps that all had the same seeds; 0 where the last one had others."""
+    seed_digest: float | None = None
+    """Of the last step."""
     fingerprints: tuple[float, ...] = ()
     """Of the last step, by rank."""
+    warned: tuple[tuple[str, int], ...] = ()
+    """Findings that were told as warnings, to the last step that had them."""
+
+    def of_other_ranks(self) -> "HealthState":
+        """The same without what was observed of single ranks, for a run that goes on with another number of them."""
+        parts = ("same_groups", "same_ranks", "same_steps", "fingerprints")
+        return self.model_copy(update={name: getattr(HealthState(), name) for name in parts})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,8 +184,15 @@ def observe(
         has_spread=metrics["rollout/zero_std_groups"] < 1,
         entropy=metrics["rollout/entropy"],
         truncated=metrics["rollout/truncated_share"],
+        length=metrics["rollout/length_mean"],
+        length_correlation=metrics.get(LENGTH_CORRELATION),
+        length_slope=metrics.get(LENGTH_SLOPE),
+        kl=metrics.get("policy/kl"),
+        train_gap=metrics.get("rollout/train_gap"),
+        clipped=metrics.get("policy/clip_share"),
     )
     state = _observe_repetitions(state, batch, seen, metrics["rollout/length_mean"], by_rank)
+    state = _observe_seeds(state, batch, step, metrics.get("rollout/seed_digest"), by_rank)
     state = state.model_copy(
         update={
             "recent": (*state.recent, seen)[-spec.window_steps :],
@@ -183,7 +227,11 @@ def _observe_blocks(state: HealthState, spec: HealthSpec, batch: Batch) -> Healt
     level = mean_reward(state, steps, batch)
     changes: dict[str, object] = {}
     if state.first is None:
-        changes = {"first": level, "first_entropy": fmean(seen.entropy for seen in steps)}
+        changes = {
+            "first": level,
+            "first_entropy": fmean(seen.entropy for seen in steps),
+            "first_length": fmean(seen.length for seen in steps),
+        }
     if state.best is None or level.mean > state.best.mean:
         changes["best"] = level
     return state.model_copy(update=changes)
@@ -211,6 +259,25 @@ def _observe_repetitions(
                 state.same_ranks, seen.step, twins, nats * batch.completions_per_rank / 2, distinct
             ),
             "same_steps": _repeated(state.same_steps, seen.step, again, nats * batch.completions_per_rank, distinct),
+        }
+    )
+
+
+def _observe_seeds(
+    state: HealthState, batch: Batch, step: int, digest: float | None, by_rank: Mapping[str, Sequence[float]]
+) -> HealthState:
+    in_groups, across = (by_rank.get(name, ()) for name in (SEEDS_IN_GROUPS, SEEDS_ACROSS_PROMPTS))
+    marked = [[rank for rank, count in enumerate(counts) if count > 0] for counts in (in_groups, across)]
+    share = max([0.0, *in_groups]) / batch.completions_per_rank
+    is_same = digest is not None and digest == state.seed_digest
+    return state.model_copy(
+        update={
+            "seeds_in_groups": _repeated(state.seeds_in_groups, step, marked[0], 0.0, [0.0] * len(in_groups)),
+            "seeds_across_prompts": _repeated(state.seeds_across_prompts, step, marked[1], 0.0, [0.0] * len(across)),
+            "seeds_repeated": max(share, state.seeds_repeated) if marked[0] else 0.0,
+            "same_seeds_since": (state.same_seeds_since or state.last_step_sampled) if is_same else 0,
+            "seed_digest": digest,
+            "last_step_sampled": step,
         }
     )
 

@@ -4,7 +4,7 @@ Ranks that reduce metrics one by one hang or mix up silently when one of them ha
 a collective compares shapes at best (ms-swift #3827, trl #3068). Here every rank contributes one vector of fixed size
 (2.3 KB), so the collective itself always matches, and the vectors of all ranks are gathered:
 
-    [fingerprint, step, vote to save, vote to stop, sum_0, weight_0, sum_1, weight_1, ..., own values, sketch]
+    [fingerprint, step, votes: save, stop, save failed, sum_0, weight_0, sum_1, weight_1, ..., own values, sketch]
 
 The fingerprint stands for the step and the names of the metrics. Gathering instead of reducing gives sums, extremes,
 values by rank, and the rank that differs, from one collective; sums are taken in the order of the ranks. Every rank
@@ -12,6 +12,7 @@ sees the same vectors, so all ranks come to the same verdict.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +26,17 @@ from rlhf_core.training.distributed import Ranks
 CAPACITY = 128
 """Metrics that fit into one vector, which always has the same size."""
 
-RANK_CAPACITY = 8
+RANK_CAPACITY = 12
 """Values that every rank can put beside those of the others."""
 
 SKETCH_SIZE = 16
 """Hashes in the sketch of a rank's completions: the smallest ones."""
 
-_HEADER = 4
+_VOTES = ("save", "stop", "failed")
+_HEADER = 2 + len(_VOTES)
 _DIGEST_BITS = 40  # summed over 8192 ranks, still within 2^53: exact in double precision
 _NO_HASH = -1.0
+_OTHER = " (other)"
 _DIAGNOSIS_WAIT_S = 3.0  # far below any silence that is taken for a hang
 
 VECTOR_SIZE = _HEADER + 2 * CAPACITY + RANK_CAPACITY + SKETCH_SIZE
@@ -50,6 +53,7 @@ class StepMetrics:
         self._own: dict[str, float] = {}
         self._digests: set[str] = set()
         self._extremes: dict[str, Callable[[Iterable[float]], float]] = {}
+        self._correlations: list[str] = []
         self._hashes: list[int] = []
         self._shared = ""
 
@@ -86,6 +90,31 @@ class StepMetrics:
         """The lowest value of all ranks."""
         self.each(name, value)
         self._extremes[name] = min
+
+    def correlation(self, name: str, products: float, squares: float, other_squares: float) -> None:
+        """A correlation (Pearson) over everything the ranks have seen; left out where one of the two does not vary.
+
+        Args:
+            products: sum of the products of the two deviations from their means.
+            squares: sum of the squares of the one.
+            other_squares: of the other.
+        """
+        self._entries[name] = (float(products), float(squares))
+        self._entries[name + _OTHER] = (float(other_squares), 1.0)
+        self._correlations.append(name)
+
+    def correlations(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """The correlations that follow from the sums of all ranks."""
+        found = {}
+        for name in self._correlations:
+            (products, squares), (other, _) = totals[name], totals[name + _OTHER]
+            if squares > 0 and other > 0:
+                found[name] = products / math.sqrt(squares * other)
+        return found
+
+    def is_correlation(self, name: str) -> bool:
+        """True of the entries that a correlation is made of."""
+        return name.removesuffix(_OTHER) in self._correlations
 
     def shared_share(self, name: str, texts: Iterable[str]) -> None:
         """Estimate the share of different texts that more than one rank has, from a sketch of the hashes of each."""
@@ -130,14 +159,16 @@ class ReducedMetrics:
     """At least one rank was asked to save."""
     stop: bool
     """At least one rank was asked to save and end."""
+    save_failed: bool
+    """At least one rank has heard that a checkpoint could not be written."""
 
 
 def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> ReducedMetrics:
     """Combine the metrics of all ranks with one collective.
 
     Args:
-        request: what the agent asks of this rank: nothing, ``save`` or ``stop``. The votes ride along, so that all
-            ranks act on them at the same step.
+        request: what the agent asks of this rank: nothing, ``save`` or ``stop``; or ``failed``, after a checkpoint
+            that could not be written. The votes ride along, so that all ranks act on them at the same step.
 
     Raises:
         MetricsMismatch: the ranks brought different metrics, or were at different steps. Raised by every rank; names
@@ -151,16 +182,19 @@ def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> Red
     if odd:
         raise MetricsMismatch(_explain(metrics.step, names, odd, [vector[1] for vector in vectors], ranks))
     values = metrics.of_sketches([vector[-SKETCH_SIZE:] for vector in vectors])
+    totals: dict[str, tuple[float, float]] = {}
     for index, name in enumerate(entries):
         place = _HEADER + 2 * index
         total, weight = (reduce(add, (vector[place + part] for vector in vectors)) for part in (0, 1))
-        if weight != 0:
+        totals[name] = (total, weight)
+        if weight != 0 and not metrics.is_correlation(name):
             values[name] = total % (1 << _DIGEST_BITS) if metrics.is_digest(name) else total / weight
+    values |= metrics.correlations(totals)
     first = _HEADER + 2 * CAPACITY
     by_rank = {name: tuple(vector[first + index] for vector in vectors) for index, name in enumerate(own)}
     extremes, by_rank = metrics.split(by_rank)
-    save, stop = (any(vector[vote] > 0 for vector in vectors) for vote in (2, 3))
-    return ReducedMetrics(dict(sorted((values | extremes).items())), by_rank, save, stop)
+    votes = (any(vector[2 + vote] > 0 for vector in vectors) for vote in range(len(_VOTES)))
+    return ReducedMetrics(dict(sorted((values | extremes).items())), by_rank, *votes)
 
 
 def _pack(metrics: StepMetrics, request: str) -> list[float]:
@@ -178,7 +212,7 @@ def _pack(metrics: StepMetrics, request: str) -> list[float]:
             f"(metrics.RANK_CAPACITY)"
         )
     mark = _hash(json.dumps([metrics.step, *entries, *own]), _DIGEST_BITS)
-    votes = [float(request == "save"), float(request == "stop")]
+    votes = [float(request == vote) for vote in _VOTES]
     body = [number for entry in entries.values() for number in entry]
     body += [0.0] * (2 * (CAPACITY - len(entries)))
     own_values = [*own.values(), *[0.0] * (RANK_CAPACITY - len(own))]

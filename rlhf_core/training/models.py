@@ -1,7 +1,6 @@
 """Language models: built from a configuration or loaded from a folder, and wrapped for training."""
 
 import difflib
-import json
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,11 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.run_dir import RunDir, remove_tree
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
+from rlhf_core.training.adapters import base_of, is_adapter, merged
+from rlhf_core.training.gathering import whole_shape
+from rlhf_core.training.packing import can_pack, hidden_of_targets
+from rlhf_core.training.token_logprobs import token_logprobs
 from rlhf_core.training.tokenizers import VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
 from rlhf_core.training.types import Row
+from rlhf_core.whole_files import remove_tree
 
 __all__ = [
     "PolicyModel",
@@ -122,22 +126,24 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
     return model
 
 
-def load_causal_lm(path: Path, dtype: str) -> PreTrainedModel:
+def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrainedModel:
     """Load a causal language model from a folder, in training's number format and with all dropout off.
 
-    Dropout is off because the sampled and the trained distribution have to be the same one.
+    Dropout is off because the sampled and the trained distribution have to be the same one. An adapter is merged into
+    its base model.
 
     Args:
         dtype: ``float32`` or ``bfloat16``.
+        base: folder of the base model of an adapter, where it is not the one that the adapter names.
 
     Raises:
         BadConfig: there is no such folder, or no model in it.
     """
     folder = _existing_folder(path, "model.path")
-    if (folder / ADAPTER_FILE).is_file():
-        return _merged_adapter(folder, dtype)
+    if is_adapter(folder):
+        return merged(load_causal_lm(base or base_of(folder), dtype), folder)
     try:
-        config = _without_dropout(AutoConfig.from_pretrained(str(folder), local_files_only=True))
+        config = dropout_free_config(folder)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder), config=config, dtype=getattr(torch, dtype), local_files_only=True
         )
@@ -146,27 +152,6 @@ def load_causal_lm(path: Path, dtype: str) -> PreTrainedModel:
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
     return model
-
-
-ADAPTER_FILE = "adapter_config.json"
-"""File of a folder that holds an adapter (LoRA and the like) and no whole model."""
-
-
-def _merged_adapter(folder: Path, dtype: str) -> PreTrainedModel:
-    """The base model of an adapter, with the adapter merged into its weights.
-
-    Raises:
-        BadConfig: peft is not installed, or the base model is not where the adapter says.
-    """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise BadConfig(f"found the adapter {folder}, expected peft to merge it: pip install peft") from error
-    base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-    merged: PreTrainedModel = PeftModel.from_pretrained(
-        load_causal_lm(Path(base), dtype), str(folder)
-    ).merge_and_unload()
-    return merged
 
 
 def _existing_folder(path: Path, key: str) -> Path:
@@ -201,6 +186,15 @@ def _first_lines(error: BaseException, limit: int = 400) -> str:
     return " ".join(str(error).split())[:limit]
 
 
+def dropout_free_config(folder: Path) -> PreTrainedConfig:
+    """Configuration of a model, with all dropout off.
+
+    Raises:
+        OSError, ValueError: there is none that transformers knows.
+    """
+    return _without_dropout(AutoConfig.from_pretrained(str(folder), local_files_only=True))
+
+
 def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
@@ -220,7 +214,8 @@ class PolicyModel(nn.Module):
     """A causal language model that answers with log-probabilities instead of logits.
 
     The logits over the whole vocabulary exist for one chunk of tokens at a time, forward and backward: for 32 thousand
-    tokens and a vocabulary of 152 thousand they would be 20 GB.
+    tokens and a vocabulary of 152 thousand they would be 20 GB. Of sequences that are padded on the right, only tokens
+    that something is predicted from go through the layers, and what several begin with goes once (``packing.py``).
     """
 
     def __init__(self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS) -> None:
@@ -236,6 +231,8 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_elements = chunk_elements
         self._check_head()
+        self.packs = can_pack(causal_lm)
+        """True if no padding goes through the layers; otherwise it pays to cut micro-batches of like lengths."""
 
     def forward(
         self,
@@ -259,14 +256,22 @@ class PolicyModel(nn.Module):
             position ``t`` holds the log-probability of token ``t+1``, and the entropy of its distribution in nats.
             Gradients flow through the log-probabilities only.
         """
-        hidden = self._hidden_states(input_ids, attention_mask)[:, :-1]
         labels = input_ids[:, 1:]
         if target_mask is None:
             target_mask = torch.ones_like(labels, dtype=torch.bool)
-        picked, entropy = self._score(hidden[target_mask], labels[target_mask], temperature)
+        if self.packs and attention_mask is None:
+            hidden = hidden_of_targets(self.causal_lm.base_model, input_ids, target_mask)
+        else:
+            hidden = self._hidden_states(input_ids, attention_mask)[:, :-1][target_mask]
+        picked, entropy = self._score(hidden, labels[target_mask], temperature)
         where = target_mask.nonzero(as_tuple=True)
         blank = picked.new_zeros(labels.shape)
         return blank.index_put(where, picked), blank.index_put(where, entropy)
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The model that is saved."""
+        return self.causal_lm
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass instead of keeping them."""
@@ -283,7 +288,7 @@ class PolicyModel(nn.Module):
     def _score(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """``hidden [N, H]``, ``labels [N]`` -> log-probability and entropy, ``[N]`` each, chunk by chunk."""
         head = self.causal_lm.get_output_embeddings()
-        chunk = max(1, self.chunk_elements // head.weight.shape[0])
+        chunk = max(1, self.chunk_elements // whole_shape(head.weight)[0])
         if hidden.shape[0] <= chunk:
             return _score_chunk(hidden, labels, head, temperature)
         parts = [
@@ -309,9 +314,5 @@ class PolicyModel(nn.Module):
 
 def _score_chunk(hidden: Tensor, labels: Tensor, head: _Head, temperature: float) -> tuple[Tensor, Tensor]:
     logits = head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
-    picked = logprobs.gather(-1, labels[:, None]).squeeze(-1)
-    with torch.no_grad():
-        entropy = torch.special.entr(logprobs.exp()).sum(-1)
-    return picked, entropy
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return token_logprobs(logits if temperature == 1 else logits.div_(temperature), labels)

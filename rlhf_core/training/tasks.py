@@ -1,8 +1,82 @@
 """Tasks whose data is made, not loaded: ``data.generator`` names one of these. Imports no torch."""
 
 import random
+from collections.abc import Callable, Sequence
 
 from rlhf_core.errors import BadConfig
+
+
+def sorted_pairs(
+    split: str,
+    seed: int,
+    num_digits: int = 6,
+    num_train: int = 20_000,
+    num_eval: int = 512,
+    errors: Sequence[str] = ("order",),
+) -> list[dict[str, str]]:
+    """Pairs for the task of :func:`sort_digits`: the sorted digits are chosen, a nearly right completion rejected.
+
+    Args:
+        errors: kinds of errors of the rejected completions, drawn by lot: ``order`` exchanges two different digits that
+            stand side by side (numbers whose digits are all equal have none, and are left out), ``digit`` has other
+            digits in the place of one to three and is sorted, ``length`` lacks a digit or has one twice.
+
+    Raises:
+        BadConfig: an unknown kind of error, or too few numbers (:func:`sort_digits`).
+    """
+    if not errors or not set(errors) <= _ERRORS.keys():
+        raise BadConfig(f"sorted_pairs: found errors = {list(errors)}, expected some of {', '.join(_ERRORS)}")
+    rows = sort_digits(split, seed, num_digits, num_train, num_eval)
+    chance = random.Random(f"sorted_pairs {split} {seed if split == 'train' else 0}")
+    pairs = []
+    for row in rows:
+        kind = chance.choice(errors) if len(errors) > 1 else errors[0]
+        wrong = _ERRORS[kind](row["answer"], chance)
+        if wrong:
+            pairs.append({**row, "chosen": row["answer"], "rejected": wrong})
+    return pairs
+
+
+def _in_wrong_order(right: str, chance: random.Random) -> str:
+    places = [at for at in range(len(right) - 1) if right[at] != right[at + 1]]
+    if not places:
+        return ""
+    at = chance.choice(places)
+    return right[:at] + right[at + 1] + right[at] + right[at + 2 :]
+
+
+def _with_wrong_digits(right: str, chance: random.Random) -> str:
+    wrong = list(right)
+    for at in chance.sample(range(len(right)), min(chance.randint(1, 3), len(right))):
+        wrong[at] = chance.choice([digit for digit in "0123456789" if digit != right[at]])
+    found = "".join(sorted(wrong))
+    return found if found != right else ""
+
+
+def _of_wrong_length(right: str, chance: random.Random) -> str:
+    at = chance.randrange(len(right))
+    return right[:at] + right[at + 1 :] if chance.random() < 0.5 else right[: at + 1] + right[at:]
+
+
+_ERRORS: dict[str, Callable[[str, random.Random], str]] = {
+    "order": _in_wrong_order,
+    "digit": _with_wrong_digits,
+    "length": _of_wrong_length,
+}
+"""Wrong answers by kind, made of right ones; empty where there is none."""
+
+
+def sorted_or_not(
+    split: str, seed: int, num_digits: int = 6, num_train: int = 20_000, num_eval: int = 512
+) -> list[dict[str, str | bool]]:
+    """Labelled completions for :func:`sort_digits`: one of each pair of :func:`sorted_pairs`, drawn by lot."""
+    chance = random.Random(f"sorted_or_not {split} {seed if split == 'train' else 0}")
+    rows: list[dict[str, str | bool]] = []
+    for pair in sorted_pairs(split, seed, num_digits, num_train, num_eval):
+        right = chance.random() < 0.5
+        completion = pair["chosen" if right else "rejected"]
+        rows.append({"prompt": pair["prompt"], "answer": pair["answer"], "completion": completion, "label": right})
+    return rows
 
 
 def sort_digits(

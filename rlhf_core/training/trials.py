@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.schemas.content import RewardTrial, TrialProblem
-from rlhf_core.training.rewards import RewardFunction, load_reward, score
+from rlhf_core.training.rewards import RewardFunction, load_reward, rewards_of
 from rlhf_core.training.types import Row
 
 TRIAL_S = 20.0
@@ -178,10 +178,9 @@ def _tried(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardT
 
 def _called(path: str, function: RewardFunction, rows: Sequence[Row]) -> RewardTrial:
     used, completions, right = completions_for(rows)
-    named = {path.partition(":")[2]: function}
     for _ in range(2):  # the first call may load a model or import a parser
         started = time.monotonic()
-        rewards, _ = score(named, (), used, completions, lambda: None)
+        rewards = rewards_of(path.partition(":")[2], function, used, completions)
         seconds = time.monotonic() - started
     return RewardTrial(
         function=path,

@@ -5,7 +5,7 @@ of the longest sequence of the batch, ``V`` entries of the vocabulary, ``H`` hid
 that shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from rlhf_core.run_dir import RestartDir, RunDir
+from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import RunSpec, StoredSpec, with_changes
@@ -75,6 +76,9 @@ class WorkerContext:
     """Checkpoints that this attempt has found damaged: not to be used, whatever a file system still shows of them."""
     store: Path | None = None
     """File in which the ranks meet when all are on one node; without it they meet at MASTER_ADDR and MASTER_PORT."""
+    memory: Path | None = None
+    """Folder of this node for copies of checkpoints in main memory, which outlives the workers; None without an
+    agent."""
 
     @property
     def spec(self) -> RunSpec:
@@ -111,6 +115,35 @@ class Row:
     """What supervised training teaches after the prompt: the completion template, filled. Without the end token."""
     columns: Mapping[str, JsonValue]
     """All columns of the row as they stood in the data."""
+    chosen: str = ""
+    """The better completion of a pair, of data that has pairs."""
+    rejected: str = ""
+    """The worse one."""
+    margin: float = 0.0
+    """By how much the better one is better, where the data says so."""
+    desirable: bool = True
+    """Label of the completion, of data that has labels."""
+    chat: "Conversation | None" = None
+    """The same as messages, of a row that is a conversation: its texts are what the chat template of a tokenizer makes
+    of them (``chat.py``)."""
+
+
+Messages = Sequence[Mapping[str, JsonValue]]
+"""Turns of a conversation, each with its ``role`` and ``content``."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row in messages. A completion is what comes after the prompt: most often one turn of the model."""
+
+    prompt: Messages
+    """Turns that the model answers."""
+    target: Messages = ()
+    """Completion that supervised training teaches."""
+    chosen: Messages = ()
+    """The better completion of a pair."""
+    rejected: Messages = ()
+    """The worse one."""
 
 
 @dataclass(frozen=True)
@@ -125,3 +158,5 @@ class Completion:
     """Whether the end token was sampled; otherwise the completion was cut at the longest length."""
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""
+    weight_version: int = 0
+    """Optimizer steps of the run that the weights had behind them which it was sampled with."""

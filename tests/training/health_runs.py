@@ -1,19 +1,26 @@
 """Short real runs, healthy ones and ones that learn nothing, judged as they go: for the tests and the benchmark."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from rank_launcher import make_context, share_right
 
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.schemas.run import RunSpec
+
 JUDGED = (
     "train/grad_norm", "train/learning_rate", "train/changed_share", "reward/mean", "reward/max", "reward/min",
     "rollout/zero_std_groups", "rollout/entropy", "rollout/truncated_share", "rollout/length_mean",
+    "rollout/train_gap", "rollout/seed_digest", "reward/length_correlation", "reward/length_slope", "policy/kl",
+    "policy/clip_share",
 )  # fmt: skip
 """Metrics that the judge reads."""
 
@@ -52,7 +59,8 @@ def base_spec() -> dict[str, Any]:
         "evaluate": {"num_prompts": 16},
         "checkpoint": {"every_num_steps": 50},
         # A quarter of the default: so few completions are sampled here that the default would excuse everything.
-        "health": {"min_completions": 1024},
+        # And what would merely warn ends the run: a healthy one has no warning either.
+        "health": {"min_completions": 1024, "actions": dict.fromkeys(("clipped", "train_gap", "kl", "length"), "stop")},
     }
 
 
@@ -68,6 +76,11 @@ def from_minus_one(*, completions: list[str], answer: list[str], **columns: Any)
 def nothing_is_right(*, completions: list[str], **columns: Any) -> list[float]:
     """A reward function that never finds the answer."""
     return [0.0 for _ in completions]
+
+
+def by_length(*, completions: list[str], **columns: Any) -> list[float]:
+    """One tenth for every digit."""
+    return [sum(character.isdigit() for character in made) / 10 for made in completions]
 
 
 def dense(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -86,6 +99,64 @@ def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextMa
         if ranks and rank not in ranks:
             return nullcontext()
         return mock.patch("rlhf_core.training.trainers.online.sample_seed", return_value=rank)
+
+    return broken
+
+
+SeedFormula = Callable[[int, int, int, str, int], int]
+"""Rank, run seed, step, prompt and sample index to the seed of a completion."""
+
+
+def swift_seed(tensor_parallel: int, has_local_rank: bool = True) -> SeedFormula:
+    """Formula of ms-swift as of #3745: the rank by the size of a tensor-parallel group, with one more for each request
+    of that group; where LOCAL_RANK was lost all ranks of a node are one. Nothing of it moves with the step."""
+
+    def formula(rank: int, run_seed: int, step: int, uid: str, index: int) -> int:
+        return (rank if has_local_rank else rank // 4) // tensor_parallel + index % tensor_parallel
+
+    return formula
+
+
+def verl_seed(num_replicas: int) -> SeedFormula:
+    """Formula of verl under ``full_determinism``: every request has the seed of the replica that it is sent to."""
+
+    def formula(rank: int, run_seed: int, step: int, uid: str, index: int) -> int:
+        replica = int.from_bytes(blake2b(f"{step} {uid} {index}".encode(), digest_size=4).digest(), "big")
+        return replica % num_replicas + run_seed
+
+    return formula
+
+
+def slime_seed(rank: int, run_seed: int, step: int, uid: str, index: int) -> int:
+    """Formula of slime's deterministic mode: the seed of the run and the sample's index, for every prompt and step."""
+    return run_seed + index
+
+
+@dataclass(frozen=True)
+class SeedCase:
+    """A formula of seeds, and the kinds of repetition that it makes."""
+
+    formula: SeedFormula
+    kinds: set[str]
+
+
+_IN_GROUPS, _EVERY_STEP = "seeds within groups", "seeds across steps"
+SEED_FORMULAS: dict[str, SeedCase] = {
+    "ms-swift, one rank an engine": SeedCase(swift_seed(1), {_IN_GROUPS, _EVERY_STEP}),
+    "ms-swift, engines of two": SeedCase(swift_seed(2), {_IN_GROUPS, _EVERY_STEP}),
+    "ms-swift, LOCAL_RANK lost": SeedCase(swift_seed(1, has_local_rank=False), {_IN_GROUPS, _EVERY_STEP}),
+    "verl, one replica": SeedCase(verl_seed(1), {_IN_GROUPS, _EVERY_STEP}),
+    "verl, two replicas": SeedCase(verl_seed(2), {_IN_GROUPS}),
+    "verl, eight replicas": SeedCase(verl_seed(8), {_IN_GROUPS}),
+    "slime, deterministic": SeedCase(slime_seed, {"seeds across prompts", _EVERY_STEP}),
+}
+
+
+def seeded_by(formula: SeedFormula) -> Callable[[int], AbstractContextManager[Any]]:
+    """Sampling seeds by a formula of another framework."""
+
+    def broken(rank: int) -> AbstractContextManager[Any]:
+        return mock.patch("rlhf_core.training.trainers.online.sample_seed", functools.partial(formula, rank))
 
     return broken
 
@@ -130,15 +201,15 @@ def stuck_data(rank: int) -> Iterator[None]:
 @contextmanager
 def detached_loss(rank: int) -> Iterator[None]:
     """A loss that does not reach the weights."""
-    from rlhf_core.training.algorithms import grpo
+    from rlhf_core.training.algorithms.policy_gradient import PolicyGradient
 
-    real = grpo.grpo_loss
+    real = PolicyGradient.loss
 
-    def loss(logprobs: Any, *arguments: Any, **options: Any) -> Any:
-        value, stats = real(logprobs, *arguments, **options)
+    def loss(*arguments: Any) -> Any:
+        value, stats = real(*arguments)
         return value * 0, stats
 
-    with mock.patch.object(grpo, "grpo_loss", loss):
+    with mock.patch.object(PolicyGradient, "loss", loss):
         yield
 
 
@@ -208,6 +279,14 @@ HEALTHY: dict[str, Case] = {
 DEGENERATE: dict[str, Case] = {
     "seeds from ranks": Case({}, rank_seeds(), "identical", "on rank 0 (node0) and rank 1 (node1)"),
     "seeds from ranks on one node": Case({"seed": 1}, rank_seeds((1,)), "identical", "on rank 1 (node1)"),
+    "seeds of ms-swift": Case({}, seeded_by(swift_seed(1)), "identical", "on rank 0 (node0) and rank 1 (node1)"),
+    "seeds of verl": Case({}, seeded_by(verl_seed(2)), "identical", "the seed of another one of their group"),
+    "seeds of slime": Case({}, seeded_by(slime_seed), "identical", "different prompts are sampled with the same seeds"),
+    "reward by length": Case(
+        {"reward.functions": ["health_runs:by_length"], "sft.num_steps": 20, "rollout.max_new_tokens": 12},
+        rule="length",
+        words="the reward rises by length",
+    ),
     "same prompts on all ranks": Case({}, same_prompts_everywhere, "identical", "as other ranks"),
     "same prompts at every step": Case({"train.learning_rate": 1e-7}, stuck_data, "identical", "at every step"),
     "learning rate 5": Case({"train.learning_rate": 5.0}, rule="no_spread"),
@@ -225,9 +304,43 @@ DEGENERATE: dict[str, Case] = {
 CASES = HEALTHY | DEGENERATE
 
 
+GROUPS = ((8, 8), (16, 4), (4, 16))
+"""Prompts of a step and samples of each."""
+REWARDS = ("rlhf_core.training.rewards:exact_match", "health_runs:dense", "health_runs:from_minus_one")
+
+
+def healthy_of(algorithm: str, number: int) -> Case:
+    """One of any number of healthy runs of an algorithm: another seed, learning rate, warm start, temperature, reward
+    and shape of the batch each time.
+
+    Raises:
+        ValueError: the algorithm learns from pairs or labels, and there is no such data for these runs.
+    """
+    traits = specs()[algorithm]
+    if traits.pairs or traits.labelled:
+        raise ValueError(f"{algorithm} learns from pairs or labels: there is no such data for these runs yet")
+    prompts, samples = GROUPS[number % 3]
+    settings: dict[str, Any] = {
+        "seed": 100 + number,
+        "main": {"name": algorithm, "prompts_per_step": prompts, "samples_per_prompt": samples},
+        "sft": {"num_steps": (20, 40, 80)[number // 3 % 3]},
+        "train.learning_rate": (3e-4, 1e-3)[number % 2],
+        "rollout.temperature": (1.0, 1.2)[number // 2 % 2],
+        "reward.functions": [REWARDS[number // 2 % 3]],
+    }
+    if not traits.samples:
+        settings |= {"main": {"name": algorithm, "batch_size": 4 * prompts}, "sft": {"num_steps": 0}}
+    return Case(settings)
+
+
 def with_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The base with a case's settings: whole or part of a section, or one dotted field."""
+    """The base with a case's settings: whole or part of a section, one dotted field, or the main algorithm."""
     spec = base_spec()
+    settings = dict(settings)
+    if main := settings.pop("main", None):
+        spec = RunSpec.model_validate(with_settings(settings)).model_dump(mode="json")
+        spec["loops"]["main"]["algorithm"] = main
+        return spec
     for name, value in settings.items():
         section, _, field = name.partition(".")
         if field:
@@ -235,6 +348,12 @@ def with_settings(settings: dict[str, Any]) -> dict[str, Any]:
         else:
             spec[section] = {**spec[section], **value} if isinstance(value, dict) else value
     return spec
+
+
+def case_of(name: str) -> Case:
+    """A case by its name, or by ``<algorithm> <number>``."""
+    algorithm, _, number = name.partition(" ")
+    return CASES[name] if name in CASES else healthy_of(algorithm, int(number))
 
 
 def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
@@ -249,7 +368,8 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
 
     def look(self: Judge, step: int, samples: bool, metrics: dict[str, float], by_rank: dict[str, Any]) -> Any:
         if rank == 0:
-            kept = {name: float(f"{metrics[name]:.6g}") for name in JUDGED if name in metrics}
+            digits = {"rollout/seed_digest": 17}
+            kept = {name: float(f"{metrics[name]:.{digits.get(name, 6)}g}") for name in JUDGED if name in metrics}
             seen = {"step": step, "samples": samples, "metrics": kept, "by_rank": by_rank}
             with judged(Path(folder), name).open("a") as file:
                 file.write(json.dumps(seen) + "\n")
@@ -259,7 +379,7 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
     real = Judge.look
     results: dict[str, Any] = {}
     for name in names:
-        case = CASES[name]
+        case = case_of(name)
         path = f"{folder}/{name.replace(' ', '-')}"
         context = dataclasses.replace(
             make_context(path, with_settings(case.settings), rank, num_ranks), node=f"node{rank}"

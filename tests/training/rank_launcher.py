@@ -8,7 +8,6 @@ in front of its own is a program of its own, this file.
 
 import importlib
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -98,10 +97,9 @@ def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[
 
 
 def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:
-    context = multiprocessing.get_context("forkserver")
-    os.environ.setdefault("OMP_NUM_THREADS", environment["OMP_NUM_THREADS"])  # torch reads it when it is imported
-    context.set_forkserver_preload(["rlhf_core.training.evaluation", "rlhf_core.training.trainers.run"])
-    process = context.Process(target=_rank, args=(words, environment, output))
+    from fork_server import fork_server  # a rank that is a program of its own does not have its folder
+
+    process = fork_server().Process(target=_rank, args=(words, environment, output))
     process.start()
 
     def wait(timeout_s: float) -> int:
@@ -163,7 +161,8 @@ def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
         "train": {"num_steps": 4, "learning_rate": 3e-3, "micro_batch_size": 5, "log_samples_every": 2},
         "grpo": {"prompts_per_step": 4, "samples_per_prompt": 4, "measure_kl": True},
         "rollout": {"max_new_tokens": 5},
-        "reward": {"functions": ["rank_launcher:noisy_reward"]},
+        # In the rank's own process, from whose generators it draws.
+        "reward": {"functions": ["rank_launcher:noisy_reward"], "timeout_s": 0},
         "evaluate": {"num_prompts": 0, "keep_samples": 3, "samples_per_prompt": 2},
         "checkpoint": {"every_num_steps": 2, "keep_last": 2},
     }

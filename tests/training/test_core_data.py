@@ -195,7 +195,7 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
 
 @pytest.mark.training
 def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., Any]) -> None:
-    from rlhf_core.training.data import encode_prompts, encode_targets
+    from rlhf_core.training.data import completion_tokens, encode_prompts
     from rlhf_core.training.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer("char", [], 0)
@@ -210,7 +210,8 @@ def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., An
         encode_prompts(rows, tokenizer, strict)
     with pytest.raises(BadData, match="all 3 prompts are longer"):
         encode_prompts(rows, tokenizer, spec_of(train="x", max_prompt_tokens=2).data)
-    assert encode_targets(rows[:1], tokenizer) == [[*tokenizer.encode("y"), tokenizer.eos_token_id]]
+    target = completion_tokens(rows[0].target, rows[0], tokenizer)
+    assert target == [*tokenizer.encode("y"), tokenizer.eos_token_id]
 
 
 @pytest.mark.training

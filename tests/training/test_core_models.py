@@ -235,4 +235,4 @@ def test_collate_marks_what_is_to_be_predicted() -> None:
     batch = collate([[1, 2, 3], [4]], [[5], [6, 7]], pad_id=9)
     assert batch.input_ids.tolist() == [[1, 2, 3, 5], [4, 6, 7, 9]]
     assert batch.target_mask.tolist() == [[False, False, True], [True, True, False]]
-    assert batch.place([[0.5], [1.5, 2.5]]).tolist() == [[0.0, 0.0, 0.5], [1.5, 2.5, 0.0]]
+    assert batch.place(torch.tensor([0.5, 1.5, 2.5])).tolist() == [[0.0, 0.0, 0.5], [1.5, 2.5, 0.0]]

@@ -25,6 +25,8 @@ from rlhf_core.training.evaluation import (  # noqa: E402
     write_reports,
 )
 from rlhf_core.training.models import build_causal_lm  # noqa: E402
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine  # noqa: E402
+from rlhf_core.training.scoring import RewardScorer  # noqa: E402
 from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.types import NullReporter  # noqa: E402
 
@@ -46,7 +48,8 @@ def evaluate(ranks: Ranks, step: int = 6, seed: int = 0, **settings: Any) -> lis
     spec = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF, "keep_samples": 7, **settings}))
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(spec.model.config, tokenizer, seed)
-    return load_evaluator(spec, ranks, tokenizer).run(model, "after", step, lambda: None)
+    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), TransformersEngine(tokenizer))
+    return evaluator.run(model, "after", step, lambda: None)
 
 
 @pytest.fixture(scope="module")

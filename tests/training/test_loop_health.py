@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from health_runs import CASES, DEGENERATE, HEALTHY, make_runs
+from health_runs import CASES, DEGENERATE, HEALTHY, SEED_FORMULAS, SeedFormula, make_runs
 from rank_launcher import launch, values
 
 from rlhf_core.schemas.run import HealthSpec
 from rlhf_core.training import health
-from rlhf_core.training.health import Judge, in_words
-from rlhf_core.training.health_state import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS, Batch, HealthState
+from rlhf_core.training.health import HealthFinding, HealthVerdict, Judge, in_words
+from rlhf_core.training.health_signals import seed_repeats
+from rlhf_core.training.health_state import (
+    FINGERPRINT,
+    NUM_DISTINCT,
+    SAME_GROUPS,
+    SEEDS_ACROSS_PROMPTS,
+    SEEDS_IN_GROUPS,
+    Batch,
+    HealthState,
+)
+from rlhf_core.training.seeds import sample_seed
 
 RECORDED = Path(__file__).parent / "fixtures" / "health"
 """Steps of real runs as the judge saw them: ``python tests/benchmarks/bench_health.py --keep FOLDER``."""
@@ -38,8 +48,16 @@ def seen(step: int, *, samples: bool = True, ranks: int = 8, **changes: Any) -> 
         "rollout/entropy": 0.3,
         "rollout/truncated_share": 0.0,
         "rollout/length_mean": 7.0,
+        "rollout/train_gap": 1e-3,
+        "rollout/seed_digest": float(step),
+        "reward/length_correlation": 0.2,
+        "reward/length_slope": 0.01,
+        "policy/kl": 0.05,
+        "policy/clip_share": 0.01,
     }
     by_rank = {
+        SEEDS_IN_GROUPS: [0.0] * ranks,
+        SEEDS_ACROSS_PROMPTS: [0.0] * ranks,
         FINGERPRINT: [1000.0 * step + rank for rank in range(ranks)],
         SAME_GROUPS: [0.0] * ranks,
         NUM_DISTINCT: [50.0] * ranks,
@@ -282,9 +300,140 @@ def test_weights_that_do_not_change_are_found_after_five_steps() -> None:
     assert "since step 11 (frozen): no weight changes although there is a gradient, 5 steps in a row" in found[2]
 
 
+def test_a_reward_that_never_varies_is_said_to() -> None:
+    found = first_finding(curve((60, GONE | {"max": 0.0})))
+    assert found is not None
+    assert found[1] == "no_spread"
+    assert "every completion so far was rewarded with 0, so there is nothing to compare" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrong", "right", "words"),
+    [
+        ("clipped", {"clip_share": 0.95}, {"clip_share": 0.85}, "takes away the gradient of 95% of the tokens"),
+        ("train_gap", {"train_gap": 0.2}, {"train_gap": 0.09}, "by 0.2 nats in the mean, and by more than 0.1"),
+        ("kl", {"kl": 12.0}, {"kl": 9.0}, "the policy is 12 nats per token from the reference model"),
+    ],
+)
+def test_signals_that_are_wrong_for_a_window_are_found(
+    rule: str, wrong: dict[str, Any], right: dict[str, Any], words: str
+) -> None:
+    found = first_finding(curve((30, {}), (40, wrong)))
+    assert found is not None
+    assert found[:2] == (50, rule)
+    assert found[2].startswith("Training goes wrong at step 50, since step 31")
+    assert words in found[2]
+    assert first_finding(curve((30, {}), (200, right))) is None
+    assert first_finding(curve(*[(19, wrong), (1, {})] * 10)) is None, "a spike is none"
+    assert first_finding(curve((30, {}), (200, SOLVED | wrong))) is None
+    assert first_finding(curve((20, {"mean": 0.2}), (200, wrong | {"mean": 0.8}))) is None, "it has gained"
+
+
+def test_a_divergence_that_has_cost_what_was_gained_is_found() -> None:
+    steps = curve((20, {"mean": 0.2}), (30, {"mean": 0.9}), (60, {"mean": 0.5, "kl": 12.0}))
+    found = first_finding(steps)
+    assert found is not None
+    assert found[1] == "kl"
+
+
+LONGER = {"mean": 0.7, "length_mean": 14.0, "length_correlation": 0.9, "length_slope": 0.05}
+"""A step of a policy that has gained 0.4 by 7 tokens more, each of which is worth 0.05."""
+
+
+def test_a_reward_that_rises_by_length_alone_is_found() -> None:
+    found = first_finding(curve((20, {"mean": 0.3}), (60, LONGER)))
+    assert found is not None
+    assert found[1] == "length"
+    assert "tokens over the last 20 steps and had 7 over the first ones" in found[2]
+    assert "reward and length have a correlation of 0.8" in found[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"length_correlation": 0.5}, {"length_slope": 0.01}, {"length_mean": 8.0}, {"mean": 0.31}, {"mean": 0.2}],
+    ids=["longer and right more often", "length is worth little", "hardly longer", "no gain", "a loss"],
+)
+def test_longer_answers_alone_are_no_finding(changes: dict[str, Any]) -> None:
+    assert first_finding(curve((20, {"mean": 0.3}), (200, LONGER | changes))) is None
+
+
+def seed_steps(formula: SeedFormula, num_steps: int) -> Iterator[dict[str, Any]]:
+    """Steps of 2 nodes with 4 ranks each whose sampling seeds follow a formula: 4 prompts on a rank, 16 samples."""
+    for step in range(1, num_steps + 1):
+        of_rank = [
+            [[formula(rank, 0, step, f"{step}-{rank}-{row}", index) for index in range(16)] for row in range(4)]
+            for rank in range(8)
+        ]
+        repeats = [seed_repeats(seeds) for seeds in of_rank]
+        digest = hash(tuple(seed for seeds in of_rank for group in seeds for seed in group))
+        yield seen(
+            step,
+            seeds_in_groups=[float(in_groups) for in_groups, _ in repeats],
+            seeds_across_prompts=[float(across) for _, across in repeats],
+            seed_digest=float(digest),
+        )
+
+
+@pytest.mark.parametrize(("name", "kinds"), [(name, case.kinds) for name, case in SEED_FORMULAS.items()])
+def test_seed_formulas_that_repeat_themselves_are_named_with_the_kind(name: str, kinds: set[str]) -> None:
+    judge, told = Judge(HealthSpec(), BATCH), dict[str, str]()
+    for one in seed_steps(SEED_FORMULAS[name].formula, 3):
+        told |= {finding.kind: finding.message for finding in judge.look(**one)}
+    assert set(told) == kinds
+    if "seeds within groups" in kinds:
+        assert "(all of node1)" in told["seeds within groups"]
+
+
+def test_seeds_that_follow_from_content_are_left_alone() -> None:
+    judge = Judge(HealthSpec(), BATCH)
+    for one in seed_steps(lambda rank, seed, step, uid, index: sample_seed(seed, step, uid, index), 5):
+        assert judge.look(**one) == []
+
+
 def test_a_rule_that_is_turned_off_finds_nothing() -> None:
     steps = list(curve((40, {}), (60, {"mean": 0.01})))
     assert first_finding(steps, HealthSpec(off={"reward_collapse": "the task is switched on the way"})) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done about it
+
+
+def verdicts(steps: Any, spec: HealthSpec) -> list[tuple[int, HealthVerdict]]:
+    """Verdicts that warn or end, up to the first that ends."""
+    judge, told = Judge(spec, BATCH), []
+    for one in steps:
+        verdict = judge.verdict(judge.look(**one), one["step"])
+        if verdict.warnings or verdict.ends_by:
+            told.append((one["step"], verdict))
+        if verdict.ends_by:
+            break
+    return told
+
+
+def test_without_a_setting_a_finding_ends_the_training() -> None:
+    ((step, verdict),) = verdicts(curve((10, {}), (20, {"changed_share": 0.0})), HealthSpec())
+    assert (step, verdict.ends_by, verdict.warnings) == (15, "frozen", ())
+    assert verdict.message.startswith("Training learns nothing any more at step 15")
+
+
+def test_a_warning_is_told_once_and_again_after_a_window_without_it() -> None:
+    spec = HealthSpec(actions={"frozen": "warn"})
+    frozen = {"changed_share": 0.0}
+    told = verdicts(curve((10, {}), (20, frozen), (5, {}), (20, frozen), (30, {}), (20, frozen)), spec)
+    assert [step for step, _ in told] == [15, 90]
+    ((rule, message),) = told[0][1].warnings
+    assert rule == "frozen"
+    assert message.endswith("Training goes on.")
+
+
+def test_the_rule_that_stops_comes_before_one_that_rolls_back_and_a_warning_stays_one() -> None:
+    found = [HealthFinding("identical", 1, "a"), HealthFinding("frozen", 2, "b"), HealthFinding("kl", 3, "c")]
+    verdict = Judge(HealthSpec(actions={"frozen": "stop"}), BATCH).verdict(found, 9)
+    assert verdict.ends_by == "frozen"
+    assert "since step 1 (frozen): b. Also: a. " in verdict.message
+    ((rule, message),) = verdict.warnings
+    assert (rule, message.partition(".")[0]) == ("kl", "Training goes wrong at step 9, since step 3 (kl): c")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,6 +478,6 @@ def test_two_real_ranks_end_a_degenerate_run_together_and_leave_a_healthy_one(tm
     assert told[0]["seed 1"] == "done"
     same, frozen = told[0]["seeds from ranks on one node"], told[0]["weights that do not change"]
     assert same.startswith("DegenerateRl: Training learns nothing any more")
-    assert "identical on rank 1 (node1)," in same
+    assert "the seed of another one of their group on rank 1 (node1). " in same
     assert "since step 1 (frozen)" in frozen
     assert math.isclose(json.loads((tmp_path / "runs" / "seed-1.jsonl").read_text().splitlines()[-1])["step"], 100)

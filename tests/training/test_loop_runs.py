@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +16,10 @@ from unittest import mock
 import pytest
 from rank_launcher import launch, make_context, tiny_spec, values
 
-from rlhf_core.run_dir import RunDir, read_models
-from rlhf_core.schemas.reports import AgentEvent, EvaluationReport, MetricsLine, Phase, SampleLine
+from rlhf_core.appended_files import read_models
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import AgentEvent, EvaluationReport, MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.training.types import NullReporter
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -32,6 +35,22 @@ class Interrupting(NullReporter):
     def beat(self, phase: Phase, step: int) -> None:
         if (phase, step) == self.at:
             self.action()
+
+
+def kill_once_saved(run_dir: str, step: int) -> Callable[[], None]:
+    """An action that waits for the checkpoint of ``step``, which is written in the background, and kills its process.
+
+    Without the wait the run goes on from an older checkpoint whenever the disk is slower than the step.
+    """
+
+    def kill() -> None:
+        complete = RunDir(Path(run_dir)).checkpoint(step).complete
+        deadline = time.monotonic() + 60
+        while not complete.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
 
 
 class Asking(NullReporter):
@@ -66,6 +85,8 @@ class Counting(NullReporter):
         return nullcontext()
 
 
+STAGES = (0, 1, 2, 3)
+"""Of ZeRO."""
 WITHOUT_NOISE: dict[str, Any] = {
     "reward": {"functions": ["rank_launcher:share_right", "rlhf_core.training.rewards:exact_match"], "weights": [1, 2]},
     "grpo": {"advantage_scale": "batch", "loss_aggregation": "sequence_mean"},
@@ -79,8 +100,7 @@ def interrupt() -> None:
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """Runs of seconds, one after the other in one process group."""
-    import torch
-
+    from rlhf_core.training import background_save
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.health_state import HealthState
     from rlhf_core.training.trainers import run as run_module
@@ -164,42 +184,70 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     results["not finite"] = train("not-finite", train={"learning_rate": 1e30})
 
     copy("update", "full")
-    real_save = torch.save
+    write = background_save.write_files
 
-    def full_on_rank_1(*arguments: Any, **options: Any) -> None:
+    def full_on_rank_1(*arguments: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        real_save(*arguments, **options)
+        write(*arguments)
 
-    with mock.patch.object(torch, "save", full_on_rank_1):
-        results["full"] = train("full", restart=2, train={"num_steps": 6})
+    with mock.patch.object(background_save, "write_files", full_on_rank_1):
+        results["full"] = train("full", restart=2, train={"num_steps": 8})
     results["odd batch"] = train("odd", grpo={"prompts_per_step": 3})
     results["main is sft"] = train("sft", sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": 4})
     results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 3})
     results["recomputing"] = train("recomputing", train={"gradient_checkpointing": True})
     results["penalised"] = train("penalised", grpo={"kl_coefficient": 0.5})
     results["without noise"] = train("without-noise", **WITHOUT_NOISE)
+    beside = {**WITHOUT_NOISE, "reward": {**WITHOUT_NOISE["reward"], "timeout_s": 60}}
+    results["rewards beside"] = train("rewards-beside", **beside)
+    failing = {"functions": ["hostile_rewards:failing_on_rank_1"], "timeout_s": 60, "on_failure": "zero"}
+    results["failing rewards"] = train("failing-rewards", reward=failing)
+    runs_of_every_stage(train, results)
     leave_process_group(ranks)
     return results
 
 
-def killed_for_real(rank: int, num_ranks: int, run_dir: str) -> str:
+SUPERVISED: dict[str, Any] = {"sft": {"num_steps": 0}, "train": {"algorithm": "sft", "num_steps": 4}}
+
+
+def runs_of_every_stage(train: Callable[..., str], results: dict[str, Any]) -> None:
+    """The run above under the other stages of ZeRO, supervised training under all; each whole, and ended and resumed.
+
+    And one that a single rank is to go on with, under stage 1.
+    """
+    for stage in STAGES:
+        trainer = {"trainer": {"zero_stage": stage}}
+        if stage != 1:
+            train(f"stage-{stage}", **trainer)
+            train(f"stage-{stage}-ended", reporter=Interrupting(Phase.TRAIN, 5, interrupt), **trainer)
+            results[f"stage {stage}"] = train(f"stage-{stage}-ended", restart=1, **trainer)
+        train(f"sft-{stage}", **SUPERVISED, **trainer)
+        train(f"sft-{stage}-ended", reporter=Interrupting(Phase.TRAIN, 3, interrupt), **SUPERVISED, **trainer)
+        results[f"sft {stage}"] = train(f"sft-{stage}-ended", restart=1, **SUPERVISED, **trainer)
+    for_one = {**WITHOUT_NOISE, "trainer": {"zero_stage": 3}}
+    results["for one rank"] = train("for-one", reporter=Interrupting(Phase.TRAIN, 5, interrupt), **for_one)
+
+
+def killed_for_real(rank: int, num_ranks: int, run_dir: str, zero_stage: int) -> str:
     """Rank 1 is killed with SIGKILL in the update of step 5."""
     from rlhf_core.training.trainers.run import run_trainer
 
-    kill = Interrupting(Phase.TRAIN, 5, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else None
-    return str(run_trainer(make_context(run_dir, tiny_spec(), rank, num_ranks, reporter=kill)))
+    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if rank == 1 else None
+    spec = tiny_spec(trainer={"zero_stage": zero_stage})
+    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, reporter=kill)))
 
 
-def resumed(rank: int, num_ranks: int, run_dir: str) -> str:
+def resumed(rank: int, num_ranks: int, run_dir: str, zero_stage: int) -> str:
     """The role as the agent starts it again."""
     from rlhf_core.training.trainers.run import run_trainer
 
-    return str(run_trainer(make_context(run_dir, tiny_spec(), rank, num_ranks, restart=1)))
+    spec = tiny_spec(trainer={"zero_stage": zero_stage})
+    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart=1)))
 
 
 def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """Two of the runs above, and role evaluator on the first of them."""
+    """Two of the runs above, the rest of a third, and role evaluator on the first of them."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.evaluation import run_evaluator
     from rlhf_core.training.trainers.run import train_run
@@ -207,7 +255,8 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
     straight = make_context(f"{folder}/one", tiny_spec(), rank, num_ranks)
     without_noise = make_context(f"{folder}/one-without-noise", tiny_spec(**WITHOUT_NOISE), rank, num_ranks)
     ranks = init_process_group(straight)
-    results = [str(train_run(context, ranks)) for context in (straight, without_noise)]
+    rest = make_context(f"{folder}/for-one", tiny_spec(**WITHOUT_NOISE), rank, num_ranks, restart=1)
+    results = [str(train_run(context, ranks)) for context in (straight, without_noise, rest)]
     leave_process_group(ranks)
     return [*results, str(run_evaluator(straight))]
 
@@ -238,16 +287,16 @@ def told(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float
 
 def final_state(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
     """What a checkpoint holds: files by checksum, states of the ranks by content (equal ones pickle differently)."""
-    import torch
+    from rlhf_core.training.tensor_files import read_content
 
     checkpoint = RunDir(folder / name).checkpoint(step)
     manifest = checkpoint.manifest()
     assert manifest is not None, name
     content: dict[str, Any] = {}
     for path, found in manifest.files.items():
-        is_state = path.endswith(".pt")
-        content[path] = comparable(torch.load(checkpoint.root / path, weights_only=True)) if is_state else found.sha256
-    assert sum(path.endswith(".pt") for path in content) == manifest.num_ranks
+        is_state = path.startswith("trainer_state/rank-")
+        content[path] = comparable(read_content(checkpoint.root / path)) if is_state else found.sha256
+    assert sum(path.startswith("trainer_state/rank-") for path in content) == manifest.num_ranks
     return content
 
 
@@ -274,6 +323,25 @@ def test_killed_and_resumed_is_the_same_as_straight(
     assert before | after == straight
     assert all(before[number] == after[number] for number in before.keys() & after.keys())
     assert final_state(folder, name) == final_state(folder, "straight")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_is_exact_in_every_stage_of_zero(results: list[dict[str, Any]], folder: Path, stage: int) -> None:
+    """Bitwise, supervised and by GRPO; and every stage learns the same but for rounding."""
+    runs = [(f"sft-{stage}", 4)] + ([(f"stage-{stage}", 6)] if stage != 1 else [])
+    for name, last in runs:
+        before, after = told(folder, f"{name}-ended"), told(folder, f"{name}-ended", restart=1)
+        assert set(after) == {last - 1, last}
+        assert before | after == told(folder, name)
+        assert final_state(folder, f"{name}-ended", last) == final_state(folder, name, last)
+    for number, line in told(folder, f"sft-{stage}").items():
+        assert line["train/loss"] == pytest.approx(told(folder, "sft-1")[number]["train/loss"], rel=1e-4)
+    if stage != 1:
+        for number in (1, 2, 3):
+            line, other = told(folder, f"stage-{stage}")[number], told(folder, "straight")[number]
+            assert line["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4), number
+        first, straight = told(folder, f"stage-{stage}")[3], told(folder, "straight")[3]
+        assert first["rollout/completion_digest"] == straight["rollout/completion_digest"]
 
 
 @pytest.mark.parametrize("part", ["optimizer", "random", "position"])
@@ -322,19 +390,24 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
     lines = read_models(RunDir(folder / "straight").attempt(1).restart(0).metrics, MetricsLine)
     shared = {f"train/{name}" for name in ("loss", "grad_norm", "changed_share", "learning_rate", "num_tokens")}
     shared |= {"speed/tokens_per_s"}
-    times = {f"time/{name}_s" for name in ("train", "checkpoint", "evaluate", "step")}
+    times = {f"time/{name}_s" for name in ("train", "evaluate", "step")}
+    times |= {f"time/{name}_s" for name in ("checkpoint", "checkpoint_wait", "checkpoint_write")}
     rollout = {
         "length_mean", "truncated_share", "distinct_share", "zero_std_groups",
         "entropy", "seed_digest", "completion_digest", "train_gap", "shared_share",
     }  # fmt: skip
     grpo = {"reward/noisy_reward", "policy/clip_share", "policy/kl"}
-    grpo |= {f"reward/{name}" for name in ("mean", "std", "max", "min")}
+    grpo |= {f"reward/{name}" for name in ("mean", "std", "max", "min", "length_correlation", "length_slope")}
     assert [line.loop for line in lines] == ["sft"] * 2 + ["grpo"] * 4
     counts = {"data/num_rows", "data/num_overlong", "data/num_malformed"}
     assert set(lines[0].metrics) == shared | times | counts
     assert set(lines[1].metrics) == shared | times
     assert set(lines[2].metrics) == (
-        shared | times | grpo | {f"rollout/{name}" for name in rollout} | {"time/rollout_s", "time/reward_s"}
+        shared
+        | times
+        | grpo
+        | {f"rollout/{name}" for name in rollout}
+        | {"time/rollout_s", "time/reward_s", "time/weight_sync_s"}
     )
     first = lines[2].metrics
     assert first["policy/kl"] == 0, "the reference is the policy at the start of the main algorithm"
@@ -343,6 +416,24 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
     assert 0 < first["rollout/entropy"] < math.log(128)
     assert lines[3].metrics["time/checkpoint_s"] == 0
     assert lines[4].metrics["time/checkpoint_s"] > 0, "written after the step before"
+    assert sum(line.metrics["time/checkpoint_write_s"] for line in lines) > 0, "in the background"
+
+
+def test_rewards_of_a_process_beside_the_rank_are_the_same(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["rewards beside"] for result in results] == ["done", "done"]
+    assert told(folder, "rewards-beside") == told(folder, "without-noise")
+    assert final_state(folder, "rewards-beside") == final_state(folder, "without-noise")
+
+
+def test_a_reward_that_fails_on_one_rank_is_told_by_that_rank(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["failing rewards"] for result in results] == ["done", "done"]
+    restart = RunDir(folder / "failing-rewards").attempt(1).restart(0)
+    (warning,) = [one for path in restart.all_warnings() for one in read_models(path, TrainerWarning)]
+    assert restart.all_warnings() == [restart.warnings_of(1)]
+    assert (warning.failure_kind, warning.step) == (FailureKind.REWARD_FUNCTION, 3)
+    assert warning.message.startswith("On rank 1, reward function failing_on_rank_1 returned None for completion 0 (")
+    lines = read_models(restart.metrics, MetricsLine)
+    assert [line.metrics.get("reward/failed_share") for line in lines] == [None, None, *[1 / 16] * 4]
 
 
 def test_checkpoints_are_where_they_should_be(results: list[dict[str, Any]], folder: Path) -> None:
@@ -415,6 +506,7 @@ def test_a_disk_that_is_full_for_one_rank_is_full_for_all(results: list[dict[str
         assert result["full"].startswith("DiskFull: the disk became full while checkpoint 8 was written")
         assert "rank 1: OSError: [Errno 28] No space left on device" in result["full"]
     run_dir = RunDir(folder / "full")
+    assert max(told(folder, "full", restart=2)) in (9, 10), "at the next step, or with the next checkpoint"
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4, 6]
     for checkpoint in run_dir.checkpoints():
         checkpoint.verify()
@@ -481,20 +573,24 @@ def test_all_ranks_beat_in_every_phase_and_count_the_same_collectives(results: l
 # With processes of their own
 
 
-def test_a_rank_killed_for_real_and_the_run_resumed(results: list[dict[str, Any]], folder: Path) -> None:
-    run_dir = folder / "killed"
-    ended = launch(killed_for_real, 2, folder / "killed-launch", run_dir=str(run_dir))
+@pytest.mark.parametrize(("zero_stage", "straight"), [(1, "straight"), (3, "stage-3")])
+def test_a_rank_killed_for_real_and_the_run_resumed(
+    results: list[dict[str, Any]], folder: Path, zero_stage: int, straight: str
+) -> None:
+    name = f"killed-{zero_stage}"
+    run: dict[str, Any] = {"run_dir": str(folder / name), "zero_stage": zero_stage}
+    ended = launch(killed_for_real, 2, folder / f"{name}-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
     assert ended[0].exit_code == 1, "the other rank finds its peer gone"
-    assert set(told(folder, "killed")) == {1, 2, 3, 4}
-    assert values(launch(resumed, 2, folder / "resumed-launch", run_dir=str(run_dir))) == ["done", "done"]
-    assert told(folder, "killed") | told(folder, "killed", restart=1) == told(folder, "straight")
-    assert final_state(folder, "killed") == final_state(folder, "straight")
+    assert set(told(folder, name)) == {1, 2, 3, 4}
+    assert values(launch(resumed, 2, folder / f"{name}-resumed", **run)) == ["done", "done"]
+    assert told(folder, name) | told(folder, name, restart=1) == told(folder, straight)
+    assert final_state(folder, name) == final_state(folder, straight)
 
 
 @pytest.fixture(scope="module")
 def one_rank(results: list[dict[str, Any]], folder: Path) -> None:
-    assert values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder))) == [["done", "done", "done"]]
+    assert values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder))) == [["done"] * 4]
 
 
 def test_one_rank_against_two(one_rank: None, folder: Path) -> None:
@@ -528,11 +624,17 @@ def test_the_evaluator_measures_the_last_checkpoint(one_rank: None, folder: Path
         assert report.ci_low <= report.value <= report.ci_high
 
 
-def test_a_checkpoint_of_one_rank_is_not_resumed_on_two(one_rank: None, folder: Path) -> None:
-    for result in launch(resumed, 2, folder / "refused-launch", run_dir=str(folder / "one")):
-        assert result.exit_code == 1
-        assert "ResumeMismatch" in result.error
-        assert "was written by 1 ranks, this run has 2" in result.error
+def test_one_rank_goes_on_with_what_two_began(one_rank: None, results: list[dict[str, Any]], folder: Path) -> None:
+    """Checkpoint of two ranks under stage 3, the rest on one under stage 1: the same losses but for rounding."""
+    assert all(result["for one rank"].startswith("InterruptedError") for result in results)
+    began, rest, straight = told(folder, "for-one"), told(folder, "for-one", restart=1), told(folder, "without-noise")
+    assert (set(began), set(rest)) == ({1, 2, 3, 4}, {5, 6})
+    for number, line in (began | rest).items():
+        for name in ("train/loss", "train/grad_norm", "train/num_tokens"):
+            assert line[name] == pytest.approx(straight[number][name], rel=2e-3, abs=2e-5), (number, name)
+    manifest = RunDir(folder / "for-one").checkpoint(6).manifest()
+    assert manifest is not None
+    assert manifest.num_ranks == 1
 
 
 def test_recomputing_activations_changes_nothing(results: list[dict[str, Any]], folder: Path) -> None:

@@ -20,7 +20,8 @@ torch = pytest.importorskip("torch")
 from huggingface_hub import ModelCard  # noqa: E402 - comes with transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
 
-from rlhf_core.training.checkpoints import CheckpointWriter, Progress  # noqa: E402
+from rlhf_core.training.checkpoint_state import Progress  # noqa: E402
+from rlhf_core.training.checkpoints import CheckpointWriter  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
 from rlhf_core.training.models import build_causal_lm  # noqa: E402
 from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402

@@ -29,7 +29,7 @@ class Toy(Objective):
     )
 
     def loss(self, output, batch, sums, spec):
-        gain = spec.scale * batch.advantages.to(output.logprobs.dtype)[:, None].expand_as(output.logprobs)
+        gain = spec.scale * batch.advantages.to(output.logprobs.dtype)
         losses = -gain * output.logprobs
         stats = {"loss/toy": masked_stat(losses, batch.mask), "gain": masked_stat(gain, batch.mask)}
         return summed(losses, batch.mask, "token_mean") / sums.num_tokens, stats
@@ -39,6 +39,11 @@ OBJECTIVE = Toy()
 '''
 
 SETTINGS = '''
+from typing import Literal
+
+from rlhf_core.schemas.base import Positive
+
+
 class ToySpec(AlgorithmSpec):
     """An algorithm of a test."""
 
@@ -55,7 +60,7 @@ class ToySpec(AlgorithmSpec):
 
 '''
 
-UNION = "Algorithm = Annotated[SftSpec | GrpoSpec,"
+UNION = "Algorithm = Annotated["
 
 
 def use(folder: str) -> None:
@@ -64,15 +69,16 @@ def use(folder: str) -> None:
     from rank_launcher import make_context, tiny_spec
 
     import rlhf_core
-    from rlhf_core import config
+    from rlhf_core import config, config_fields
+    from rlhf_core.appended_files import read_models
     from rlhf_core.preflight.memory import Shape, trainer_estimate
-    from rlhf_core.run_dir import RunDir, read_models
+    from rlhf_core.run_dir import RunDir
     from rlhf_core.schemas.reports import MetricsLine
     from rlhf_core.training.distributed import init_process_group
     from rlhf_core.training.trainers.run import train_run
 
     assert Path(rlhf_core.__file__).is_relative_to(folder), "the copy"
-    help_of = {field.name: field.meaning for field in config.describe_fields()}
+    help_of = {field.name: field.meaning for field in config_fields.describe_fields()}
     spec = config.load("quickstart", ["loops.main.algorithm.name=toy", "loops.main.algorithm.scale=3.0"])
     shape = Shape(parameters=1000, hidden=8, layers=1, query=8, keys=8, feed_forward=8, vocabulary=10)
     sections = {name: value for name, value in tiny_spec().items() if name not in ("sft", "train", "grpo", "loops")}
@@ -101,10 +107,10 @@ def with_toy(folder: Path) -> None:
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(PACKAGE.parent / "infra" / "presets", copy / "presets")
     (copy / "training" / "algorithms" / "toy.py").write_text(LOSS)
-    entries = copy / "schemas" / "algorithms.py"
+    entries = copy / "schemas" / "algorithms" / "__init__.py"
     text = entries.read_text()
     assert text.count(UNION) == 1
-    entries.write_text(text.replace(UNION, SETTINGS + UNION.replace("GrpoSpec", "GrpoSpec | ToySpec")))
+    entries.write_text(text.replace(UNION, f"{SETTINGS}{UNION}ToySpec | "))
 
 
 def run(folder: Path) -> "subprocess.CompletedProcess[str]":

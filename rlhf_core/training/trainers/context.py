@@ -2,37 +2,40 @@
 
 import contextlib
 import functools
-import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.errors import BadConfig, DegenerateRl, NonFiniteLoss
-from rlhf_core.run_dir import LineWriter
-from rlhf_core.schemas.algorithms import AlgorithmSpec, LoopSpec
+from rlhf_core.appended_files import LineWriter
+from rlhf_core.errors import BadConfig, DegenerateRl
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import AgentEvent, MetricsLine, Phase, SampleLine
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.loops import LoopSpec
+from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.algorithms.objective import MetricDef, PolicyOutput
 from rlhf_core.training.batches import SequenceBatch, collate
-from rlhf_core.training.checkpoints import CheckpointWriter, Progress
+from rlhf_core.training.checkpoint_parts import SavedModel
+from rlhf_core.training.checkpoint_state import Progress
 from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation import Evaluator
-from rlhf_core.training.health import Judge, in_words
+from rlhf_core.training.examples import Scorer
+from rlhf_core.training.health import Judge
 from rlhf_core.training.health_state import Batch
 from rlhf_core.training.metrics import StepMetrics, reduce_metrics
-from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.partition import balanced, micro_batches
 from rlhf_core.training.trainers.engine import Engine, learning_rate
+from rlhf_core.training.trainers.saving import Saving
+from rlhf_core.training.trainers.step_reports import refuse_non_finite, summary
+from rlhf_core.training.trainers.stopwatch import Stopwatch
 from rlhf_core.training.types import Row, WorkerContext
-
-_MUST_BE_FINITE = ("train/loss", "train/grad_norm")
+from rlhf_core.training.worker_events import write_event
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,6 @@ def loops(spec: RunSpec) -> list[Loop]:
         found.append(Loop(loop, done + 1, done + loop.num_steps))
         done += loop.num_steps
     return found
-
-
-class Stopwatch:
-    """Seconds of a step, in all and by part."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self.parts: dict[str, float] = defaultdict(float)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time of a block under ``name``."""
-        started = time.monotonic()
-        yield
-        self.parts[name] += time.monotonic() - started
-
-    def seconds(self) -> float:
-        """Since it was made."""
-        return time.monotonic() - self._started
 
 
 class Totals:
@@ -112,6 +96,10 @@ class TrainingStep:
     """Over the whole run, from 1."""
     metrics: StepMetrics
     watch: Stopwatch = field(default_factory=Stopwatch)
+    grad_norms: list[float] = field(default_factory=list)
+    """Global norm of the gradient of each update."""
+    num_tokens: int = 0
+    """Tokens of this rank that the losses of the updates were taken over."""
 
     def add(self, definitions: Sequence[MetricDef], totals: Totals) -> None:
         """Add the metrics of an objective, as far as the step has their statistics."""
@@ -145,6 +133,8 @@ class TrainingContext:
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.evaluator = evaluator
+        self.scorer = evaluator.scorer
+        self.rollouts = evaluator.rollouts
         self._data = data
         self._data_counts = {
             "data/num_rows": len(data.rows),
@@ -156,24 +146,36 @@ class TrainingContext:
         self.position = progress.position if progress else 0
         self._step = self.steps_done
         self._judge = _judge(context, ranks, progress)
-        self._checkpoint_s = 0.0
-        self._checkpoints = CheckpointWriter(
-            context.run_dir,
-            self.spec,
-            tokenizer,
-            ranks,
-            lambda: self.beat(Phase.CHECKPOINT),
-            lambda: context.run_dir.is_superseded(context.attempt),
-        )
+        self._saving = Saving(context, ranks, tokenizer, self.beat, self._sync_files)
         self._context = context
         self._metrics_file = LineWriter(context.restart_dir.metrics, self._note_loss) if ranks.is_first else None
         self._samples_file = LineWriter(context.restart_dir.samples, self._note_loss) if ranks.is_first else None
 
+    @property
+    def has_conversations(self) -> bool:
+        """True if any training row is a conversation."""
+        return any(row.chat is not None for row in self._data.rows)
+
     def close(self) -> None:
-        """Close the files."""
+        """Wait for the last checkpoint, and close the files and the rollout engine.
+
+        Raises:
+            DiskFull, WorkerError: it could not be written; raised by every rank.
+        """
+        self._saving.finish()
+        self.rollouts.close()
         for file in (self._metrics_file, self._samples_file):
             if file is not None:
                 file.close()
+
+    def leave(self) -> None:
+        """Let a checkpoint that is on its way end well, if it can, after an error that ends this process."""
+        self._saving.leave()
+
+    def _sync_files(self) -> None:
+        for file in (self._metrics_file, self._samples_file):
+            if file is not None:
+                file.sync()
 
     def beat(self, phase: Phase) -> None:
         """Sign of life."""
@@ -187,8 +189,11 @@ class TrainingContext:
         """The numbers of the steps that are to be made."""
         return range(self.steps_done + 1, loop.last_step + 1)
 
-    def take_rows(self, count: int) -> tuple[list[Row], list[list[int]]]:
-        """The next ``count`` rows of the run: this rank's contiguous part, and the tokens of its prompts.
+    def take_rows(self, count: int, *, by_length: bool = False) -> tuple[list[Row], list[list[int]]]:
+        """The next ``count`` rows of the run: this rank's part, and the tokens of its prompts.
+
+        Args:
+            by_length: deal rows so that ranks have texts of about the same length in all; contiguous parts otherwise.
 
         Raises:
             BadConfig: the rows do not divide evenly among the ranks.
@@ -198,27 +203,46 @@ class TrainingContext:
                 f"found {count} rows per step for {self.ranks.num_ranks} ranks; expected a multiple of the ranks: "
                 f"change the rows per step of the algorithm, or resources.ranks_per_node"
             )
-        indices = self.ranks.deal(row_indices(len(self._data.rows), self.spec.seed, self.position, count))
+        upcoming = self._upcoming(count)
+        places = self._by_length(upcoming) if by_length else self.ranks.deal(range(count))
         self.position += count
+        indices = [upcoming[place] for place in places]
         return [self._data.rows[index] for index in indices], [self._data.token_ids[index] for index in indices]
 
-    def micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Cut this rank's sequences into micro-batches; those of like length go together, so that little is padded.
+    def rows_before(self, count: int) -> list[Row]:
+        """The row that stands before each of this rank's next ``count`` rows, in the order of the step over all ranks:
+        the last one before the first. Rows are dealt by length; takes nothing."""
+        upcoming = self._upcoming(count)
+        return [self._data.rows[upcoming[place - 1]] for place in self._by_length(upcoming)]
+
+    def _upcoming(self, count: int) -> list[int]:
+        return row_indices(len(self._data.rows), self.spec.seed, self.position, count)
+
+    def _by_length(self, indices: Sequence[int]) -> list[int]:
+        """Places of this rank's rows among ``indices``. Characters stand for tokens, which each rank counts in its own
+        rows only."""
+        lengths = [_characters(self._data.rows[index]) for index in indices]
+        return balanced(lengths, self.ranks.num_ranks)[self.ranks.rank]
+
+    def micro_batches(self, lengths: Sequence[int], sequences_each: int = 1, *, packed: bool) -> list[list[int]]:
+        """Cut this rank's sequences into micro-batches, so that little is padded.
 
         Args:
-            lengths: tokens of each sequence.
+            lengths: tokens of each sequence, or of the longer one of each pair.
+            sequences_each: 2 where they are pairs, which stay together.
+            packed: the model that is trained packs its sequences.
 
         Returns:
-            The indices of the sequences of each micro-batch.
+            The indices of the sequences, or pairs, of each micro-batch.
         """
-        order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-        size = self.spec.native_trainer.micro_batch_size
-        return [order[start : start + size] for start in range(0, len(order), size)]
+        trainer = self.spec.native_trainer
+        max_tokens = max(1, trainer.micro_batch_tokens // sequences_each) if trainer.micro_batch_tokens else 0
+        return micro_batches(lengths, max(1, trainer.micro_batch_size // sequences_each), max_tokens, packed=packed)
 
     def forward(
         self,
         engine: Engine,
-        reference: PolicyModel | None,
+        reference: Scorer | None,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         temperature: float = 1.0,
@@ -234,64 +258,88 @@ class TrainingContext:
         Returns:
             The padded batch, the log-probabilities, and the entropy of the policy, ``[B, T]``.
         """
-        self.beat(Phase.TRAIN)
-        batch = collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device)
+        batch = self.collated(prompts, completions)
         inputs = {"target_mask": batch.target_mask, "temperature": temperature}
-        logprobs, entropy = engine(batch.input_ids, **inputs)
+        # The reference first: it may be the policy itself without its adapter, whose pass must end before another's.
         ref_logprobs = None
         if reference is not None:
             with torch.no_grad():
                 ref_logprobs, _ = reference(batch.input_ids, **inputs)
+        logprobs, entropy = engine(batch.input_ids, **inputs)
         return batch, PolicyOutput(logprobs, ref_logprobs), entropy
+
+    def collated(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> SequenceBatch:
+        """One micro-batch on this rank's device, after a sign of life."""
+        self.beat(Phase.TRAIN)
+        return collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device)
 
     def begin_step(self, number: int) -> TrainingStep:
         """From here on, beats and metrics belong to step ``number``."""
         self._step = number
         return TrainingStep(number, StepMetrics(number, self.ranks))
 
-    def update(self, step: TrainingStep, loop: Loop, engine: Engine, policy: PolicyModel, num_tokens: int) -> None:
-        """Update the weights with the gradients that the engine has, and measure the update.
+    def update(self, step: TrainingStep, loop: Loop, engine: Engine, policy: nn.Module, num_tokens: int) -> None:
+        """Make the only update of a step, and measure it: :meth:`apply` and :meth:`measure_updates`."""
+        self.apply(step, loop, engine, num_tokens)
+        self.measure_updates(step, engine, policy)
+
+    def apply(self, step: TrainingStep, loop: Loop, engine: Engine, num_tokens: int) -> None:
+        """Update the weights with the gradients that the engine has.
 
         Args:
             num_tokens: tokens of this rank that the loss was taken over.
         """
         rate = learning_rate(step.number - loop.first_step + 1, loop.spec.optimizer, loop.num_steps)
-        grad_norm = engine.step(rate)
-        step.metrics.shared("train/grad_norm", grad_norm)
-        step.metrics.shared("train/changed_share", engine.changed_share(policy))
+        step.grad_norms.append(engine.step(rate))
+        step.num_tokens += num_tokens
         step.metrics.shared("train/learning_rate", rate)
-        step.metrics.total("train/num_tokens", num_tokens)
 
-    def end_step(self, step: TrainingStep, loop: Loop, model: PreTrainedModel, engine: Engine) -> bool:
+    def measure_updates(self, step: TrainingStep, engine: Engine, policy: nn.Module) -> None:
+        """Add the metrics of all updates of a step; the norm of the gradient is their mean."""
+        step.metrics.shared("train/grad_norm", sum(step.grad_norms) / len(step.grad_norms))
+        step.metrics.mean("train/changed_share", engine.changed_share(policy), 1)  # of what each rank has
+        step.metrics.total("train/num_tokens", step.num_tokens)
+
+    def end_step(
+        self, step: TrainingStep, loop: Loop, model: PreTrainedModel, engine: Engine, critic: SavedModel | None = None
+    ) -> bool:
         """Evaluate if it is time, reduce and write the metrics, save if it is time or asked for.
+
+        Args:
+            critic: a model that is trained beside the policy, to be saved with it.
 
         Returns:
             Whether to end here, because an agent asked for it; the state is saved then.
 
         Raises:
             NonFiniteLoss: the loss or the gradient norm is not finite; the metrics of the step were written.
-            DegenerateRl: training learns nothing any more; likewise.
-            MetricsMismatch, DiskFull: raised by every rank.
+            DegenerateRl: training learns nothing any more, and health.actions does not merely warn of it; likewise.
+            MetricsMismatch, DiskFull, WorkerError: raised by every rank; of a checkpoint also that of a step before.
         """
         self._evaluate(step, model)
         self._add_times(step)
         if step.number == 1:
             for name, count in self._data_counts.items():
                 step.metrics.shared(name, count)
-        reduced = reduce_metrics(step.metrics, self.ranks, self._reporter.request())
+        reduced = reduce_metrics(step.metrics, self.ranks, self._saving.request())
         if self._metrics_file is not None:
             self._metrics_file.write(
                 MetricsLine(step=step.number, time=utc_now(), loop=loop.algorithm.name, metrics=reduced.values)
             )
-        self.ranks.log(_summary(step, loop, self.spec.total_steps, reduced.values))
-        _refuse_non_finite(step.number, reduced.values)
+        self.ranks.log(summary(step.number, self.spec.total_steps, loop.algorithm.name, reduced.values))
+        if reduced.save_failed:
+            self._saving.finish()
+        refuse_non_finite(step.number, reduced.values)
         found = self._judge.look(step.number, loop.algorithm.samples, reduced.values, reduced.by_rank)
-        if found:
-            raise DegenerateRl(in_words(found, step.number))
+        verdict = self._judge.verdict(found, step.number)
+        if self.ranks.is_first:
+            for rule, warning in verdict.warnings:
+                self.warn(FailureKind.DEGENERATE_RL, [warning], rule)
+        if verdict.ends_by:
+            raise DegenerateRl(verdict.message, verdict.ends_by)
         self.steps_done = step.number
         finished = step.number == loop.last_step
         is_due = finished or step.number % self.spec.checkpoint.every_num_steps == 0
-        self._checkpoint_s = 0.0
         if is_due or reduced.save or reduced.stop:
             progress = Progress(
                 step=step.number,
@@ -299,9 +347,15 @@ class TrainingContext:
                 loop_finished=finished,
                 position=self.position,
                 health=self._judge.state,
+                reward_models=self.scorer.model_states,
             )
-            self._save(progress, model, engine)
+            self._saving.save(progress, model, engine, critic, is_last=finished or reduced.stop)
         return reduced.stop
+
+    def is_evaluated(self, number: int) -> bool:
+        """True if the model is evaluated in the middle of training, after this step."""
+        every = self.spec.evaluate.every_num_steps
+        return bool(every) and number % every == 0
 
     def write_samples(self, lines: Sequence[SampleLine]) -> None:
         """Keep completions for reading; only rank 0's are kept."""
@@ -309,38 +363,45 @@ class TrainingContext:
             for line in lines:
                 self._samples_file.write(line)
 
+    def warn(self, kind: FailureKind, messages: Sequence[str], health_rule: str = "") -> None:
+        """Have agent 0 make incidents of findings that leave the run going.
+
+        Args:
+            kind: what each would be as a failure.
+            messages: sentences.
+            health_rule: rule that has found them, if one has.
+        """
+        path = self._context.restart_dir.warnings_of(self.ranks.rank)
+        for message in messages:
+            self.ranks.log(f"warning: {message}")
+            warning = TrainerWarning(
+                time=utc_now(), failure_kind=kind, message=message, step=self._step, health_rule=health_rule
+            )
+            # A full disk: the log has it, and training goes on.
+            with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+                file.write(f"{warning.model_dump_json()}\n")
+
     def _note_loss(self, what: str) -> None:
         """An event that a person reads: somebody removed a file that is being written."""
         self.ranks.log(what)
-        context = self._context
-        path = context.restart_dir.worker_events(context.role, context.node, context.local_rank)
-        event = AgentEvent(time=utc_now(), kind="file", node=context.node, role=context.role, message=what)
-        with contextlib.suppress(OSError):  # the log has it; training goes on
-            events = LineWriter(path)
-            events.write(event)
-            events.close()
+        write_event(self._context, "file", what)
 
     def _evaluate(self, step: TrainingStep, model: PreTrainedModel) -> None:
-        every = self.spec.evaluate.every_num_steps
-        if every and step.number % every == 0:
+        if self.is_evaluated(step.number) and "greedy" in self.evaluator.names:
             with step.watch.part("evaluate"):
-                step.metrics.mean("eval/greedy", *self.evaluator.greedy_score(model, self.beating(Phase.EVALUATE)))
+                step.metrics.mean(
+                    "eval/greedy", *self.evaluator.greedy_score(model, step.number, self.beating(Phase.EVALUATE))
+                )
 
     def _add_times(self, step: TrainingStep) -> None:
         """Seconds are means over the ranks. The checkpoint counted is the one after the step before."""
-        seconds = {"checkpoint": self._checkpoint_s, "evaluate": 0.0, **step.watch.parts, "step": step.watch.seconds()}
+        seconds = {**self._saving.times(), "evaluate": 0.0, **step.watch.parts, "step": step.watch.seconds()}
         for name, value in seconds.items():
             step.metrics.mean(f"time/{name}_s", value, 1)
 
-    def _save(self, progress: Progress, model: PreTrainedModel, engine: Engine) -> None:
-        started = time.monotonic()
-        self.beat(Phase.CHECKPOINT)
-        for file in (self._metrics_file, self._samples_file):
-            if file is not None:
-                file.sync()  # the steps that the checkpoint makes final must not be lost to a power cut
-        saved = self._checkpoints.save(progress, model, engine.state())
-        self._checkpoint_s = time.monotonic() - started
-        self.ranks.log(f"saved {saved.root.name} in {self._checkpoint_s:.2f} s")
+
+def _characters(row: Row) -> int:
+    return sum(map(len, (row.prompt, row.target, row.chosen, row.rejected)))
 
 
 def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> Judge:
@@ -348,19 +409,3 @@ def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> J
     main = context.spec.main_loop.algorithm
     batch = Batch(main.rows_per_step, main.group, tuple(ranks.gather(context.node)))
     return Judge(context.spec.health, batch, progress.health if progress else None)
-
-
-def _summary(step: TrainingStep, loop: Loop, total_steps: int, values: dict[str, float]) -> str:
-    parts = [f"loss {values['train/loss']:.4f}", f"gradient norm {values['train/grad_norm']:.3f}"]
-    if "reward/mean" in values:
-        parts.insert(0, f"reward {values['reward/mean']:.3f}")
-    return f"step {step.number}/{total_steps} {loop.algorithm.name}: {', '.join(parts)}, {values['time/step_s']:.2f} s"
-
-
-def _refuse_non_finite(step: int, values: dict[str, float]) -> None:
-    for name in _MUST_BE_FINITE:
-        if not math.isfinite(values[name]):
-            raise NonFiniteLoss(
-                f"{name} is {values[name]} at step {step}; the weights before it are in the last checkpoint. Try a "
-                f"lower learning rate or more warm-up, or float32 weights, and look at the reward function and the data"
-            )

@@ -1,26 +1,35 @@
-"""DeepSpeed, wrapped small: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054) with torch's AdamW.
+"""DeepSpeed, wrapped small: every stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) with torch's AdamW.
 
 What the loops see of it is ``backward`` for the loss of each micro-batch and ``step`` once per optimizer step. A loss
 given to ``backward`` is this rank's part of a sum that is already divided by the global normaliser; so the gradient of
 the step is the plain sum over micro-batches and ranks, and the same for every way of splitting a global batch.
+
+Stages 0 and 1 keep all gradients until ``step`` reduces them. Stages 2 and 3 reduce within ``backward``, because they
+keep only their part of a gradient, and add the parts up in float32; stage 3 gathers weights in every forward pass too.
+There every rank must make the same number of forward and backward passes.
 """
 
 import contextlib
+import copy
 import io
+import itertools
 import logging
 import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.schemas.algorithms import OptimizerSpec
-from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
+from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.schemas.loops import OptimizerSpec
+from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.gathering import is_split, note_hooks, own_part, unsplit, whole_shape
+from rlhf_core.training.trainers.shares import adamw, load_shares, pieces, saved_share
 
 _SAMPLED_ENTRIES = 64
 
@@ -46,21 +55,47 @@ class Engine:
     """Optimizer and gradient reduction for one training loop. A new loop makes a new engine: a fresh optimizer."""
 
     def __init__(
-        self, policy: nn.Module, spec: OptimizerSpec, dtype: Literal["float32", "bfloat16"], ranks: Ranks
+        self,
+        policy: nn.Module,
+        spec: OptimizerSpec,
+        dtype: Literal["float32", "bfloat16"],
+        ranks: Ranks,
+        trainer: NativeTrainer | None = None,
     ) -> None:
         """Take over the parameters of ``policy``, which lies on ``ranks.device`` already.
 
         Collective: every rank makes its engine at the same time.
+
+        Args:
+            trainer: stage of ZeRO and what lies in main memory; the settings' defaults where it is left out.
+
+        Raises:
+            BadConfig: this DeepSpeed is too old for stages 2 and 3.
         """
         self._ranks = ranks
+        self._policy = policy
+        self._spec = spec
+        trainer = trainer or NativeTrainer()
+        self._stage = trainer.zero_stage
         deepspeed = _join_deepspeed(ranks)
         with _quick_and_quiet(), ranks.reporter.collective():
             engine, _, _, _ = deepspeed.initialize(
-                model=policy, model_parameters=_parameter_groups(policy, spec.weight_decay), config=_config(spec, dtype)
+                model=policy,
+                model_parameters=_parameter_groups(policy, spec.weight_decay),
+                config=_config(spec, dtype, trainer, policy),
             )
-        # The reduction belongs to step(): then no micro-batch needs to know whether it is the last.
-        engine.enable_backward_allreduce = False
+        if self._stage >= 2 and not hasattr(engine, "managed_gradient_accumulation"):
+            raise BadConfig(
+                f"found trainer.zero_stage = {self._stage} and DeepSpeed {deepspeed.__version__}, which takes every "
+                f"backward pass for a whole step; install the version of constraints.txt, or use stage 0 or 1"
+            )
+        # Stages 0 and 1: the reduction belongs to step(); then no micro-batch needs to know whether it is the last.
+        engine.enable_backward_allreduce = self._stage >= 2
         self._engine = engine
+        # Noted now: the engine of an earlier loop wipes DeepSpeed's own notes when it is collected.
+        self._pieces = tuple(pieces(engine, policy))
+        if self._stage == 3:
+            note_hooks(policy, engine.optimizer.parameter_offload)
         self._sample = _sample_of(policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,11 +119,21 @@ class Engine:
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        if self._stage >= 2:
+            with self._ranks.reporter.collective():
+                self._engine.step()
+            return float(self._engine.get_global_grad_norm())
         with self._ranks.reporter.collective():
             self._engine.allreduce_gradients()
+        norm = self._clip() if self._stage == 0 else 0.0
         with self._ranks.reporter.collective():
             self._engine.step()
-        return float(self._engine.get_global_grad_norm())
+        return norm if self._stage == 0 else float(self._engine.get_global_grad_norm())
+
+    def _clip(self) -> float:
+        """Clip in stage 0, where DeepSpeed does so without telling the norm."""
+        most = self._spec.max_grad_norm or math.inf
+        return float(nn.utils.clip_grad_norm_(self._policy.parameters(), most))
 
     def changed_share(self, policy: nn.Module) -> float:
         """Share of the trained tensors that differ from the last time this was asked, by a few entries of each.
@@ -101,27 +146,65 @@ class Engine:
         return float(changed)
 
     def state(self) -> dict[str, Any]:
-        """This rank's share of the optimizer: AdamW's moments and, for bfloat16, the float32 weights they belong to.
+        """This rank's share of the optimizer: AdamW's moments and the float32 weights they belong to, by parameter.
 
         Tensors, numbers and containers only, so that it can be read back without running code.
         """
-        state = self._engine.optimizer.state_dict()
-        return {
-            "adamw": state["base_optimizer_state"],
-            "weights": [partition.detach() for partition in state["single_partition_of_fp32_groups"]],
-        }
+        return saved_share(self._pieces, adamw(self._engine).state)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave on the same rank of the same number of ranks."""
+    def load_state(self, shares: Iterable[dict[str, Any]]) -> None:
+        """Take over what :meth:`state` gave on the ranks that wrote a checkpoint, whatever their number and stage.
+
+        Args:
+            shares: of the ranks, that of the same rank first; read as far as they are needed.
+
+        Raises:
+            CheckpointCorrupt: they lack a part.
+        """
+        shares = iter(shares)
+        first = next(shares)
+        if "adamw" in first:
+            self._load_state_of_0_1(first)
+        else:
+            load_shares(self._pieces, adamw(self._engine).state, itertools.chain([first], shares))
+
+    def _load_state_of_0_1(self, state: dict[str, Any]) -> None:
+        """The form of rlhf-flows 0.1: partitions of stage 1 as DeepSpeed has them, for the same number of ranks."""
         own = self._engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
+        if self._stage != 1 or [part.shape for part in own] != [part.shape for part in state["weights"]]:
+            raise ResumeMismatch(
+                "found a checkpoint of rlhf-flows 0.1, whose optimizer state fits trainer.zero_stage = 1 and as many "
+                "ranks as wrote it; resume it so once: checkpoints written from then on fit any number of ranks"
+            )
         with torch.no_grad():
             for partition, saved in zip(own, state["weights"], strict=True):
                 partition.copy_(saved)
-        self._engine.optimizer.optimizer.load_state_dict(state["adamw"])
+        # Copied, because what was loaded lies in the file still.
+        adamw(self._engine).load_state_dict(copy.deepcopy(state["adamw"]))
 
     def close(self) -> None:
-        """Let go of the parameters, which keep their values."""
+        """Let go of the parameters, which keep their values and are whole on every rank."""
         self._engine.destroy()
+        self._engine.optimizer = None  # its memory is free at once, and a second destroy() finds nothing
+        self._pieces = ()
+        if is_split(self._policy):
+            with self._ranks.reporter.collective():
+                unsplit(self._policy)
+
+
+def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks: Ranks, trainer: NativeTrainer) -> None:
+    """Split a model that is only called, never trained, over the ranks where ZeRO 3 splits the trained one.
+
+    Collective there; every rank calls the model equally often afterwards.
+    """
+    if trainer.zero_stage < 3:
+        return
+    deepspeed = _join_deepspeed(ranks)
+    config = _base_config(dtype) | {"zero_optimization": _zero(trainer, model)}
+    config["zero_optimization"].pop("offload_optimizer", None)
+    with _quick_and_quiet(), ranks.reporter.collective():
+        engine = deepspeed.initialize(model=model, config=config)[0]
+    note_hooks(model, engine.optimizer)
 
 
 def load_deepspeed(*, on_cpu: bool) -> Any:
@@ -161,7 +244,7 @@ def _compile_nothing(deepspeed: Any) -> None:
 def _sample_of(policy: nn.Module) -> Tensor:
     """Entries of every trained tensor ``[tensors, 64]``, spread evenly; cheap however large the model is."""
     with torch.no_grad():
-        flat = [parameter.detach().flatten() for parameter in policy.parameters() if parameter.requires_grad]
+        flat = [own_part(parameter) for parameter in policy.parameters() if parameter.requires_grad]
         return torch.stack([values[_spread(len(values), values.device)] for values in flat])
 
 
@@ -211,17 +294,17 @@ def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, 
     if weight_decay == 0:
         return [{"params": trained}]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in trained if len(whole_shape(parameter)) >= 2],
+            "weight_decay": weight_decay,
+        },
+        {"params": [parameter for parameter in trained if len(whole_shape(parameter)) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _config(spec: OptimizerSpec, dtype: str) -> dict[str, Any]:
-    return {
-        # Micro-batches are counted by the loops, not by DeepSpeed: to it every step is one batch of one.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+def _config(spec: OptimizerSpec, dtype: str, trainer: NativeTrainer, policy: nn.Module) -> dict[str, Any]:
+    return _base_config(dtype) | {
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -231,16 +314,44 @@ def _config(spec: OptimizerSpec, dtype: str) -> dict[str, Any]:
                 "torch_adam": True,  # DeepSpeed's own kernels would be compiled first
             },
         },
-        "gradient_clipping": spec.max_grad_norm,
-        "zero_optimization": {
-            "stage": 1,
-            "overlap_comm": False,  # the order of reduction must not depend on timing
-            "contiguous_gradients": False,
-            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-            "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
-        },
+        "gradient_clipping": spec.max_grad_norm if trainer.zero_stage else 0.0,
+        "zero_optimization": _zero(trainer, policy),
+        # With several backward passes per step, stages 2 and 3 are told by step() that it was the last.
+        "managed_gradient_accumulation": trainer.zero_stage < 2,
+    }
+
+
+def _base_config(dtype: str) -> dict[str, Any]:
+    return {
+        # Micro-batches are counted by the loops, not by DeepSpeed: to it every step is one batch of one.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "wall_clock_breakdown": False,
     }
+
+
+def _zero(trainer: NativeTrainer, model: nn.Module) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "stage": trainer.zero_stage,
+        "overlap_comm": False,  # the order of reduction must not depend on timing
+        "contiguous_gradients": False,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+    }
+    vectors = [shape.numel() for shape in map(whole_shape, model.parameters()) if len(shape) < 2]
+    if trainer.zero_stage == 3:
+        content |= {
+            # Norms and biases stay whole: to gather each of them would take longer than to use it.
+            "stage3_param_persistence_threshold": max(vectors, default=0),
+            "stage3_max_live_parameters": LIVE_ELEMENTS,
+            "stage3_max_reuse_distance": LIVE_ELEMENTS,
+        }
+    if trainer.offload != "none":
+        content["offload_optimizer"] = {"device": "cpu"}
+        content["contiguous_gradients"] = True  # the copy to main memory is made from the contiguous buffer
+    if trainer.offload == "parameters":
+        content["offload_param"] = {"device": "cpu"}
+    return content

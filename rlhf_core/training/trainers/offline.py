@@ -1,16 +1,29 @@
-"""The loop of algorithms that train on the rows of the data: supervised fine-tuning."""
+"""The loop of algorithms that train on the rows of the data: on reference answers, or on pairs of completions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
 
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
-from rlhf_core.training.data import encode_targets
+from rlhf_core.training.batches import SequenceBatch
+from rlhf_core.training.examples import Example, Scorer, make_batch, make_examples, mismatched, score_batch, step_sums
 from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.partition import evened
+from rlhf_core.training.reward_models import RewardModel
 from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 
 
 def train(
-    training: TrainingContext, loop: Loop, policy: PolicyModel, engine: Engine, reference: PolicyModel | None
+    training: TrainingContext,
+    loop: Loop,
+    policy: PolicyModel | RewardModel,
+    engine: Engine,
+    reference: Scorer | None,
 ) -> bool:
     """Make the steps of ``loop`` that are left.
 
@@ -20,31 +33,110 @@ def train(
     Returns:
         Whether it ended early because an agent asked for it.
     """
-    ranks, algorithm = training.ranks, loop.algorithm
+    algorithm = loop.algorithm
     objective = ALGORITHMS[algorithm.name]
     for number in training.steps_left(loop):
         step = training.begin_step(number)
         training.beat(Phase.TRAIN)
-        rows, prompts = training.take_rows(algorithm.rows_per_step)
-        targets = encode_targets(rows, training.tokenizer)
+        before = training.rows_before(algorithm.rows_per_step) if algorithm.mismatches else []
+        rows, prompts = training.take_rows(algorithm.rows_per_step, by_length=True)
+        examples = make_examples(rows, prompts, training.tokenizer, algorithm)
 
         with step.watch.part("train"):
-            own_tokens = sum(len(target) for target in targets)
-            num_tokens, num_sequences = ranks.sum([own_tokens, len(targets)])
-            sums = StepSums(num_tokens, num_sequences)
-            totals = Totals()
-            lengths = [len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True)]
-            for part in training.micro_batches(lengths):
-                batch, output, _ = training.forward(
-                    engine, reference, [prompts[i] for i in part], [targets[i] for i in part]
-                )
-                loss, stats = objective.loss(output, MicroBatch(batch.target_mask), sums, algorithm)
-                engine.backward(loss)
-                totals.add(stats)
+            own_tokens = sum(example.num_tokens for example in examples)
+            others = mismatched(examples, before, training.tokenizer) if algorithm.mismatches else []
+            sums, parts, other_parts = _exchange(training, loop, examples, others, packed=policy.packs)
+            if others:
+                measured = _measure(training, loop, policy, reference, others, other_parts)
+                sums = replace(sums, measured=measured)
+            totals = _accumulate(training, loop, engine, reference, examples, parts, sums)
             training.update(step, loop, engine, policy, own_tokens)
 
         step.add(objective.metrics, totals)
         step.metrics.total("speed/tokens_per_s", own_tokens / step.watch.seconds())
-        if training.end_step(step, loop, policy.causal_lm, engine):
+        if training.is_evaluated(number) and training.evaluator.ranks_for(algorithm):
+            with step.watch.part("evaluate"):
+                beat = training.beating(Phase.EVALUATE)
+                found = training.evaluator.preference_score(policy, reference, beat)
+                step.metrics.mean("eval/preference", *found)
+        if training.end_step(step, loop, policy.pretrained, engine):
             return True
     return False
+
+
+def _exchange(
+    training: TrainingContext,
+    loop: Loop,
+    examples: Sequence[Example],
+    others: Sequence[Example],
+    *,
+    packed: bool,
+) -> tuple[StepSums, list[list[int]], list[list[int]]]:
+    """Sums of the step over all ranks, and the micro-batches of the examples and of the mismatched ones."""
+    cuts = [_cut(training, examples, packed=packed), _cut(training, others, packed=packed)]
+    own = [*step_sums(examples, loop.algorithm), *map(len, cuts)]
+    tokens, sequences, chosen, *numbers = zip(*training.ranks.gather_numbers(own), strict=True)
+    parts, other_parts = (evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True))
+    return StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen)), parts, other_parts
+
+
+def _cut(training: TrainingContext, examples: Sequence[Example], *, packed: bool) -> list[list[int]]:
+    """Indices of the examples of each micro-batch."""
+    if not examples:
+        return []
+    lengths = [example.length for example in examples]
+    return training.micro_batches(lengths, len(examples[0].completions), packed=packed)
+
+
+def _accumulate(
+    training: TrainingContext,
+    loop: Loop,
+    engine: Engine,
+    reference: Scorer | None,
+    examples: Sequence[Example],
+    parts: Sequence[list[int]],
+    sums: StepSums,
+) -> Totals:
+    """Forward and backward over this rank's examples; the gradients are left in the engine."""
+    algorithm = loop.algorithm
+    objective = ALGORITHMS[algorithm.name]
+    totals = Totals()
+    for part in parts:
+        batch, sequences = _batch(training, loop, examples, part)
+        output = score_batch(engine, reference, batch, sequences, algorithm)
+        loss, stats = objective.loss(output, sequences, sums, algorithm)
+        engine.backward(loss if part else loss * 0)
+        if part:
+            totals.add(stats)
+    return totals
+
+
+def _batch(
+    training: TrainingContext, loop: Loop, examples: Sequence[Example], part: Sequence[int]
+) -> tuple[SequenceBatch, MicroBatch]:
+    """One micro-batch on this rank's device, after a sign of life; of an empty one, padding."""
+    training.beat(Phase.TRAIN)
+    pad_id = training.tokenizer.pad_token_id
+    padding = Example([pad_id], tuple([pad_id] for _ in examples[0].completions))
+    chosen = [examples[index] for index in part] or [padding]
+    return make_batch(chosen, loop.algorithm, pad_id, training.ranks.device)
+
+
+@torch.no_grad()
+def _measure(
+    training: TrainingContext,
+    loop: Loop,
+    policy: nn.Module,
+    reference: Scorer | None,
+    examples: Sequence[Example],
+    parts: Sequence[list[int]],
+) -> Mapping[str, float]:
+    """Figures that the loss needs of the whole step before its first backward pass, over all ranks."""
+    algorithm = loop.algorithm
+    found: dict[str, float] = {}
+    for part in parts:
+        batch, sequences = _batch(training, loop, examples, part)
+        output = score_batch(policy, reference, batch, sequences, algorithm)
+        for name, value in ALGORITHMS[algorithm.name].measure(output, sequences, algorithm).items():
+            found[name] = found.get(name, 0.0) + float(value) * bool(part)
+    return dict(zip(found, training.ranks.sum(list(found.values())), strict=True))

@@ -5,29 +5,45 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.errors import CheckpointCorrupt
-from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.checkpoint_dir import CheckpointDir
+from rlhf_core.errors import BadConfig
+from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.checkpoint_soundness import agree, verify_checkpoint
-from rlhf_core.training.checkpoints import (
+from rlhf_core.training.adapters import (
+    AdapterReference,
+    add_adapter,
+    base_files,
+    has_adapter,
+    is_adapter,
+    load_adapter,
+)
+from rlhf_core.training.checkpoint_soundness import agree, reference_folder, verify_checkpoint
+from rlhf_core.training.checkpoint_state import (
     TrainerState,
     kept_random_state,
     load_trainer_state,
     restore_random_state,
-    resume_point,
 )
 from rlhf_core.training.data import DataReport, encode_prompts, load_data
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.evaluation import are_written, load_evaluator, write_reports
+from rlhf_core.training.examples import Scorer
+from rlhf_core.training.memory_resume import memory_checkpoint
 from rlhf_core.training.models import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
+from rlhf_core.training.resume import resume_point
+from rlhf_core.training.reward_models import RewardModel, is_reward_model, load_reward_model
+from rlhf_core.training.rollouts.start import start_engine
+from rlhf_core.training.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.scoring_models import ScoringModels, load_scoring_models
 from rlhf_core.training.tokenizers import load_tokenizer
 from rlhf_core.training.trainers import offline, online
 from rlhf_core.training.trainers.context import Loop, TrainingContext, loops
-from rlhf_core.training.trainers.engine import Engine
+from rlhf_core.training.trainers.engine import Engine, split_frozen
+from rlhf_core.training.trainers.ppo import Critic, critic_optimizer, load_value_model
 from rlhf_core.training.types import RoleResult, Row, WorkerContext
 
 
@@ -48,34 +64,60 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     """The same within a process group that is there already."""
+    # First of all: the process of the reward functions imports them while the model is loaded.
+    with reward_scorer(context.spec, ranks.rank) as scorer:
+        return _train_run(context, ranks, scorer)
+
+
+def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> RoleResult:
     spec = context.spec
     disable_progress_bar()
     _seed_everything(spec.seed, ranks.rank)
     rows, report = load_data(spec, "train")
     initial = _initial_model(context, ranks, rows)
-    checkpoint = _resume_point(context, ranks)
+    checkpoint = _resume_point(context, ranks, initial)
     state = load_trainer_state(checkpoint, ranks) if checkpoint else None
     step = state.progress.step if state else 0
     context.reporter.beat(Phase.SETUP, step)
 
     tokenizer = load_tokenizer(tokenizer_folder(spec, initial))
-    model = _load(checkpoint.model if checkpoint else initial, spec, ranks)
+    model = _model_to_train(context, ranks, tokenizer, initial, checkpoint, step)
     data = encode_prompts(rows, tokenizer, spec.data)
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
-    evaluator = load_evaluator(spec, ranks, tokenizer)
+    rollouts = start_engine(context, ranks, tokenizer, initial)
+    context.reporter.beat(Phase.SETUP, step)
+    evaluator = load_evaluator(spec, ranks, tokenizer, scorer, rollouts)
     training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
-    result = RoleResult.DONE
+    try:
+        result = _train_loops(context, training, model, initial, state)
+        training.close()
+    except BaseException:
+        training.leave()
+        raise
+    return result
+
+
+def _train_loops(
+    context: WorkerContext,
+    training: TrainingContext,
+    model: PreTrainedModel,
+    initial: Path,
+    state: TrainerState | None,
+) -> RoleResult:
+    """All loops that are not at their end, one after the other."""
+    spec, ranks = training.spec, training.ranks
     for loop in loops(spec):
         if not training.steps_left(loop):
             continue
+        if loop.algorithm.ranks_completions and not is_reward_model(model):
+            source = reference_folder(context, ranks, loop.first_step - 1, initial)
+            model = _load_reward_model(source, initial, spec, ranks, training.tokenizer)
         if loop.last_step == spec.total_steps:
             _evaluate_before(context, training, model)
         if _train_loop(context, training, loop, model, initial, state):
-            result = RoleResult.STOPPED_EARLY if training.steps_done < spec.total_steps else RoleResult.DONE
-            break
-    training.close()
-    return result
+            return RoleResult.STOPPED_EARLY if training.steps_done < spec.total_steps else RoleResult.DONE
+    return RoleResult.DONE
 
 
 def _train_loop(
@@ -89,27 +131,37 @@ def _train_loop(
     """One loop with an optimizer of its own; whether it ended early because an agent asked for it."""
     spec, ranks = training.spec, training.ranks
     with kept_random_state(ranks.device):
-        policy = PolicyModel(model)
+        critic = _critic(context, ranks, loop, initial, state)
+        policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model)
         policy.train()
         if spec.native_trainer.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
-        reference = _reference(context, ranks, loop, initial)
-        engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks)
+        reference = _reference(context, ranks, loop, initial, policy)
+        if loop.algorithm.samples and spec.reward.models:
+            training.scorer.use(_scoring_models(training, state))
+        engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer)
     if state and state.progress.step >= loop.first_step:
         engine.load_state(state.engine)
-    if state and state.progress.step == training.steps_done:
+        if critic and state.critic:
+            critic.engine.load_state(state.critic)
+    if state and state.random is not None and state.progress.step == training.steps_done:
         # Until here this process drew from generators that it seeded itself; now those of the run go on.
         restore_random_state(state.random, ranks.device)
-    train = online.train if loop.algorithm.samples else offline.train
-    stopped = train(training, loop, policy, engine, reference)
+    if isinstance(policy, PolicyModel) and loop.algorithm.samples:
+        stopped = online.train(training, loop, policy, engine, reference, critic)
+    else:
+        stopped = offline.train(training, loop, policy, engine, reference)
     engine.close()
+    if critic:
+        critic.engine.close()
     return stopped
 
 
 def _evaluate_before(context: WorkerContext, training: TrainingContext, model: PreTrainedModel) -> None:
     """Measure the weights that the main algorithm starts from, once in the life of a run."""
     ranks, step = training.ranks, training.steps_done
-    missing = step <= training.spec.warm_start_steps and not are_written(context.run_dir, "before")
+    names = training.evaluator.names
+    missing = step <= training.spec.warm_start_steps and not are_written(context.run_dir, "before", names)
     if ranks.from_first("missing" if missing else "") != "missing":
         return
     with kept_random_state(ranks.device):
@@ -117,27 +169,96 @@ def _evaluate_before(context: WorkerContext, training: TrainingContext, model: P
     write_reports(context.run_dir, reports, ranks)
 
 
-def _reference(context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path) -> PolicyModel | None:
+def _reference(
+    context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, policy: PolicyModel | RewardModel
+) -> Scorer | None:
     """The policy as it was when the loop began, if its algorithm needs it."""
-    spec, steps_before = context.spec, loop.first_step - 1
     if not loop.algorithm.reference:
         return None
-    source = initial
-    if steps_before:
-        checkpoint = context.run_dir.checkpoint(steps_before)
-        try:
-            verify_checkpoint(checkpoint, spec, ranks)
-        except CheckpointCorrupt as error:
-            raise CheckpointCorrupt(
-                f"{error}. It is the reference that the divergence of this run is measured against, so none before it "
-                f"can take its place: bring its files back from a copy and resume, or start a new run"
-            ) from None
-        source = checkpoint.model
-    return PolicyModel(_load(source, spec, ranks)).requires_grad_(False).eval()
+    source = reference_folder(context, ranks, loop.first_step - 1, initial)
+    if has_adapter(policy.pretrained):
+        return AdapterReference(policy, policy.pretrained, source if is_adapter(source) else None)
+    reference = PolicyModel(_load(source, context.spec, ranks)).requires_grad_(False).eval()
+    split_frozen(reference, context.spec.model.dtype, ranks, context.spec.native_trainer)
+    return reference
 
 
-def _load(folder: Path, spec: RunSpec, ranks: Ranks) -> PreTrainedModel:
-    model = load_causal_lm(folder, spec.model.dtype)
+def _scoring_models(training: TrainingContext, state: TrainerState | None) -> ScoringModels:
+    """The reward models that score completions, beside the policy on every rank."""
+    return load_scoring_models(
+        training.spec.reward.models,
+        training.ranks,
+        training.tokenizer,
+        state.progress.reward_models if state else {},
+        training.beating(Phase.SETUP),
+        has_conversations=training.has_conversations,
+    )
+
+
+def _critic(
+    context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, state: TrainerState | None
+) -> Critic | None:
+    """The value model as the checkpoint has it, or with the weights of the policy at the beginning of the loop."""
+    spec, algorithm = context.spec, loop.algorithm
+    if not isinstance(algorithm, PpoSpec):
+        return None
+    lora = spec.model.lora
+    saved = context.run_dir.checkpoint(state.progress.step) if state and state.critic else None
+    # The weights that an adapter lies beside are not saved with it: they are those that the loop began with.
+    as_saved = saved is not None and lora is None
+    source = saved.model if saved and as_saved else reference_folder(context, ranks, loop.first_step - 1, initial)
+    model = load_value_model(_load(source, spec, ranks, initial), saved.critic if saved else None, lora, spec.seed)
+    model.to(ranks.device)
+    model.train()
+    if spec.native_trainer.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    optimizer = critic_optimizer(loop.spec.optimizer, algorithm)
+    engine = Engine(model, optimizer, spec.model.dtype, ranks, spec.native_trainer)
+    return Critic(model, engine, loop, algorithm)
+
+
+def _model_to_train(
+    context: WorkerContext,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    initial: Path,
+    checkpoint: CheckpointDir | None,
+    step: int,
+) -> PreTrainedModel:
+    """The model as the run began, or as the checkpoint has it: that of a loop which makes a reward model is one."""
+    spec = context.spec
+    current = next((loop for loop in loops(spec) if loop.first_step <= step <= loop.last_step), None)
+    folder = checkpoint.model if checkpoint else initial
+    if checkpoint is not None and current is not None and current.algorithm.ranks_completions:
+        return _load_reward_model(folder, initial, spec, ranks, tokenizer)
+    if spec.model.lora is None:
+        return _load(folder, spec, ranks)
+    return _with_adapter(_load(initial, spec, ranks), folder, spec, ranks)
+
+
+def _load_reward_model(
+    folder: Path, initial: Path, spec: RunSpec, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    whole = folder if spec.model.lora is None else initial
+    model = load_reward_model(whole, spec.model.dtype, spec.seed, tokenizer.pad_token_id)
+    if spec.model.lora is not None:
+        return _with_adapter(model, folder, spec, ranks)
+    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    return model
+
+
+def _with_adapter(model: PreTrainedModel, folder: Path, spec: RunSpec, ranks: Ranks) -> PreTrainedModel:
+    """A base model with a new adapter, or with the one that ``folder`` holds."""
+    assert spec.model.lora is not None  # asked by the callers
+    add_adapter(model, spec.model.lora, spec.seed)
+    if is_adapter(folder):
+        load_adapter(model, folder)
+    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    return model
+
+
+def _load(folder: Path, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> PreTrainedModel:
+    model = load_causal_lm(folder, spec.model.dtype, base)
     model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
     return model
 
@@ -145,16 +266,27 @@ def _load(folder: Path, spec: RunSpec, ranks: Ranks) -> PreTrainedModel:
 def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Path:
     """Rank 0 builds or finds the model that training starts from; the others wait for its path."""
     path = str(prepare_initial_model(context.spec, context.run_dir, rows)) if ranks.is_first else ""
-    return Path(ranks.from_first(path))
+    initial = Path(ranks.from_first(path))
+    if context.spec.model.lora is not None:
+        if is_adapter(initial):
+            raise BadConfig(
+                f"found model.path = {initial}, an adapter, and model.lora, expected a whole model to put the new "
+                f"adapter on: merge the one that is there (peft: merge_and_unload), and give the folder of the result"
+            )
+        if ranks.is_first:
+            # Read once, before the first checkpoint would wait for it.
+            base_files(initial, lambda: context.reporter.beat(Phase.SETUP, 0))
+    return initial
 
 
-def _resume_point(context: WorkerContext, ranks: Ranks) -> CheckpointDir | None:
+def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> CheckpointDir | None:
     """The checkpoint to go on from, checked."""
     step = agree(ranks, lambda: resume_point(context))
-    if step is None:
-        return None
+    in_memory = memory_checkpoint(context, ranks, step)
+    if in_memory is not None or step is None:
+        return in_memory
     checkpoint = context.run_dir.checkpoint(step)
-    verify_checkpoint(checkpoint, context.spec, ranks)
+    verify_checkpoint(checkpoint, context.spec, ranks, initial)
     return checkpoint
 
 

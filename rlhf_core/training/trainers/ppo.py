@@ -1,0 +1,169 @@
+"""The value model of PPO: how much reward is still to come, before each token.
+
+It has an engine and an optimizer of its own, and is saved with every checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
+from rlhf_core.schemas.loops import OptimizerSpec
+from rlhf_core.schemas.run import LoraSpec
+from rlhf_core.training.adapters import add_adapter
+from rlhf_core.training.algorithms.aggregation import Stats
+from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
+from rlhf_core.training.algorithms.ppo import value_loss
+from rlhf_core.training.batches import SequenceBatch
+from rlhf_core.training.gathering import save_weights
+from rlhf_core.training.packing import can_pack, hidden_of_targets
+from rlhf_core.training.trainers.context import Loop
+from rlhf_core.training.trainers.engine import Engine, learning_rate
+
+WEIGHTS = "model.safetensors"
+"""File of the weights in the folder of a saved value model."""
+
+
+class ValueModel(nn.Module):
+    """Layers of a language model under a head with one output, which is 0 at the beginning."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        """Take over the layers of ``causal_lm``, and leave its own head behind."""
+        super().__init__()
+        self._packs = can_pack(causal_lm)
+        self.layers: nn.Module = causal_lm.base_model
+        embeddings: Any = causal_lm.get_input_embeddings()
+        self.head = nn.Linear(int(embeddings.weight.shape[1]), 1, device=causal_lm.device, dtype=causal_lm.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, target_mask: Tensor) -> Tensor:
+        """Value before each token.
+
+        Args:
+            input_ids: ``[B, T]`` int64.
+            target_mask: ``[B, T-1]`` bool.
+
+        Returns:
+            ``[B, T-1]`` float32 (float64 for a float64 model), 0 where ``target_mask`` is false: position ``t`` holds
+            the value of the state in which token ``t+1`` is chosen.
+        """
+        if self._packs:
+            hidden = hidden_of_targets(self.layers, input_ids, target_mask)
+        else:
+            hidden = self.layers(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][target_mask]
+        values: Tensor = self.head(hidden).squeeze(-1)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return values.new_zeros(target_mask.shape).index_put(target_mask.nonzero(as_tuple=True), values)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in the backward pass instead of keeping them."""
+        enable: Callable[..., None] = self.layers.gradient_checkpointing_enable  # type: ignore[assignment]
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+class Critic:
+    """A value model, its optimizer, and the steps that it learns by."""
+
+    def __init__(self, model: ValueModel, engine: Engine, loop: Loop, algorithm: PpoSpec) -> None:
+        """Put the parts together.
+
+        Args:
+            engine: made of ``model`` and :func:`critic_optimizer`.
+        """
+        self._model = model
+        self.engine = engine
+        self._loop = loop
+        self._algorithm = algorithm
+        self._spec = critic_optimizer(loop.spec.optimizer, algorithm)
+
+    @property
+    def model(self) -> ValueModel:
+        """Value model itself."""
+        return self._model
+
+    def learns_alone(self, step: int) -> bool:
+        """True in the first steps of the loop, in which the policy stays as it is."""
+        return step - self._loop.first_step < self._algorithm.critic_warmup_steps
+
+    @torch.no_grad()
+    def values(self, batch: SequenceBatch) -> Tensor:
+        """``[B, T-1]`` values, without gradient."""
+        found: Tensor = self.engine(batch.input_ids, target_mask=batch.target_mask)
+        return found
+
+    def backward(self, sequences: SequenceBatch, batch: MicroBatch, sums: StepSums) -> Stats:
+        """Add the gradient of one micro-batch; returns its statistics."""
+        assert batch.old_values is not None  # Critic.values
+        assert batch.returns is not None  # of every objective with a critic
+        loss, stats = value_loss(
+            self.engine(sequences.input_ids, target_mask=sequences.target_mask),
+            batch.old_values,
+            batch.returns,
+            batch.mask,
+            normaliser=max(1.0, sums.num_tokens),
+            value_clip=self._algorithm.value_clip,
+        )
+        self.engine.backward(loss)
+        return stats
+
+    def step(self, number: int) -> float:
+        """Update the weights in step ``number`` of the run; returns the global norm of the gradient."""
+        return self.engine.step(learning_rate(number - self._loop.first_step + 1, self._spec, self._loop.num_steps))
+
+    def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
+        """Write the weights on rank 0; returns the files it wrote. Collective."""
+        save_weights(self._model, folder / WEIGHTS, is_first, beat)
+        return [folder / WEIGHTS] if is_first else []
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer share of this rank (``Engine.state``)."""
+        return self.engine.state()
+
+
+def critic_optimizer(optimizer: OptimizerSpec, algorithm: PpoSpec) -> OptimizerSpec:
+    """Optimizer of the value model: the policy's, with a learning rate of its own if one is set."""
+    rate = algorithm.critic_learning_rate or optimizer.learning_rate
+    return optimizer.model_copy(update={"learning_rate": rate})
+
+
+def load_value_model(
+    causal_lm: PreTrainedModel, saved: Path | None, lora: LoraSpec | None = None, seed: int = 0
+) -> ValueModel:
+    """A value model with the layers of a language model, or with weights that were saved.
+
+    Args:
+        causal_lm: language model of the same architecture, with an adapter the one that the loop began with; it is
+            taken over.
+        saved: folder that :meth:`Critic.save` wrote, if there is one.
+        lora: adapter of the layers, if they get one; the head is trained whole.
+        seed: of the adapter's first weights.
+    """
+    model = ValueModel(causal_lm)
+    if lora is not None:
+        add_adapter(model.layers, lora, seed)
+    if saved is not None:
+        weights = load_file(saved / WEIGHTS, device=str(causal_lm.device))
+        expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        model.load_state_dict(weights, strict=lora is None or weights.keys() != expected)
+    return model
+
+
+def explained_variance(sums: Sequence[float]) -> float:
+    """Share of the variance of the returns that the values explain: ``1 - Var(R - V) / Var(R)``; 0 without variance.
+
+    Args:
+        sums: ``advantages.moments`` of the returns and then of what the values leave of them, over all ranks.
+    """
+    count, total, squares, _, total_left, squares_left = sums
+    if not count:
+        return 0.0
+    variance, left = (
+        square / count - (sum_ / count) ** 2 for sum_, square in ((total, squares), (total_left, squares_left))
+    )
+    return 1 - left / variance if variance > 0 else 0.0

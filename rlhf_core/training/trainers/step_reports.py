@@ -1,0 +1,35 @@
+"""Words about one step: its line in the log, and the error of one whose loss is not finite."""
+
+import math
+from collections.abc import Mapping
+
+from rlhf_core.errors import NonFiniteLoss
+
+_MUST_BE_FINITE = ("train/loss", "train/grad_norm")
+
+
+def summary(step: int, total_steps: int, loop: str, values: Mapping[str, float]) -> str:
+    """One line for the log.
+
+    Args:
+        loop: name of the loop's algorithm.
+        values: metrics of all ranks together.
+    """
+    parts = [f"loss {values['train/loss']:.4f}", f"gradient norm {values['train/grad_norm']:.3f}"]
+    if "reward/mean" in values:
+        parts.insert(0, f"reward {values['reward/mean']:.3f}")
+    return f"step {step}/{total_steps} {loop}: {', '.join(parts)}, {values['time/step_s']:.2f} s"
+
+
+def refuse_non_finite(step: int, values: Mapping[str, float]) -> None:
+    """Refuse to go on from weights that cannot be right.
+
+    Raises:
+        NonFiniteLoss: loss or gradient norm is NaN or infinite.
+    """
+    for name in _MUST_BE_FINITE:
+        if not math.isfinite(values[name]):
+            raise NonFiniteLoss(
+                f"{name} is {values[name]} at step {step}; the weights before it are in the last checkpoint. Try a "
+                f"lower learning rate or more warm-up, or float32 weights, and look at the reward function and the data"
+            )

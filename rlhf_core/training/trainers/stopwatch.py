@@ -1,0 +1,25 @@
+"""Time of a step by its parts."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+
+class Stopwatch:
+    """Seconds of a step, in all and by part."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.parts: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of a block under ``name``."""
+        started = time.monotonic()
+        yield
+        self.parts[name] += time.monotonic() - started
+
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._started

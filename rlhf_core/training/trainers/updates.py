@@ -1,0 +1,280 @@
+"""Updates of the weights from the completions of one step.
+
+The passes over the model that are made are the ones that something needs: old log-probabilities only for completions
+that a later update than the first comes to, none when strictly on-policy; those of a reference only where there is one.
+All ranks go through the same collectives, whatever they have sampled: each update has as many micro-batches on every
+rank as on the one with the most, the missing ones without a completion.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.advantages import moments, whitened_sequences, whitened_tokens
+from rlhf_core.training.algorithms.aggregation import masked_stat
+from rlhf_core.training.algorithms.objective import Advantages, MicroBatch, PolicyOutput, SampledBatch, StepSums
+from rlhf_core.training.batches import SequenceBatch
+from rlhf_core.training.examples import Scorer
+from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.partition import evened
+from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
+from rlhf_core.training.trainers.engine import Engine
+from rlhf_core.training.trainers.minibatches import divide
+from rlhf_core.training.trainers.ppo import Critic, explained_variance
+from rlhf_core.training.types import Completion
+
+_SCORED, _ALL = -2, -1
+"""Places of what is scored before the updates, and of all completions, behind those of the updates."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The ``B`` completions of one rank that a step trains on."""
+
+    prompts: Sequence[Sequence[int]]
+    """Tokens of the prompt of each."""
+    completions: Sequence[Completion]
+    places: Sequence[int]
+    """Index of each among the completions of the whole step, over all ranks."""
+    sampled: SampledBatch
+
+
+class PolicyUpdates:
+    """All updates of one step on one rank."""
+
+    def __init__(
+        self,
+        training: TrainingContext,
+        loop: Loop,
+        engine: Engine,
+        policy: PolicyModel,
+        reference: Scorer | None,
+        batch: StepBatch,
+        step: TrainingStep,
+        critic: Critic | None = None,
+    ) -> None:
+        """Divide the completions among the updates.
+
+        Args:
+            reference: the policy as it was at the start of the loop, if the algorithm needs it.
+            critic: the value model, likewise.
+        """
+        self.totals = Totals()
+        self.num_tokens = 0
+        """Tokens of all ranks that a pass over the completions trains on, once it is made."""
+        self._training, self._loop, self._step = training, loop, step
+        self._engine, self._policy, self._reference, self._critic = engine, policy, reference, critic
+        self._objective, self._algorithm = ALGORITHMS[loop.algorithm.name], loop.algorithm
+        self._batch = batch
+        num_passes, num_parts = self._algorithm.passes
+        self._updates = [
+            part
+            for number in range(num_passes)
+            for part in divide(batch.places, num_parts, training.spec.seed, step.number, number)
+        ]
+        self._scored = self._needed_before()
+        self._kept: dict[str, Tensor] = {}
+
+    def make(self) -> Advantages:
+        """Make all updates of the step.
+
+        Returns:
+            The advantages of the completions of this rank.
+        """
+        counts, sums = self._exchange()
+        self.num_tokens = int(sums[_ALL].num_tokens)
+        self._score(counts[_SCORED], counts[_ALL])
+        advantages = self._advantages(sums[_ALL])
+        if self._critic is not None and self._critic.learns_alone(self._step.number):
+            self._measure(counts[_ALL], sums[_ALL], advantages)
+        else:
+            for number, group in enumerate(self._updates):
+                self._accumulate(number, counts[number], sums[number], advantages)
+                own_tokens = int(self._batch.sampled.trained[_index(group)].sum())
+                self._training.apply(self._step, self._loop, self._engine, own_tokens)
+        if self._critic is not None:
+            self._update_critic(self._critic, counts, sums, advantages)
+        self._training.measure_updates(self._step, self._engine, self._policy)
+        return advantages
+
+    def _needed_before(self) -> list[int]:
+        """Completions whose log-probabilities are needed before an update has changed the policy."""
+        everything = range(len(self._batch.completions))
+        if self._algorithm.scores_first:
+            return list(everything)
+        # The first update computes those of its own completions itself.
+        first = set(self._updates[0])
+        return [index for index in everything if index not in first]
+
+    def _exchange(self) -> tuple[list[int], list[StepSums]]:
+        """Figures that ranks have to know of each other, by one collective.
+
+        Returns:
+            Most micro-batches of a rank, and sums over the ranks: of each update, of the completions to be scored, and
+            of all.
+        """
+        trained, longest = self._batch.sampled.trained, self._training.spec.rollout.max_new_tokens
+        rewards = self._objective.shaped(self._batch.sampled, longest, self._algorithm)
+        groups = [*self._updates, self._scored, range(len(trained))]
+        own = [float(rewards.sum()), float(rewards.square().sum())]
+        for group in groups:
+            own += [float(trained[_index(group)].sum()), len(group), len(self._micro_batches(group))]
+        columns = list(zip(*self._training.ranks.gather_numbers(own), strict=True))
+        total, squares = sum(columns[0]), sum(columns[1])
+        sums = [
+            StepSums(sum(tokens), sum(sequences), total, squares, longest)
+            for tokens, sequences in zip(columns[2::3], columns[3::3], strict=True)
+        ]
+        return [int(max(column)) for column in columns[4::3]], sums
+
+    def _score(self, num_scored: int, num_all: int) -> None:
+        """Passes without gradient over the completions that need them before the first update."""
+        for part in self._padded(self._scored, num_scored):
+            with torch.no_grad():
+                sequences, output, _ = self._forward(part, self._reference)
+            self._keep(part, sequences, logprobs=output.logprobs, ref_logprobs=output.ref_logprobs)
+        if self._critic is not None:
+            for part in self._padded(range(len(self._batch.completions)), num_all):
+                sequences = self._training.collated(*self._tokens(part))
+                self._keep(part, sequences, values=self._critic.values(sequences))
+
+    def _advantages(self, sums: StepSums) -> Advantages:
+        """Advantages of this rank, whitened over all ranks where the algorithm says so."""
+        sampled = dataclasses.replace(self._batch.sampled, **self._kept)
+        advantages = self._objective.advantages(sampled, sums, self._algorithm)
+        unit = self._objective.whitens(self._algorithm)
+        if unit == "no" and advantages.returns is None:
+            return advantages
+        own = moments(advantages.tokens[:, :1] if unit == "sequences" else advantages.tokens[sampled.trained])
+        if advantages.returns is not None and sampled.values is not None:
+            returns = advantages.returns[sampled.trained]
+            own += moments(returns) + moments(returns - sampled.values[sampled.trained])
+        found = self._training.ranks.sum(own)
+        if advantages.returns is not None:
+            self._step.metrics.shared("value/explained_variance", explained_variance(found[3:]))
+        if unit == "no":
+            return advantages
+        whiten = whitened_sequences if unit == "sequences" else whitened_tokens
+        return dataclasses.replace(advantages, tokens=whiten(advantages.tokens, sampled.mask, found[:3]))
+
+    def _accumulate(self, number: int, count: int, sums: StepSums, advantages: Advantages) -> None:
+        """Forward and backward over this rank's share of one update; the gradients are left in the engine."""
+        # The same on every rank, whatever it has sampled: a pass of the reference may be a collective.
+        is_known = number > 0 or self._algorithm.scores_first
+        for part in self._padded(self._updates[number], count):
+            sequences, output, entropy = self._forward(part, None if is_known else self._reference)
+            if is_known:
+                output = dataclasses.replace(output, ref_logprobs=self._placed("ref_logprobs", part, sequences))
+            elif len(self._updates) > 1:
+                self._keep(part, sequences, logprobs=output.logprobs, ref_logprobs=output.ref_logprobs)
+            old = self._placed("logprobs", part, sequences) if is_known else None
+            self._engine.backward(self._loss(part, sequences, output, old, entropy, sums, advantages))
+
+    def _measure(self, count: int, sums: StepSums, advantages: Advantages) -> None:
+        """Statistics of a step in which the policy stays as it is."""
+        for part in self._padded(range(len(self._batch.completions)), count):
+            with torch.no_grad():
+                sequences, output, entropy = self._forward(part, self._reference)
+            self._loss(part, sequences, output, None, entropy, sums, advantages)
+        self._step.metrics.shared("train/learning_rate", 0.0)
+
+    def _update_critic(self, critic: Critic, counts: list[int], sums: list[StepSums], advantages: Advantages) -> None:
+        norms = []
+        for number, group in enumerate(self._updates):
+            for part in self._padded(group, counts[number]):
+                sequences = self._training.collated(*self._tokens(part))
+                batch = self._micro_batch(part, sequences, advantages)
+                self.totals.add(critic.backward(sequences, batch, sums[number]))
+            norms.append(critic.step(self._step.number))
+        self._step.metrics.shared("value/grad_norm", sum(norms) / len(norms))
+        # Where the policy stays as it is, the step is that of the value model.
+        self._step.grad_norms = self._step.grad_norms or norms
+
+    def _loss(
+        self,
+        part: Sequence[int],
+        sequences: SequenceBatch,
+        output: PolicyOutput,
+        old_logprobs: Tensor | None,
+        entropy: Tensor,
+        sums: StepSums,
+        advantages: Advantages,
+    ) -> Tensor:
+        """Loss of one micro-batch; its statistics are added to the totals."""
+        batch = self._micro_batch(part, sequences, advantages, old_logprobs)
+        assert batch.sampler_logprobs is not None
+        loss, stats = self._objective.loss(output, batch, sums, self._algorithm)
+        before = output.logprobs.detach() if old_logprobs is None else old_logprobs
+        self.totals.add(stats)
+        self.totals.add(
+            {
+                "entropy": masked_stat(entropy, sequences.target_mask),
+                "train_gap": masked_stat((before - batch.sampler_logprobs).abs(), sequences.target_mask),
+            }
+        )
+        return loss
+
+    def _micro_batch(
+        self,
+        part: Sequence[int],
+        sequences: SequenceBatch,
+        advantages: Advantages,
+        old_logprobs: Tensor | None = None,
+    ) -> MicroBatch:
+        where = _index(part)
+        mask = self._batch.sampled.mask[where]
+        sampler = [value for index in part for value in self._batch.completions[index].logprobs]
+        return MicroBatch(
+            sequences.place(self._batch.sampled.trained[where][mask]),
+            advantages=sequences.place(advantages.tokens[where][mask]),
+            returns=None if advantages.returns is None else sequences.place(advantages.returns[where][mask]),
+            old_logprobs=old_logprobs,
+            old_values=self._placed("values", part, sequences),
+            sampler_logprobs=sequences.place(torch.tensor(sampler)),
+        )
+
+    def _tokens(self, part: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+        """Prompts and completions; for an empty micro-batch a prompt of padding that is completed by nothing."""
+        if not part:
+            filler = self._training.tokenizer.pad_token_id
+            return [[filler, filler]], [[]]
+        completions = self._batch.completions
+        return [self._batch.prompts[index] for index in part], [completions[index].token_ids for index in part]
+
+    def _forward(self, part: Sequence[int], reference: Scorer | None) -> tuple[SequenceBatch, PolicyOutput, Tensor]:
+        temperature = self._training.spec.rollout.temperature
+        return self._training.forward(self._engine, reference, *self._tokens(part), temperature)
+
+    def _keep(self, part: Sequence[int], sequences: SequenceBatch, **found: Tensor | None) -> None:
+        """Keep what a pass has found for later, under its name in :class:`SampledBatch`."""
+        where, mask = _index(part), self._batch.sampled.mask
+        for name, values in found.items():
+            if values is None:
+                continue
+            kept = self._kept.setdefault(name, torch.zeros(mask.shape, dtype=values.dtype))
+            rows = kept[where]
+            rows[mask[where]] = values.detach()[sequences.target_mask].cpu()
+            kept[where] = rows
+
+    def _placed(self, name: str, part: Sequence[int], sequences: SequenceBatch) -> Tensor | None:
+        """Kept values of a name, in the form of a micro-batch."""
+        kept = self._kept.get(name)
+        where = _index(part)
+        return None if kept is None else sequences.place(kept[where][self._batch.sampled.mask[where]])
+
+    def _micro_batches(self, group: Sequence[int]) -> list[list[int]]:
+        lengths = [len(self._batch.prompts[index]) + len(self._batch.completions[index].token_ids) for index in group]
+        cut = self._training.micro_batches(lengths, packed=self._policy.packs)
+        return [[group[index] for index in part] for part in cut]
+
+    def _padded(self, group: Sequence[int], count: int) -> list[list[int]]:
+        """Micro-batches of a group, with as many empty ones behind them as other ranks have more."""
+        return evened(self._micro_batches(group), count)
+
+
+def _index(part: Sequence[int]) -> Tensor:
+    return torch.tensor(list(part), dtype=torch.int64)

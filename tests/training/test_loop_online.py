@@ -1,0 +1,246 @@
+"""Several updates of a step, the value model and dynamic sampling on real processes: passes, collectives, resume."""
+
+import dataclasses
+import math
+import shutil
+import signal
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from rank_launcher import launch, make_context, tiny_spec, values
+from test_loop_runs import Counting, Interrupting, final_state, kill_once_saved, told
+
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.schemas.reports import Phase
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+SAMPLING = [name for name, spec in specs().items() if spec.samples]
+SEVERAL = {"num_epochs": 2, "num_minibatches": 3, "kl_coefficient": 0.1, "correction": "sequence_truncate"}
+PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_warmup_steps": 1}
+DAPO = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
+
+
+def spec_of(name: str, num_steps: int = 2, **settings: Any) -> dict[str, Any]:
+    """Two steps of a warm start, and some of an algorithm on 4 prompts."""
+    spec = {key: value for key, value in tiny_spec().items() if key not in ("sft", "train", "grpo")}
+    warm_start = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
+    algorithm = {"name": name, "prompts_per_step": 4, "samples_per_prompt": 4, **settings}
+    main = {"num_steps": num_steps, "algorithm": algorithm, "optimizer": {"learning_rate": 3e-3}}
+    reward = {"functions": ["rank_launcher:share_right"]}
+    loops = {"warm_start": warm_start, "main": main}
+    return {**spec, "loops": loops, "reward": reward, "trainer": {"micro_batch_size": 3}}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    **{name: spec_of(name) for name in SAMPLING},
+    "on-policy": spec_of("grpo"),
+    "two passes": spec_of("grpo", num_epochs=2),
+    "two parts": spec_of("grpo", num_minibatches=2, measure_kl=True),
+    "several": spec_of("grpo", **SEVERAL),
+    "critic": spec_of("ppo", 4, **PPO),
+    "dynamic": spec_of("dapo", 4, **DAPO),
+}
+SPLIT = ("several", "critic", "dynamic")
+"""Runs that are made with split weights too: passes of every model are collectives then."""
+RUNS |= {f"{name}, split": {**RUNS[name], "trainer": {**RUNS[name]["trainer"], "zero_stage": 3}} for name in SPLIT}
+KILLED = ("critic", "dynamic")
+
+
+def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
+    """Runs of seconds, one after the other in one process group; passes over the models of each are counted."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.models import PolicyModel
+    from rlhf_core.training.trainers.run import train_run
+    from rlhf_core.training.trainers.updates import PolicyUpdates
+
+    ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    results: dict[str, Any] = {}
+    passes: Counter[str] = Counter()
+    forward = PolicyModel.forward
+
+    def counted(model: PolicyModel, input_ids: Any, *arguments: Any, **options: Any) -> Any:
+        import torch
+
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        kind = ("train" if torch.is_grad_enabled() else "score") if trains else "reference"
+        passes[f"{kind} passes"] += 1
+        passes[kind] += int(options["target_mask"].any(-1).sum())
+        return forward(model, input_ids, *arguments, **options)
+
+    def train(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        passes.clear()
+        counting = Counting()
+        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, reporter=counting)
+        with mock.patch.object(PolicyModel, "forward", counted):
+            result = str(train_run(context, dataclasses.replace(ranks, reporter=counting)))
+        return {"result": result, "collectives": counting.collectives, **passes}
+
+    for name in names:
+        results[name] = train(f"{num_ranks} {name}", RUNS[name])
+    with mock.patch.object(PolicyUpdates, "_padded", lambda self, group, count: self._micro_batches(group)):
+        results["unpadded"] = train(f"{num_ranks} unpadded", RUNS["several"])
+    leave_process_group(ranks)
+    return results
+
+
+def killed(rank: int, num_ranks: int, run_dir: str, name: str) -> str:
+    """Rank 1 is killed with SIGKILL in the updates of step 5."""
+    from rlhf_core.training.trainers.run import run_trainer
+
+    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if rank == 1 else None
+    return str(run_trainer(make_context(run_dir, RUNS[name], rank, num_ranks, reporter=kill)))
+
+
+def resumed(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """The killed runs as the agent starts them again, and one that takes up a new value model."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import run as run_module
+
+    ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    real = run_module.load_value_model
+    fresh = mock.patch.object(run_module, "load_value_model", lambda model, _, *more: real(model, None, *more))
+    results = []
+    for name in (*KILLED, "forgetful"):
+        spec = RUNS["critic" if name == "forgetful" else name]
+        context = make_context(f"{folder}/killed {name}", spec, rank, num_ranks, restart=1)
+        with fresh if name == "forgetful" else nullcontext():
+            results.append(str(run_module.train_run(context, ranks)))
+    leave_process_group(ranks)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("online")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[str, Any]]:
+    return values(launch(every_scenario, 2, folder / "two", 300, folder=str(folder), names=list(RUNS)))
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> list[dict[str, Any]]:
+    names = [*SAMPLING, "several", *KILLED]
+    return values(launch(every_scenario, 1, folder / "one", 300, folder=str(folder), names=names))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_ends_and_ranks_go_through_the_same_collectives(two_ranks: list[dict[str, Any]], name: str) -> None:
+    first, second = (result[name] for result in two_ranks)
+    assert first["result"] == second["result"] == "done"
+    passes = [key for key in first if key == "collectives" or key.endswith("passes")]
+    assert {key: first[key] for key in passes} == {key: second[key] for key in passes}
+
+
+def test_negative_control_without_empty_micro_batches_ranks_differ(two_ranks: list[dict[str, Any]]) -> None:
+    """8 completions of a rank in 3 parts are 2 or 3 each, and not the same ones on both ranks."""
+    assert two_ranks[0]["several"]["train passes"] == two_ranks[1]["several"]["train passes"]
+    plain = [{key: result["unpadded"][key] for key in ("train passes", "reference passes")} for result in two_ranks]
+    assert plain[0] != plain[1] or two_ranks[0]["several"]["train passes"] > plain[0]["train passes"]
+
+
+def test_no_pass_is_made_that_nothing_needs(two_ranks: list[dict[str, Any]]) -> None:
+    """8 completions of a rank in each of 2 steps; 8 rows of it in the warm start."""
+    made = {
+        name: tuple(two_ranks[0][name].get(kind, 0) for kind in ("train", "score", "reference"))
+        for name in ("on-policy", "two passes", "two parts", "several")
+    }
+    assert made["on-policy"] == (8 + 16, 0, 0)
+    assert made["two passes"] == (8 + 32, 0, 0), "the first update has computed what the second needs"
+    trained, scored, reference = made["two parts"]
+    assert (trained, reference) == (8 + 16, 16)
+    assert scored == 8, "the completions of the second part"
+    trained, scored, reference = made["several"]
+    assert (trained, reference) == (8 + 32, 16)
+    assert 8 <= scored <= 12
+    warmed = two_ranks[0]["critic"]
+    assert (warmed["train"], warmed["score"]) == (8 + 3 * 16, 4 * 8 + 8), (
+        "a pass to measure where only the critic learns"
+    )
+
+
+@pytest.mark.parametrize("name", [*SAMPLING, "several", *KILLED])
+def test_one_rank_makes_the_same_first_step_as_two(
+    one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]], folder: Path, name: str
+) -> None:
+    one, two = told(folder, f"1 {name}")[3], told(folder, f"2 {name}")[3]
+    assert one["rollout/completion_digest"] == two["rollout/completion_digest"]
+    compared = [key for key in one if key.startswith(("train/", "policy/", "value/", "reward/"))]
+    assert {"train/loss", "train/grad_norm", "train/changed_share"} <= set(compared)
+    for key in compared:
+        if key != "reward/std":  # of each rank where completions are not compared with each other
+            assert two[key] == pytest.approx(one[key], rel=2e-3, abs=2e-5), key
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_weights_make_the_same_first_step(two_ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
+    """ZeRO 3, with ranks whose micro-batches differ in number: it ends, and comes to the same figures."""
+    plain, split = told(folder, f"2 {name}")[3], told(folder, f"2 {name}, split")[3]
+    assert split["rollout/completion_digest"] == plain["rollout/completion_digest"]
+    for key in ("train/loss", "train/grad_norm", "train/num_tokens", "policy/kl", "value/loss"):
+        if key in plain:
+            assert split[key] == pytest.approx(plain[key], rel=2e-3, abs=2e-5), key
+
+
+def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    once, twice, several = (told(folder, f"2 {name}")[3] for name in ("on-policy", "two passes", "several"))
+    assert once["policy/clip_share"] == 0
+    assert twice["train/num_tokens"] == 2 * once["train/num_tokens"]
+    assert several["policy/mismatch_weight"] == pytest.approx(1, abs=1e-3), "one and the same engine"
+    assert several["policy/kl"] > 0, "the second update has left the reference"
+
+
+def test_the_critic_learns_alone_first(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    first, second = told(folder, "2 critic")[3], told(folder, "2 critic")[4]
+    assert (first["train/changed_share"], first["train/learning_rate"]) == (0, 0)
+    assert first["policy/kl"] == 0
+    assert first["value/grad_norm"] == first["train/grad_norm"] > 0
+    assert first["value/explained_variance"] == pytest.approx(0, abs=1e-6), "its values are 0 at the beginning"
+    assert second["value/explained_variance"] != 0
+    assert second["train/changed_share"] == 1
+    assert second["value/grad_norm"] != second["train/grad_norm"]
+
+
+def test_dynamic_sampling_takes_more_prompts(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    plain, dynamic = told(folder, "2 on-policy")[3], told(folder, "2 dynamic")[3]
+    assert 0 < plain["rollout/zero_std_groups"] < 1
+    assert dynamic["rollout/completion_digest"] != plain["rollout/completion_digest"]
+    assert math.isfinite(dynamic["train/loss"])
+
+
+def test_a_step_may_have_nothing_to_train_on(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    """Overlong filtering leaves out every completion where each is cut off."""
+    line = told(folder, "2 dapo")[3]
+    assert line["rollout/truncated_share"] > 0.9
+    assert (line["train/loss"], line["train/grad_norm"], line["train/num_tokens"]) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    for name in KILLED:
+        ended = launch(killed, 2, folder / f"launch-{name}", run_dir=str(folder / f"killed {name}"), name=name)
+        assert ended[1].exit_code == -signal.SIGKILL
+    shutil.copytree(folder / "killed critic", folder / "killed forgetful")
+    assert values(launch(resumed, 2, folder / "launch-again", folder=str(folder))) == [["done"] * 3] * 2
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_run_goes_on_bitwise(killed_and_resumed: None, folder: Path, name: str) -> None:
+    """Policy, value model, both optimizers, and the position in the data after as many rounds as it took."""
+    before, after = told(folder, f"killed {name}"), told(folder, f"killed {name}", 1)
+    assert (set(before), set(after)) == ({1, 2, 3, 4}, {5, 6})
+    assert before | after == told(folder, f"2 {name}")
+    assert final_state(folder, f"killed {name}") == final_state(folder, f"2 {name}")
+    assert any(path.startswith("critic/") for path in final_state(folder, f"2 {name}")) == (name == "critic")
+
+
+def test_a_resume_that_forgets_the_value_model_is_caught(killed_and_resumed: None, folder: Path) -> None:
+    """Negative control of the test above."""
+    straight = told(folder, "2 critic")
+    assert any(line != straight[step] for step, line in told(folder, "killed forgetful", 1).items())

@@ -1,0 +1,225 @@
+"""Pairs of completions: as texts and as conversations, with what is wrong with them named."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from core_models import char_tokenizer
+
+from rlhf_core.errors import BadData
+from rlhf_core.preflight.data_file import scan
+from rlhf_core.schemas.algorithms.preference import DpoSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.batches import SequenceBatch
+from rlhf_core.training.chat import common_beginning
+from rlhf_core.training.data import encode_prompts, load_data
+from rlhf_core.training.examples import Example, make_batch, make_examples
+from rlhf_core.training.tasks import sorted_pairs
+from rlhf_core.training.tokenizers import build_tokenizer
+from rlhf_core.training.types import Row
+
+pytestmark = pytest.mark.training
+
+DPO = DpoSpec(name="dpo")
+GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+ASKED = [{"role": "user", "content": "1+1?"}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def spec_of(algorithm: str = "dpo", **data: Any) -> RunSpec:
+    model = {"config": {"model_type": "qwen3"}, "tokenizer": "char"}
+    loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-3}}
+    return RunSpec.model_validate({"name": "t", "model": model, "data": data, "loops": {"main": loop}})
+
+
+def load(folder: Path, *rows: Any, **data: Any) -> list[Row]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_data(spec_of(train=str(path), **data), "train")[0]
+
+
+def sequences(rows: list[Row], **data: Any) -> tuple[list[Row], list[Example]]:
+    tokenizer = char_tokenizer()
+    encoded = encode_prompts(rows, tokenizer, spec_of(train="x.jsonl", **data).data)
+    return encoded.rows, make_examples(encoded.rows, encoded.token_ids, tokenizer, DPO)
+
+
+def test_pairs_need_no_answer_and_have_columns_and_templates(tmp_path: Path) -> None:
+    row = {"question": "1+1=", "good": "2", "bad": 3, "by": 0.5}
+    columns = {"prompt_column": "question", "chosen_column": "good", "rejected_column": "bad", "margin_column": "by"}
+    (found,) = load(tmp_path, row, **columns, chosen_template=" {chosen}.", rejected_template=" {bad}.")
+    assert (found.prompt, found.chosen, found.rejected, found.margin) == ("1+1=", " 2.", " 3.", 0.5)
+    assert (found.answer, found.target) == ("", "")
+    (with_answer,) = load(tmp_path, {**GOOD, "answer": "2"})
+    assert (with_answer.answer, with_answer.target) == ("2", "2")
+
+
+def test_an_algorithm_without_pairs_reads_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "chosen": None}) + "\n")
+    ((row,), _) = load_data(spec_of("sft", train=str(path)), "train")
+    assert (row.target, row.chosen, row.margin) == ("2", "", 0.0)
+
+
+BAD_ROWS = [
+    ({"rejected": "2"}, "the chosen and the rejected completion are the same"),
+    ({"chosen": ""}, "the chosen completion is empty"),
+    ({"rejected": ""}, "the rejected completion is empty"),
+    ({"rejected": None}, 'column "rejected" is null'),
+    ({"prompt": ASKED, "chosen": said("2"), "rejected": said("2")}, "are the same"),
+    ({"prompt": ASKED, "chosen": [{"role": "assistant"}]}, 'chosen: expected messages with text as "content"'),
+    ({"prompt": ["1+1?"]}, 'prompt: expected messages with a "role"'),
+    ({"chosen": said("2")}, "expected a list of messages as prompt too"),
+    ({"margin": "much"}, 'expected a number in column "margin"'),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_a_pair_that_teaches_nothing_is_named_or_counted(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    good = {**GOOD, "margin": 1}
+    with pytest.raises(BadData, match=r"rows\.jsonl:2: .*" + says):
+        load(tmp_path, good, {**good, **changed}, margin_column="margin")
+    spec = spec_of(train=str(tmp_path / "rows.jsonl"), margin_column="margin", malformed_rows="drop")
+    rows, report = load_data(spec, "train")
+    assert (len(rows), report.num_malformed) == (1, 1)
+
+
+def test_preflight_counts_pairs_that_teach_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [GOOD, {**GOOD, "rejected": "4"}, GOOD, {**GOOD, "rejected": "2"}, {**GOOD, "chosen": ""}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = scan(path, spec_of(train="x").data, kinds=frozenset({"pair"}))
+    assert [problem.line for problem in found.malformed] == [4, 5]
+    assert (found.num_duplicates, found.duplicates) == (1, (3,))
+    assert not found.num_contradictions, "several pairs of one prompt are no contradiction"
+
+
+def test_completions_end_once_and_only_they_are_learned() -> None:
+    rows = [Row("a", "1+1=", "", "", {}, "2", "3<|im_end|>"), Row("b", "2=", "", "", {}, "12", "4")]
+    _, examples = sequences(rows)
+    tokenizer = char_tokenizer()
+    end = tokenizer.eos_token_id
+    assert [[tokens[-1] for tokens in example.completions] for example in examples] == [[end, end]] * 2
+    assert [len(tokens) for tokens in examples[0].completions] == [2, 2], "the end token is not added twice"
+    batch, made = make_batch(examples, DPO, tokenizer.pad_token_id)
+    learned = [tokenizer.decode(batch.input_ids[at, 1:][made.mask[at]]) for at in range(4)]
+    assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen ones, then all rejected ones"
+
+
+@pytest.mark.parametrize("form", ["explicit", "implicit", "text"])
+def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -> None:
+    explicit = {"prompt": ASKED, "chosen": said("2"), "rejected": said("3")}
+    forms = {
+        "explicit": explicit,
+        "implicit": {name: [*ASKED, *explicit[name]] for name in ("chosen", "rejected")},
+        "text": {"prompt": ASKED, "chosen": "2", "rejected": "3"},
+    }
+    rows, (example,) = sequences(load(tmp_path, forms[form]))
+    assert rows[0].prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert (rows[0].chosen, rows[0].rejected) == ("2<|im_end|>\n", "3<|im_end|>\n")
+    tokenizer = char_tokenizer()
+    whole = tokenizer.apply_chat_template([*ASKED, *said("2")], tokenize=False)
+    assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token beside the template's"
+
+
+def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:
+    (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
+    assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")
+    assert common_beginning("ab", "abc") == 1, "something is left of both"
+    with pytest.raises(BadData, match="nothing in common"):
+        load(tmp_path, {"chosen": "a", "rejected": "b"})
+
+
+def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path) -> None:
+    rows = load(tmp_path, {"prompt": ASKED, "chosen": said("2"), "rejected": said("3")})
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}think{% endif %}"
+    )
+    data = spec_of(train="x").data
+    with pytest.raises(BadData, match="but otherwise when the chosen completion follows"):
+        encode_prompts(rows, tokenizer, data)
+    tokenizer.chat_template = None
+    with pytest.raises(BadData, match="a tokenizer without a chat template"):
+        encode_prompts(rows, tokenizer, data)
+
+
+def test_long_completions_are_left_out_or_refused() -> None:
+    rows = [Row("a", "1=", "", "", {}, "2", "3"), Row("b", "1=", "", "", {}, "2", "3333")]
+    kept = encode_prompts(rows, char_tokenizer(), spec_of(train="x", max_completion_tokens=4).data)
+    assert ([row.uid for row in kept.rows], kept.num_overlong) == (["a"], 1)
+    strict = spec_of(train="x", max_completion_tokens=4, overlong_completions="error")
+    with pytest.raises(BadData, match=r"the completion '3333'\.\.\. has 5 tokens, .*overlong_completions"):
+        encode_prompts(rows, char_tokenizer(), strict.data)
+
+
+def test_parquet_and_csv_hold_pairs_too(tmp_path: Path) -> None:
+    chat = {"chosen": [*ASKED, *said("2")], "rejected": [*ASKED, *said("3")]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([chat]), tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\n1=,1,2\n")
+    (nested,), (flat,) = (
+        load_data(spec_of(train=str(tmp_path / name)), "train")[0] for name in ("rows.parquet", "rows.csv")
+    )
+    assert nested.chat is not None
+    assert nested.chat.chosen == said("2")
+    assert (flat.prompt, flat.chosen, flat.rejected) == ("1=", "1", "2")
+
+
+def test_the_task_of_pairs_is_sound() -> None:
+    rows = sorted_pairs("train", 0, num_digits=4, num_train=200, num_eval=50)
+    assert rows == sorted_pairs("train", 0, num_digits=4, num_train=200, num_eval=50)
+    assert {row["prompt"] for row in rows}.isdisjoint(row["prompt"] for row in sorted_pairs("eval", 0, 4, 200, 50))
+    for row in rows:
+        assert row["chosen"] == row["answer"] == "".join(sorted(row["prompt"][:-1]))
+        assert row["rejected"] != row["chosen"]
+        assert sorted(row["rejected"]) == sorted(row["chosen"])
+
+
+def test_bytes_survive_both_halves(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("byte", [], 0)
+    rows = load(tmp_path, {"prompt": "é?", "chosen": "ja ✓", "rejected": "nein"})
+    encoded = encode_prompts(rows, tokenizer, spec_of(train="x").data)
+    batch: SequenceBatch = make_batch(make_examples(rows, encoded.token_ids, tokenizer, DPO), DPO, 0)[0]
+    assert tokenizer.decode(batch.input_ids[0][:-1]) == "é?ja ✓"
+
+
+def test_labels_may_be_numbers_or_words(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion,label\n1=,1,True\n2=,1,0\n3=,1,maybe\n")
+    spec = spec_of("kto", train=str(path), answer_column="completion", malformed_rows="drop")
+    rows, report = load_data(spec, "train")
+    assert [(row.target, row.desirable) for row in rows] == [("1", True), ("1", False)]
+    assert 'expected true or false in column "label"' in report.first_problem
+    assert not spec.has_references
+    found = scan(path, spec.data, kinds=spec.data_kinds)
+    assert [problem.line for problem in found.malformed] == [4]
+
+
+def test_the_script_of_the_page_makes_pairs_of_judged_solutions(tmp_path: Path) -> None:
+    """Problems are divided, not pairs; a problem without a wrong solution makes none."""
+    page = (Path(__file__).parents[2] / "docs" / "preferences.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "pairs.py").write_text(script)
+    names = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+    right = {name: {"is_correct": True, "solution": f"{name}: 2"} for name in names}
+    mixed = {
+        **right,
+        names[0]: {"is_correct": False, "solution": "3"},
+        names[1]: {"is_correct": False, "solution": "4"},
+    }
+    rows = [{"question": f"{number}?", **(right if number == 1 else mixed)} for number in range(5)]
+    (tmp_path / "source.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    subprocess.run([sys.executable, "pairs.py", "source.jsonl", "."], cwd=tmp_path, check=True)
+    made = {split: (tmp_path / f"{split}.jsonl").read_text().splitlines() for split in ("train", "eval")}
+    assert [len(lines) for lines in made.values()] == [12, 4]
+    assert {json.loads(line)["prompt"] for line in made["eval"]} == {"4?\n"}
+    assert {json.loads(line)["rejected"] for line in made["train"]} == {"3", "4"}

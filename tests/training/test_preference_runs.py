@@ -1,0 +1,293 @@
+"""Runs that learn from pairs, on two real processes: resume is exact, what is frozen is found, pairs are ranked."""
+
+import dataclasses
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from rank_launcher import launch, make_context, tiny_spec, values
+from test_loop_runs import Interrupting, final_state, interrupt, kill_once_saved, told
+
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import EvaluationReport, Phase
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+DATA = {
+    "generator": "test_preference_runs:pairs",
+    "generator_args": {"num_digits": 3, "num_train": 40, "num_eval": 11},
+}
+
+
+def pairs(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
+    """Pairs without reference answers."""
+    from rlhf_core.training.tasks import sorted_pairs
+
+    return [
+        {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in sorted_pairs(split, seed, **arguments)
+    ]
+
+
+def ragged(split: str, seed: int, **arguments: Any) -> list[dict[str, str]]:
+    """Pairs of many lengths."""
+    return [
+        {"prompt": "7" * (1 + i % 4) + ">", "chosen": "1" * (1 + i * 7 % 6), "rejected": "2" * (1 + i * 5 % 3)}
+        for i in range(40)
+    ]
+
+
+def spec_of(algorithm: dict[str, Any], warm: bool = False, zero_stage: int = 1, **sections: Any) -> dict[str, Any]:
+    """Six steps from pairs; with a warm start, two of supervised training before four."""
+    content = {name: value for name, value in tiny_spec(**sections).items() if name not in ("sft", "train", "grpo")}
+    optimizer = {"learning_rate": 3e-3, **sections.get("optimizer", {})}
+    content.pop("optimizer", None)
+    main = {"num_steps": 4 if warm else 6, "algorithm": {"batch_size": 8, **algorithm}, "optimizer": optimizer}
+    loops: dict[str, Any] = {"main": main}
+    if warm:
+        loops["warm_start"] = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": optimizer}
+    data = {**content["data"], **DATA} if "data" not in sections else content["data"]
+    return {**content, "data": data, "loops": loops, "trainer": {"micro_batch_size": 6, "zero_stage": zero_stage}}
+
+
+OTHERS = ("cpo", "simpo", "orpo")
+RANKER = {"name": "reward_model", "centring_coefficient": 0.01}
+IPO = {"name": "dpo", "loss": "ipo"}
+WARM = {"data": {"generator": "rlhf_core.training.tasks:sorted_pairs"}, "evaluate": {"every_num_steps": 3}}
+
+
+KTO = spec_of(
+    {"name": "kto"},
+    data={"generator": "rlhf_core.training.tasks:sorted_or_not", "completion_template": "{completion}"},
+    evaluate={"every_num_steps": 3},
+)
+
+
+def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import context as trainers_context
+    from rlhf_core.training.trainers import offline
+    from rlhf_core.training.trainers.engine import Engine
+    from rlhf_core.training.trainers.run import train_run
+
+    dpo = {"name": "dpo"}
+    ranks = init_process_group(make_context(folder, spec_of(dpo), rank, num_ranks))
+    results: dict[str, Any] = {}
+
+    def train(name: str, spec: dict[str, Any], restart: int = 0, reporter: Any = None) -> str:
+        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart, reporter)
+        try:
+            result = str(train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
+        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
+            result = f"{type(error).__name__}: {error}"
+        ranks.barrier()
+        return result
+
+    results["straight"] = train("straight", spec_of(dpo))
+    results["warm"] = train("warm", spec_of(IPO, warm=True, **WARM))
+    with mock.patch.object(Engine, "step", return_value=1.0):
+        results["frozen"] = train(
+            "frozen", spec_of(dpo, health={"frozen_steps": 3}, checkpoint={"every_num_steps": 100})
+        )
+    for stage in (2, 3):
+        spec = spec_of(dpo, zero_stage=stage, evaluate={"every_num_steps": 3})
+        results[f"stage {stage}"] = train(f"stage-{stage}", spec)
+        train(f"stage-{stage}-ended", spec, reporter=Interrupting(Phase.TRAIN, 5, interrupt))
+        results[f"stage {stage} resumed"] = train(f"stage-{stage}-ended", spec, restart=1)
+    results["cut"] = []
+    real_cut = offline._cut
+
+    def noted(*given: Any, **options: Any) -> Any:
+        results["cut"].append(real_cut(*given, **options))
+        return results["cut"][-1]
+
+    def as_they_come(weights: list[int], num_parts: int) -> list[list[int]]:
+        size = len(weights) // num_parts
+        return [list(range(part * size, (part + 1) * size)) for part in range(num_parts)]
+
+    with mock.patch.object(offline, "_cut", noted), mock.patch.object(trainers_context, "balanced", as_they_come):
+        for bound in (0, 40):
+            spec = spec_of(dpo, zero_stage=2, data={"generator": "test_preference_runs:ragged"})
+            spec["trainer"] |= {"micro_batch_tokens": bound, "micro_batch_size": 64}
+            results[f"bound {bound}"] = train(f"bound-{bound}", spec)
+    results["not finite"] = train("not-finite", spec_of(dpo, optimizer={"learning_rate": 1e30}))
+    for name in OTHERS:
+        results[name] = train(name, spec_of({"name": name}))
+    results["kto"] = train("kto", KTO)
+    results["interrupted kto"] = train("kto-again", KTO, 0, Interrupting(Phase.TRAIN, 5, interrupt))
+    results["resumed kto"] = train("kto-again", KTO, 1)
+    ranker = spec_of(RANKER, warm=True, **WARM)
+    results["ranker"] = train("ranker", ranker)
+    results["interrupted ranker"] = train("again", ranker, 0, Interrupting(Phase.TRAIN, 5, interrupt))
+    results["resumed ranker"] = train("again", ranker, 1)
+    leave_process_group(ranks)
+    return results
+
+
+def evaluated(rank: int, num_ranks: int, run_dir: str) -> str:
+    from rlhf_core.training.evaluation import run_evaluator
+
+    algorithm = RANKER if run_dir.endswith("ranker") else IPO
+    return str(run_evaluator(make_context(run_dir, spec_of(algorithm, warm=True, **WARM), rank, num_ranks)))
+
+
+def killed(rank: int, num_ranks: int, run_dir: str) -> str:
+    """Rank 1 is killed with SIGKILL in the update of step 5."""
+    from rlhf_core.training.trainers.run import run_trainer
+
+    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if rank == 1 else None
+    return str(run_trainer(make_context(run_dir, spec_of({"name": "dpo"}), rank, num_ranks, reporter=kill)))
+
+
+def resumed(rank: int, num_ranks: int, run_dir: str) -> str:
+    from rlhf_core.training.trainers.run import run_trainer
+
+    return str(run_trainer(make_context(run_dir, spec_of({"name": "dpo"}), rank, num_ranks, restart=1)))
+
+
+def alone(rank: int, num_ranks: int, run_dir: str) -> str:
+    from rlhf_core.training.trainers.run import run_trainer
+
+    return str(run_trainer(make_context(run_dir, spec_of({"name": "dpo"}), rank, num_ranks)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("preference")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder)))
+
+
+def report(folder: Path, run: str, when: str, name: str = "preference") -> EvaluationReport:
+    return EvaluationReport.model_validate_json(RunDir(folder / run).evaluation(when, name).read_bytes())
+
+
+def test_pairs_are_learned(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["straight"] for result in results] == ["done", "done"]
+    lines = told(folder, "straight")
+    assert lines[1]["train/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert lines[1]["preference/margin"] == pytest.approx(0, abs=1e-6)
+    assert lines[6]["preference/margin"] > 0
+    assert lines[6]["train/loss"] < lines[1]["train/loss"]
+    assert set(lines[6]) >= {f"preference/{name}" for name in ("accuracy", "chosen_reward", "rejected_reward")}
+    assert lines[6]["preference/margin"] == pytest.approx(
+        lines[6]["preference/chosen_reward"] - lines[6]["preference/rejected_reward"], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_stage_of_zero_learns_the_same_and_resumes_bitwise(
+    results: list[dict[str, Any]], folder: Path, stage: int
+) -> None:
+    for result in results:
+        assert (result[f"stage {stage}"], result[f"stage {stage} resumed"]) == ("done", "done")
+    ended, straight = f"stage-{stage}-ended", told(folder, f"stage-{stage}")
+    assert told(folder, ended) | told(folder, ended, restart=1) == straight
+    assert final_state(folder, ended) == final_state(folder, f"stage-{stage}")
+    for number, line in told(folder, "straight").items():
+        assert straight[number]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-3), number
+
+
+def test_a_rank_killed_for_real_and_the_run_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
+    run_dir = folder / "killed"
+    ended = launch(killed, 2, folder / "killed-launch", run_dir=str(run_dir))
+    assert ended[1].exit_code == -signal.SIGKILL
+    assert set(told(folder, "killed")) == {1, 2, 3, 4}
+    assert values(launch(resumed, 2, folder / "resumed-launch", run_dir=str(run_dir))) == ["done", "done"]
+    assert told(folder, "killed") | told(folder, "killed", restart=1) == told(folder, "straight")
+    assert final_state(folder, "killed") == final_state(folder, "straight")
+
+
+def test_one_rank_makes_the_steps_of_two(results: list[dict[str, Any]], folder: Path) -> None:
+    assert values(launch(alone, 1, folder / "one-launch", run_dir=str(folder / "one"))) == ["done"]
+    one, two = told(folder, "one"), told(folder, "straight")
+    for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/accuracy"):
+        assert one[1][name] == pytest.approx(two[1][name], rel=1e-6), name
+
+
+def test_what_learns_nothing_is_found(results: list[dict[str, Any]], folder: Path) -> None:
+    for result in results:
+        assert result["frozen"].startswith(
+            "DegenerateRl: Training learns nothing any more at step 3, since step 1 (fro"
+        )
+        assert result["not finite"].startswith("NonFiniteLoss: train/")
+
+
+def test_pairs_without_answers_are_ranked_alone(results: list[dict[str, Any]], folder: Path) -> None:
+    before = report(folder, "straight", "before")
+    assert (before.value, before.num_prompts, before.metric) == (0.5, 11, "accuracy"), "its own reference"
+    assert not RunDir(folder / "straight").evaluation("before", "greedy").exists()
+
+
+def test_held_out_pairs_are_ranked_before_and_after(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["warm"] for result in results] == ["done", "done"]
+    assert values(launch(evaluated, 2, folder / "evaluated-launch", run_dir=str(folder / "warm"))) == ["done", "done"]
+    before, after = report(folder, "warm", "before"), report(folder, "warm", "after")
+    assert (before.value, before.checkpoint_step, after.checkpoint_step) == (0.5, 2, 6)
+    assert after.value != 0.5
+    assert after.ci_low <= after.value <= after.ci_high
+    wrong = [sample for sample in after.samples if sample.completion != sample.answer]
+    assert all(sample.score == 0 for sample in wrong)
+    last = told(folder, "warm")[6]["eval/preference"]
+    assert last == pytest.approx(after.value), "training measures the same as the evaluator"
+    for when in ("before", "after"):
+        assert report(folder, "warm", when, "greedy").metric == "exact_match", "pairs with answers are completed too"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_loss_learns_pairs(results: list[dict[str, Any]], folder: Path, name: str) -> None:
+    assert [result[name] for result in results] == ["done", "done"]
+    lines = told(folder, name)
+    assert lines[6]["train/loss"] < lines[1]["train/loss"]
+    assert lines[6]["preference/margin"] > lines[1]["preference/margin"]
+    assert report(folder, name, "before").value != 0.5, "without a reference the model prefers something at once"
+
+
+def test_a_reward_model_is_made_of_the_warm_started_model(results: list[dict[str, Any]], folder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    assert [result["ranker"] for result in results] == ["done", "done"]
+    assert values(launch(evaluated, 2, folder / "ranker-launch", run_dir=str(folder / "ranker"))) == ["done", "done"]
+    run_dir = RunDir(folder / "ranker")
+    model = AutoModelForSequenceClassification.from_pretrained(run_dir.checkpoint(6).model)
+    assert model.config.architectures == ["Qwen3ForSequenceClassification"]
+    assert report(folder, "ranker", "after").value == pytest.approx(told(folder, "ranker")[6]["eval/preference"])
+    assert not run_dir.evaluation("after", "greedy").exists(), "it writes no text"
+
+
+def test_a_reward_model_is_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
+    assert results[0]["interrupted ranker"].startswith("InterruptedError")
+    assert [result["resumed ranker"] for result in results] == ["done", "done"]
+    assert told(folder, "again") | told(folder, "again", restart=1) == told(folder, "ranker")
+    assert final_state(folder, "again") == final_state(folder, "ranker")
+
+
+def test_labelled_completions_are_learned_and_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["kto"] for result in results] == ["done", "done"]
+    lines = told(folder, "kto")
+    assert lines[1]["train/loss"] == pytest.approx(0.5, abs=1e-6), "the policy is its own reference"
+    assert lines[6]["preference/chosen_reward"] > lines[6]["preference/rejected_reward"]
+    assert 0 <= lines[6]["eval/preference"] <= 1
+    before = report(folder, "kto", "before")
+    assert before.value == 0.5
+    assert RunDir(folder / "kto").evaluation("before", "greedy").exists(), "the answer is not the completion"
+    assert [result["resumed kto"] for result in results] == ["done", "done"]
+    assert told(folder, "kto-again") | told(folder, "kto-again", restart=1) == lines
+    assert final_state(folder, "kto-again") == final_state(folder, "kto")
+
+
+def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list[dict[str, Any]], folder: Path) -> None:
+    """Ranks with different numbers of micro-batches go through the same passes: ZeRO 2 communicates in each. Rows that
+    are dealt by length would leave them as many."""
+    assert [result[f"bound {bound}"] for result in results for bound in (0, 40)] == ["done"] * 4
+    first, second = ([len(parts) for parts in result["cut"]] for result in results)
+    assert max(first) > 1
+    assert first != second, "the ranks have different numbers of micro-batches at times"
+    whole, bounded = told(folder, "bound-0"), told(folder, "bound-40")
+    for step, line in whole.items():
+        for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/margin"):
+            assert bounded[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (step, name)
