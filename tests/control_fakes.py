@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import prepare
-from rlhf_core.run_dir import LineWriter, RunDir, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
@@ -28,6 +29,7 @@ from rlhf_core.schemas.reports import (
 )
 from rlhf_core.schemas.resources import Inventory, Role, Submission, job_marker
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.whole_files import write_model
 
 if TYPE_CHECKING:
     import pytest  # not when this runs as an agent
@@ -104,6 +106,7 @@ class FakeScheduler:
     gpus_per_node: int = 0
     node_gpus: dict[str, int] = field(default_factory=dict)
     node_gpu_types: dict[str, str] = field(default_factory=dict)
+    out_of_service: dict[str, str] = field(default_factory=dict)
     first_state: JobState = JobState.RUNNING
     on_submit: Callable[[JobRequest], None] = lambda request: None
     """Called when a job is accepted: the immediate actions of its agent."""
@@ -125,6 +128,7 @@ class FakeScheduler:
             gpus_per_node=self.gpus_per_node,
             node_gpus=self.node_gpus,
             node_gpu_types=self.node_gpu_types,
+            out_of_service=self.out_of_service,
         )
 
     def script(self, request: JobRequest) -> str:
@@ -278,7 +282,7 @@ class FakeAgent:
         report = ProbeReport(attempt=self.attempt, results=(found,), made_at=utc_now())
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
-    def incident(self, kind: FailureKind, fingerprint: str = "") -> Incident:
+    def incident(self, kind: FailureKind, fingerprint: str = "", health_rule: str = "") -> Incident:
         """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         incident = Incident(
@@ -291,6 +295,7 @@ class FakeAgent:
             suspect_nodes=(NODE,),
             seen_at=utc_now(),
             fingerprint=fingerprint,
+            health_rule=health_rule,
             evidence_dir=str(folder.evidence_dir.relative_to(self.run_dir.root)),
         )
         folder.evidence_dir.mkdir(parents=True, exist_ok=True)

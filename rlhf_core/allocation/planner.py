@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
+from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import BadInput
-from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.resources import GroupPlan, Inventory, Placement, Role, in_order
 from rlhf_core.schemas.run import ResourceSpec, RunSpec
 
@@ -20,6 +20,7 @@ def plan(
     config_diff: Mapping[str, JsonValue] | None = None,
     longest_gaps_s: Mapping[str, float] | None = None,
     usual_speeds: Mapping[str, dict[str, dict[str, float]]] | None = None,
+    size_reason: str = "",
 ) -> Placement:
     """Place one attempt: a probe, the trainer's ranks on every node, then as many of the evaluator in the same places.
 
@@ -30,6 +31,7 @@ def plan(
         config_diff: settings that it and earlier attempts change.
         longest_gaps_s: longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
         usual_speeds: what earlier probes measured: node to device to reading.
+        size_reason: why it has fewer nodes than the run asks for.
 
     Raises:
         BadInput: the inventory cannot hold it, now or later; the message says by how much.
@@ -48,6 +50,7 @@ def plan(
     return Placement(
         attempt=attempt,
         num_nodes=spec.resources.num_nodes,
+        size_reason=size_reason,
         phases=in_order(*groups),
         gpus_per_node=spec.resources.gpus_per_node,
         excluded_nodes=tuple(excluded),

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.config import Site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, give_order, order_to_end
 from rlhf_core.control.recovery import conclude
@@ -24,15 +23,17 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.journal_reader import read_journal
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import known_dead
-from rlhf_core.run_dir import RunDir, read_model, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.site_config import Site
 from rlhf_core.watchdog.missing_run import close_missing
 from rlhf_core.watchdog.watcher import record
+from rlhf_core.whole_files import read_model, write_model
 
 CONTROLLER_TIMEOUT_S = 60.0
 """Time for a living controller to end its run when asked."""

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlhf_core import config
 from rlhf_core.accounts import account
-from rlhf_core.config import Site
+from rlhf_core.control.site_names import for_site
 from rlhf_core.control.snapshots import kept_with
-from rlhf_core.environments import environment_folder
-from rlhf_core.errors import BadConfig, DatabaseUnavailable, RunDirError
+from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire
 from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
 from rlhf_core.presets import PRESETS
-from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
-from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.site_config import Site
 from rlhf_core.watchdog.missing_run import Presence
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record
+from rlhf_core.whole_files import read_model
 
 if TYPE_CHECKING:
     from rlhf_core.control.promotion import Question
@@ -296,7 +296,7 @@ def new_run(
     # A preset belongs to the program. A deployment of one is begun in no folder of a user's.
     of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
-        with_environment(spec, site),
+        for_site(spec, site),
         site.runs_dir,
         config_source=str(source),
         overrides=overrides,
@@ -307,19 +307,6 @@ def new_run(
         run_id=flow_run.run_id(spec.name) if flow_run is not None and flow_run.id else "",
         flow_run_id=flow_run.id if flow_run is not None else "",
     )
-
-
-def with_environment(spec: RunSpec, site: Site) -> RunSpec:
-    """The spec with the folder of its trainer's environment, which nodes find without knowing the site. One that is not
-    there stays as it was named: a check says so."""
-    trainer = spec.trainer
-    if not isinstance(trainer, CommandTrainer) or not trainer.environment:
-        return spec
-    try:
-        folder = str(environment_folder(trainer.environment, site.home))
-    except BadConfig:
-        return spec
-    return spec.model_copy(update={"trainer": trainer.model_copy(update={"environment": folder})})
 
 
 @contextmanager

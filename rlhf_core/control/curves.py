@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlhf_core.appended_files import parse_lines, read_blocks
 from rlhf_core.control.timeline import all_incidents
 from rlhf_core.launch.journal import read_record
 from rlhf_core.render.curves_image import draw, plots_of
 from rlhf_core.render.series import Marks, finite
-from rlhf_core.run_dir import RunDir, parse_lines, read_blocks
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
 

@@ -4,11 +4,12 @@ from contextlib import suppress
 
 from rlhf_core.control.controller import Controller
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.whole_files import write_model
 
 SAVE_TIMEOUT_S = 600.0
 """Time for the workers to end their step and to write a checkpoint, when that was asked for."""

@@ -1,6 +1,9 @@
 """The plan of an attempt: its nodes, the checkpoint it goes on from, and what earlier runs and attempts have taught."""
 
-from rlhf_core.allocation.planner import plan, shortages
+from pydantic import JsonValue
+
+from rlhf_core.allocation.planner import plan
+from rlhf_core.allocation.sizing import Size, size_of
 from rlhf_core.control.controller import Controller
 from rlhf_core.diagnosis.node_strikes import REMEMBERED
 from rlhf_core.errors import HistoryError
@@ -8,9 +11,12 @@ from rlhf_core.history import queries
 from rlhf_core.launch.start import record_plan
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision
-from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import shape_key
+from rlhf_core.schemas.resources import Inventory, Placement
+from rlhf_core.schemas.run import RunSpec, shape_key, with_changes
 from rlhf_core.watchdog.node_records import node_standings
+
+SIZE = "resources.num_nodes"
+"""Setting that an attempt with fewer nodes changes. A later attempt has the number that is there then."""
 
 
 def plan_attempt(controller: Controller, number: int) -> None:
@@ -19,22 +25,55 @@ def plan_attempt(controller: Controller, number: int) -> None:
     decision = decision_before(controller, number)
     if decision is not None and decision.resume_checkpoint:
         controller.run_dir.put_aside_newer_than(decision.resume_checkpoint, number - 1)
+    size = next_size(controller, inventory, decision, before.placement if before is not None else None)
+    if size.spared:
+        names = ", ".join(size.spared)
+        controller.observer.log(f"{names} is suspect but not excluded: without it there are too few nodes")
+    if size.reason:
+        controller.observer.log(f"attempt {number}: {size.reason}")
+    changes = {
+        **(before.placement.config_diff if before is not None else {}),
+        **(decision.config_diff if decision is not None else {}),
+    }
+    changes.pop(SIZE, None)
+    smaller: dict[str, JsonValue] = {SIZE: size.num_nodes} if size.reason else {}
+    spec = with_changes(controller.spec, smaller)
     placement = plan(
-        controller.spec,
+        spec,
         inventory,
         attempt=number,
         resume_from=controller.run_dir.newest_checkpoint(),
-        excluded_nodes=_exclusions(controller, inventory, number),
-        config_diff={
-            **(before.placement.config_diff if before is not None else {}),
-            **(decision.config_diff if decision is not None else {}),
-        },
-        longest_gaps_s=_longest_gaps_s(controller),
+        excluded_nodes=size.excluded,
+        config_diff={**changes, **smaller},
+        longest_gaps_s=_longest_gaps_s(controller, spec),
         usual_speeds=_usual_speeds(controller),
+        size_reason=size.reason,
     )
     if placement.resume_checkpoint:
         controller.observer.log(f"attempt {number} goes on from step {placement.resumed_from_step}")
     record_plan(controller.run_dir, placement, controller.journal)
+
+
+def next_size(
+    controller: Controller, inventory: Inventory, decision: Decision | None, before: Placement | None
+) -> Size:
+    """Nodes of the next attempt, and those to go without: those that all runs of the history speak against, and what
+    was decided about the attempt before.
+
+    Args:
+        before: placement of that attempt.
+    """
+    decided = dict.fromkeys(decision.excluded_nodes, decision.reason) if decision is not None else {}
+    left_alone = {node: why for node, why in _left_alone(controller).items() if node not in decided}
+    earlier = before.excluded_nodes if before is not None else ()
+    return size_of(
+        controller.spec,
+        controller.spec.slurm.over(controller.site.slurm),
+        inventory,
+        # The run's own suspects come last, and so are kept longest.
+        {**left_alone, **decided},
+        new_suspects={*left_alone, *(node for node in decided if node not in earlier)},
+    )
 
 
 def decision_before(controller: Controller, number: int) -> Decision | None:
@@ -43,28 +82,12 @@ def decision_before(controller: Controller, number: int) -> Decision | None:
     return before.decision if before is not None else None
 
 
-def _exclusions(controller: Controller, inventory: Inventory, number: int) -> dict[str, str]:
-    """Nodes to go without, and why: those that all runs of the history speak against, and what was decided about the
-    attempt before; of these, the newest suspects as long as it can still be placed."""
-    decision = decision_before(controller, number)
-    decided = dict.fromkeys(decision.excluded_nodes, decision.reason) if decision is not None else {}
-    # The run's own suspects come last, and so are kept longest.
-    kept = {node: why for node, why in _left_alone(controller).items() if node not in decided} | decided
-    spared = []
-    while kept and shortages(controller.spec.resources, inventory, tuple(kept)):
-        spared.append(next(iter(kept)))
-        del kept[spared[-1]]
-    if spared:
-        names = ", ".join(spared)
-        controller.observer.log(f"{names} is suspect but not excluded: without it there are too few nodes")
-    return kept
-
-
-def _longest_gaps_s(controller: Controller) -> dict[str, float]:
+def _longest_gaps_s(controller: Controller, spec: RunSpec) -> dict[str, float]:
+    """Longest silences of earlier runs of the shape that the attempt has."""
     if not controller.spec.supervise.learn_from_history:
         return {}
     try:
-        return queries.longest_gaps(controller.store, shape_key(controller.spec))
+        return queries.longest_gaps(controller.store, shape_key(spec))
     except HistoryError:
         return {}  # they are learned anew then
 

@@ -7,13 +7,14 @@ from rlhf_core.control.timeline import read_timeline
 from rlhf_core.launch.journal import RunRecord, fold
 from rlhf_core.render.progress import RunProgress
 from rlhf_core.render.timeline import Timeline
-from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.regression import Regression
 from rlhf_core.schemas.reports import AgentStatus, RankStatus
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.watchdog.evidence import AttemptProgress, regressed
 from rlhf_core.watchdog.watcher import AttemptSnapshot
+from rlhf_core.whole_files import read_model
 
 SMOOTHING = 0.1
 """Share of the newest step in the mean time of a step."""

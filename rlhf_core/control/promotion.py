@@ -21,6 +21,7 @@ from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import (
     choose,
     give_answer,
+    model_source,
     promoted_folder,
     read_answer,
     write_model_directory,
@@ -247,12 +248,10 @@ def _write(controller: Controller) -> None:
     if approved is None or approved.state is not PromotionState.APPROVED:
         return
     target = promoted_folder(controller.run_dir, controller.spec.promote)
-    checkpoint = controller.run_dir.checkpoint(approved.checkpoint_step)
+    source = model_source(controller.run_dir, approved.checkpoint_step)
     provenance = _provenance(controller, approved)
     controller.observer.log(f"step {approved.checkpoint_step} is being copied to {target}")
-    write_model_directory(
-        checkpoint, target, model_card(provenance, controller.spec), provenance, controller.lease.keep
-    )
+    write_model_directory(source, target, model_card(provenance, controller.spec), provenance, controller.lease.keep)
     _move(controller, PromotionState.PROMOTED, by=approved.by, reason=approved.reason, path=str(target))
 
 

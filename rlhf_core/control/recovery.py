@@ -9,10 +9,11 @@ from dataclasses import replace
 from rlhf_core.allocation.planner import shortages
 from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.control.jobs import end_job
+from rlhf_core.control.planning import SIZE, next_size
 from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.launch.journal import AttemptRecord
-from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
@@ -24,6 +25,7 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.evidence import allocated_s
 from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
+from rlhf_core.whole_files import read_model
 
 
 def conclude(controller: Controller, number: int) -> None:
@@ -89,7 +91,8 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
     if failure.found_here and failure.incident is not None and attempt.incident is None:
         journal.append(IncidentFound(incident=failure.incident))
     if attempt.decision is None:
-        failure = replace(failure, decision=_within_caps(controller, _placeable(controller, failure), first))
+        placeable = _placeable(controller, failure, attempt)
+        failure = replace(failure, decision=_within_caps(controller, placeable, first))
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
     journal.move_attempt(number, snapshot.verdict.state, failure.message, failure.kind)
@@ -108,20 +111,26 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
     controller.record()
 
 
-def _placeable(controller: Controller, failure: AttemptFailure) -> Decision:
-    """Turn the decision into a stop where it takes another node in place of an unfit one, and there is none.
+def _placeable(controller: Controller, failure: AttemptFailure, attempt: AttemptRecord) -> Decision:
+    """The decision, with fewer nodes where the cluster cannot give all of them; or to stop, where it takes another node
+    in place of an unfit one, and there is none.
 
     Other suspects are used again where no node can take their place: they may have been unlucky. This one would only be
     found unfit again.
     """
     decision = failure.decision
-    if failure.kind is not FailureKind.NODE_UNFIT or decision.action is not Action.NEW_ATTEMPT:
+    if decision.action is not Action.NEW_ATTEMPT:
         return decision
     try:
-        lacks = shortages(controller.spec.resources, controller.scheduler.inventory(), decision.excluded_nodes)
+        inventory = controller.scheduler.inventory()
     except SchedulerError:
         return decision  # unknown now; the next attempt will find out
-    if not lacks:
+    size = next_size(controller, inventory, decision, attempt.placement)
+    if size.reason:
+        changes = {**decision.config_diff, SIZE: size.num_nodes}
+        return decision.model_copy(update={"reason": f"{decision.reason}; {size.reason}", "config_diff": changes})
+    lacks = shortages(controller.spec.resources, inventory, decision.excluded_nodes)
+    if failure.kind is not FailureKind.NODE_UNFIT or not lacks:
         return decision
     reason = f"no other node can take the place of {', '.join(decision.excluded_nodes)}: {'; '.join(lacks)}"
     return decision.model_copy(update={"action": Action.STOP, "reason": reason, "delay_s": 0.0, "excluded_nodes": ()})
@@ -138,7 +147,12 @@ def _within_caps(controller: Controller, decision: Decision, first: int) -> Deci
 def used_so_far(controller: Controller, first: int) -> attempt_caps.Used:
     """Use of the attempts from ``first`` on: they count from where the user last started or resumed the run."""
     attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
-    seconds = (allocated_s(controller.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
+    # Seconds of an allocation of full size: one of half the nodes counts half.
+    most = controller.spec.resources.num_nodes
+    seconds = (
+        allocated_s(controller.run_dir.attempt(n), one.ended_at or utc_now()) * one.placement.num_nodes / most
+        for n, one in attempts.items()
+    )
     return attempt_caps.Used(len(attempts), sum(seconds))
 
 

@@ -136,7 +136,8 @@ def _submit(controller: Controller, number: int) -> None:
     placement = journal.record.attempts[number].placement
     site = controller.site
     first = max(journal.record.first_attempt, controller.resumed_at)
-    limit_s = attempt_caps.time_limit_s(controller.spec, used_so_far(controller, first))
+    used = used_so_far(controller, first)
+    limit_s = attempt_caps.time_limit_s(controller.spec, used, placement.num_nodes)
     request = job_request(
         controller.run_dir, controller.spec, placement, site.compute_python, site.slurm, site.job_secrets
     )

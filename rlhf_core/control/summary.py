@@ -1,13 +1,16 @@
 """Reading the summary of a run from its directory alone."""
 
+from rlhf_core.appended_files import read_models
 from rlhf_core.control.timeline import all_incidents
 from rlhf_core.formatting import missing_steps
 from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.render.summary import Accuracy, Summary
-from rlhf_core.run_dir import RunDir, read_model, read_models
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import StageName, StageState
-from rlhf_core.schemas.reports import EvaluationReport, MetricsLine
+from rlhf_core.schemas.reports import EVALUATIONS, EvaluationReport, MetricsLine
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import num_restarts
+from rlhf_core.whole_files import read_model
 
 
 def summarise(run_dir: RunDir) -> Summary:
@@ -24,7 +27,7 @@ def summarise(run_dir: RunDir) -> Summary:
         stored=stored,
         state=record.state,
         cause=record.cause,
-        accuracy=[_accuracy(run_dir, name) for name in ("greedy", "sampled")] if stored.spec.is_evaluated else [],
+        accuracy=_accuracies(run_dir, stored.spec) if stored.spec.is_evaluated else [],
         steps=max(steps, default=0),
         # Another program may log every tenth step, or none.
         missing_steps=missing_steps(steps, stored.spec.total_steps, record.state)
@@ -35,6 +38,12 @@ def summarise(run_dir: RunDir) -> Summary:
         incidents=all_incidents(run_dir, record),
         stage_seconds=_stage_seconds(record),
     )
+
+
+def _accuracies(run_dir: RunDir, spec: RunSpec) -> list[Accuracy]:
+    """Evaluations that were made, and those that are certain to be."""
+    found = [_accuracy(run_dir, name) for name in EVALUATIONS]
+    return [row for row in found if row.before or row.after or row.name in spec.evaluations]
 
 
 def _accuracy(run_dir: RunDir, name: str) -> Accuracy:

@@ -5,15 +5,18 @@ The only place that decides which incidents and decisions belong to a run.
 
 from collections.abc import Sequence
 
+from rlhf_core.appended_files import parse_lines, read_lines
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.journal_reader import read_journal, valid_lines
 from rlhf_core.launch.journal import RunRecord, fold, read_record
 from rlhf_core.render.timeline import FirstStep, Timeline, TimelineDecision, TimelineIncident
-from rlhf_core.run_dir import RestartDir, RunDir, parse_lines, read_lines, read_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.watchdog.evidence import agent_decisions, incidents
+from rlhf_core.whole_files import read_model
 
 MAX_METRICS_LINE_BYTES = 1 << 16
 """Longest line of metrics."""

@@ -1,21 +1,27 @@
 """Reading of a data file, once and row by row, without a library."""
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data_files import KINDS, READERS, Malformed
+from rlhf_core.data_files import KINDS, READERS, Malformed, label_of, pair_problem
 from rlhf_core.preflight.facts import DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
-from rlhf_core.schemas.run import DataSpec
+from rlhf_core.schemas.run import DataKind, DataSpec
 
 SHOWN = 5
 """Number of problems of one kind that are shown; all are counted."""
 
 
 def scan(
-    path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None, *, read_elsewhere: bool = False
+    path: Path,
+    data: DataSpec,
+    tick: Callable[[], None] = lambda: None,
+    *,
+    read_elsewhere: bool = False,
+    kinds: AbstractSet[DataKind] = frozenset({"answer"}),
 ) -> DataFile:
     """Read a data file.
 
@@ -23,6 +29,7 @@ def scan(
         tick: called every few thousand rows; may raise to stop.
         read_elsewhere: True if another program reads it, in a format of its own: it may be a folder or a file of
             another kind, and its rows need not have the columns that the config names.
+        kinds: what the loops need of each row, besides its prompt.
     """
     suffix = path.suffix.lower()
     if read_elsewhere and (path.is_dir() or (path.exists() and suffix not in KINDS)):
@@ -39,7 +46,7 @@ def scan(
     if suffix == ".parquet":
         problem = "" if start == b"PAR1" else "not a Parquet file: it does not begin with PAR1"
         return DataFile(path, problem=problem, scanned=False)
-    found = _PromptScan(data) if read_elsewhere else _Scan(data)
+    found = _PromptScan(data) if read_elsewhere else _Scan(data, kinds)
     for count, (line, row) in enumerate(READERS[suffix](path)):
         found.add(line, row)
         if count % 4096 == 0:
@@ -64,9 +71,12 @@ class _First:
 
 
 class _Scan:
-    def __init__(self, data: DataSpec) -> None:
+    def __init__(self, data: DataSpec, kinds: AbstractSet[DataKind]) -> None:
         self._data = data
-        self._needed = sorted({column for columns in named_columns(data).values() for column in columns})
+        self._pairs = "pair" in kinds
+        self._labels = "label" in kinds
+        self._answers_needed = "answer" in kinds
+        self._needed = sorted({column for columns in named_columns(data, kinds).values() for column in columns})
         self._columns: set[str] = set()
         self._num_rows = 0
         self._malformed = _First()
@@ -77,6 +87,8 @@ class _Scan:
         self._blank_prompts = _First()
         self._duplicates = _First()
         self._contradictions = _First()
+        self._pair_problems = _First()
+        self._label_problems = _First()
         self._answers: dict[bytes, bytes] = {}
 
     def add(self, line: int, row: Mapping[str, Any] | Malformed) -> None:
@@ -97,9 +109,21 @@ class _Scan:
             self._add_whole(line, row)
 
     def _add_whole(self, line: int, row: Mapping[str, Any]) -> None:
-        prompt, answer = str(row[self._data.prompt_column]), str(row[self._data.answer_column])
+        data = self._data
+        if self._labels and label_of(row[data.label_column]) is None:
+            self._label_problems.add(line, f'expected true or false in column "{data.label_column}"')
+            return
+        # A pair without a prompt has it in both completions.
+        prompt = str(row.get(data.prompt_column) or (row[data.chosen_column] if self._pairs else ""))
+        learned = [str(row[data.answer_column])] if self._answers_needed else []
+        if self._pairs:
+            pair = row[data.chosen_column], row[data.rejected_column]
+            if problem := pair_problem(*pair):
+                self._pair_problems.add(line, problem)
+                return
+            learned += map(str, pair)
         try:
-            encoded, _ = prompt.encode(), answer.encode()
+            encoded, answer = prompt.encode(), "\0".join(learned).encode()
         except UnicodeEncodeError:
             self._malformed.add(line, "a text holds half of a surrogate pair, which is no valid Unicode")
             return
@@ -107,18 +131,21 @@ class _Scan:
             self._empty_prompts.add(line)
         elif prompt.isspace():
             self._blank_prompts.add(line)
-        if not answer:
+        if self._answers_needed and not learned[0]:
             self._empty_answers.add(line)
-        key, answered = _hash(encoded), _hash(answer.encode())
-        if key in self._answers:
-            (self._duplicates if self._answers[key] == answered else self._contradictions).add(line)
+        key, answered = _hash(encoded), _hash(answer)
+        if key in self._answers and self._answers[key] == answered:
+            self._duplicates.add(line)
+        elif key in self._answers:
+            if not self._pairs and not self._labels:  # several completions of one prompt are as good as one
+                self._contradictions.add(line)
         else:
             self._answers[key] = answered
 
     def result(self, path: Path) -> DataFile:
         # A column that no row has is a wrong setting, reported once; one that some rows lack is a fault of those rows.
         partial = [first for column, first in self._lacking.items() if column in self._columns]
-        kinds = [self._malformed, self._null, *partial]
+        kinds = [self._malformed, self._null, self._pair_problems, self._label_problems, *partial]
         problems = sorted((problem for kind in kinds for problem in kind.problems), key=lambda problem: problem.line)
         return DataFile(
             path,
@@ -144,7 +171,7 @@ class _PromptScan(_Scan):
     """Rows that another program reads: of their columns only the prompt is looked at, where there is one."""
 
     def __init__(self, data: DataSpec) -> None:
-        super().__init__(data)
+        super().__init__(data, frozenset())
         self._needed = []
 
     def _add_whole(self, line: int, row: Mapping[str, Any]) -> None:

@@ -127,6 +127,26 @@ class ModelFolder:
     """Reason why it is not a model folder; empty if it is one."""
     weight_bytes: int = 0
     """Size of its weight files."""
+    matrices: frozenset[str] = frozenset()
+    """Layers with a matrix, by the last part of their names, from the headers of its safetensors files; empty where
+    there are none."""
+
+
+@dataclass(frozen=True)
+class RewardModelFolder:
+    """The folder of a reward model that scores completions, as found. None of its libraries were imported."""
+
+    path: Path
+    problem: str = ""
+    """Reason why it cannot score; empty if nothing was found to speak against it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Content of its ``config.json``."""
+    weight_bytes: int = 0
+    """Size of its weight files."""
+    has_chat_template: bool = False
+    """True if its tokenizer has a chat template."""
+    fingerprint: str = ""
+    """Of all of its files."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +237,8 @@ class Facts:
     """Content of the model's ``config.json``, or ``model.config``."""
     model_folder: ModelFolder | None = None
     """Set when ``model.path`` is."""
+    reward_models: Mapping[str, RewardModelFolder] = field(default_factory=dict)
+    """Reward models that score completions, by name; empty where nothing samples."""
     tokenizer_problem: str = ""
     """Reason why ``model.tokenizer`` is not a tokenizer folder; empty if it is one or names a kind that is built."""
     promote_folder: str = ""

@@ -1,12 +1,13 @@
 """Gathering of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from packaging.requirements import Requirement as PackageRequirement
 from pydantic_core import from_json
 
 from rlhf_core import __version__
+from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.files import read_document
+from rlhf_core.fingerprints import fingerprint
 from rlhf_core.interpreters import ASK
 from rlhf_core.preflight.ask_program import Tick, ask
 from rlhf_core.preflight.data_file import scan
@@ -24,19 +27,21 @@ from rlhf_core.preflight.facts import (
     Baseline,
     CheckpointFacts,
     ComputeSide,
+    DataFile,
     Disk,
     Facts,
     ModelFolder,
     Requirement,
+    RewardModelFolder,
 )
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.plugins import load_plugins
-from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
+from rlhf_core.schemas.scoring_models import PROMOTED
 
 CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
 """Checks that share one reading of the data, which takes seconds."""
@@ -96,10 +101,13 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         imports=imports,
         missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
         code_hash=hash_code(around.code_path, tick),
-        train=scan(Path(spec.data.train), spec.data, tick, read_elsewhere=not native) if spec.data.train else None,
-        eval=scan(Path(spec.data.eval), spec.data, tick) if spec.data.eval else None,
+        train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
+        eval=_scan(spec, spec.data.eval, tick),
         model_config=model_config(spec.model),
         model_folder=inspect_model(spec.model),
+        reward_models={
+            name: inspect_reward_model(one.path) for name, one in spec.reward.models.items() if spec.samples
+        },
         tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
         promote_folder="" if spec.promote.when == "never" else str(promoted),
         promote_problem="" if spec.promote.when == "never" else inspect_disk(promoted).problem,
@@ -114,6 +122,12 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         passed_problem=around.passed(spec).problem(),
         trainer=None if native else inspect_trainer(spec, around.trainer_place(spec), tick),
     )
+
+
+def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False) -> DataFile | None:
+    if not path:
+        return None
+    return scan(Path(path), spec.data, tick, read_elsewhere=read_elsewhere, kinds=spec.data_kinds)
 
 
 def _content(
@@ -250,12 +264,57 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
     weights = [file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
     if not weights:
         return ModelFolder(path, problem="it has no weights (*.safetensors)")
-    return ModelFolder(path, weight_bytes=sum(weights))
+    return ModelFolder(path, weight_bytes=sum(weights), matrices=frozenset(_matrices(path)))
+
+
+def _matrices(folder: Path) -> Iterator[str]:
+    """Layers with a matrix, ``q_proj`` for instance, from the headers of safetensors files."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError, ValueError), file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            header = from_json(content.read(min(size, _MOST_HEADER_BYTES)))
+            for name, told in header.items():
+                *layers, kind = name.split(".")
+                if layers and kind == "weight" and len(told["shape"]) == 2:
+                    yield layers[-1]
+
+
+def inspect_reward_model(text: str) -> RewardModelFolder:
+    """A reward model that scores completions, given as ``reward.models.<name>.path``."""
+    path = Path(text)
+    if text.startswith(PROMOTED):
+        return RewardModelFolder(path, problem=f"no run called {text.removeprefix(PROMOTED)} has promoted a model here")
+    found = inspect_model(ModelSpec(path=text))
+    config = _read_json(path / "config.json")
+    tokenizer = _read_json(path / "tokenizer_config.json")
+    return RewardModelFolder(
+        path,
+        problem=(found.problem if found is not None else "") or _lack_of_a_reward_model(path, config),
+        config=config,
+        weight_bytes=found.weight_bytes if found is not None else 0,
+        has_chat_template="chat_template" in tokenizer or (path / "chat_template.jinja").is_file(),
+        fingerprint=fingerprint(path),
+    )
+
+
+def _lack_of_a_reward_model(path: Path, config: Mapping[str, Any]) -> str:
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        return f"it is a {', '.join(architectures) or 'model of an unknown class'}, which has no head for sequences"
+    labels = config.get("id2label") or {}
+    num_outputs = len(labels) if isinstance(labels, Mapping) and labels else int(config.get("num_labels") or 2)
+    if num_outputs != 1:
+        return f"it has {num_outputs} outputs"
+    return _lack_of_a_tokenizer(path)
 
 
 def model_config(model: ModelSpec) -> Mapping[str, Any]:
     """The model's configuration, from the spec or its folder; empty when it cannot be read."""
     return _read_json(Path(model.path) / "config.json") if model.path else model.config
+
+
+_MOST_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file, as the format has it."""
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -276,6 +335,10 @@ def inspect_tokenizer(model: ModelSpec) -> str:
         return ""  # model.folder says so
     if not folder.is_dir():
         return "there is no such folder"
+    return _lack_of_a_tokenizer(folder)
+
+
+def _lack_of_a_tokenizer(folder: Path) -> str:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return "" if any((folder / name).is_file() for name in names) else "it holds no tokenizer"
 

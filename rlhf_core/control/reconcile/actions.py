@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from rlhf_core.config import Site
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import old_checkpoints
@@ -28,15 +28,17 @@ from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
-from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_tree, run_dirs
+from rlhf_core.run_dir import RunDir, is_run_id, run_dirs
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand, ReconcileNote
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.site_config import Site
 from rlhf_core.survival import Survived
 from rlhf_core.watchdog.missing_run import close_missing, identity
 from rlhf_core.watchdog.watcher import record
+from rlhf_core.whole_files import read_model, remove_tree
 
 log = logging.getLogger("rlhf.daemon")
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rlhf_core.config import Site
 from rlhf_core.control import snapshots
 from rlhf_core.control.promotion import is_due
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
@@ -19,10 +18,12 @@ from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, read_model, run_dirs
+from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.site_config import Site
+from rlhf_core.whole_files import read_model
 
 log = logging.getLogger("rlhf.daemon")
 

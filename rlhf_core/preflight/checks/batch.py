@@ -50,6 +50,12 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
             "a warm start by another algorithm than the main one, or none",
             "set loops.warm_start.num_steps=0 and loops.main.num_steps to all steps wanted",
         )
+    if before is not None and before.algorithm.ranks_completions:
+        yield blocked(
+            f'loops.warm_start.algorithm.name = "{before.algorithm.name}", which makes a model that writes no text',
+            "a warm start that leaves a language model",
+            "make the reward model in a run of its own, as main algorithm",
+        )
 
 
 @check("steps.learning_rate_warmup", trainer="native")

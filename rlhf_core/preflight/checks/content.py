@@ -89,6 +89,8 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             yield warning(found, f"at most {MANY_OVERLONG:.0%} left out", raising)
         else:
             yield passed(f"{source}: the longest prompt has {look.longest_prompt} tokens, {share:.1%} are left out")
+        if look.num_long_completions:
+            yield _long_completions(facts, look)
         if look.num_empty:
             yield blocked(
                 f"{look.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
@@ -98,7 +100,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             yield blocked(
                 f"a row of {source} has {look.longest_taught} tokens with its answer, the model has {limit} positions",
                 f"at most {limit} tokens in prompt and answer together",
-                "remove long answers, or lower data.max_prompt_tokens",
+                "remove long answers, or lower data.max_prompt_tokens or data.max_completion_tokens",
             )
 
 
@@ -173,6 +175,18 @@ def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
             )
 
 
+def _long_completions(facts: Facts, look: SplitReport) -> Finding:
+    data = facts.spec.data
+    found = (
+        f"{look.num_long_completions} of {look.num_rows} rows of {_source(facts, look)} have a completion longer than "
+        f"data.max_completion_tokens = {data.max_completion_tokens} (the longest has {look.longest_completion} tokens)"
+    )
+    raising = f"set data.max_completion_tokens={look.longest_completion}, if the memory allows it"
+    if data.overlong_completions == "error" or look.num_long_completions + look.num_overlong == look.num_rows:
+        return blocked(found, "completions that fit", f'{raising}, or data.overlong_completions="drop" if some fit')
+    return warning(found, "few rows left out", raising)
+
+
 def _repeated_rows(facts: Facts) -> Iterator[Finding]:
     """Findings that the static checks make for files that they can read themselves."""
     assert facts.content is not None
@@ -217,11 +231,14 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
         return
     count = max(sampled) // spec.num_ranks
     seconds = trial.seconds / trial.num_completions * count
-    if seconds > spec.supervise.reward_floor_s / 2:
+    # In the trainer's own process it has no limit of its own, and is silent.
+    setting = "reward.timeout_s" if spec.reward.timeout_s else "supervise.reward_floor_s"
+    limit_s = spec.reward.timeout_s or spec.supervise.reward_floor_s
+    if seconds > limit_s / 2:
         yield warning(
             f"{trial.function} would take about {seconds:.0f} s for the {count} completions of a rank in a step",
-            f"well below supervise.reward_floor_s = {spec.supervise.reward_floor_s:g}; after that it is taken for hung",
-            f"make it faster, or raise supervise.reward_floor_s to {seconds * 4:.0f}",
+            f"well below {setting} = {limit_s:g}; after that it is ended",
+            f"make it faster, or raise {setting} to {seconds * 4:.0f}",
         )
 
 

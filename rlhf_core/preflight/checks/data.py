@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rlhf_core.data_files import template_columns
 from rlhf_core.preflight.facts import DataFile, Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.templates import named_columns
+from rlhf_core.preflight.templates import named_columns, templates_of
 
 
 @check("data.readable")
@@ -63,13 +63,10 @@ def templates(facts: Facts) -> Iterator[Finding]:
     data = facts.spec.data
     if not facts.spec.is_evaluated:
         return  # another program trains, and puts its prompts together itself
-    for name, template in (
-        ("prompt_template", data.prompt_template),
-        ("completion_template", data.completion_template),
-    ):
+    for setting, template in templates_of(data, facts.spec.data_kinds | {"answer"}).items():
         _, problem = template_columns(template)
         if problem:
-            yield blocked(f"data.{name} = {template!r}: {problem}", "text with {column} in it", f"correct data.{name}")
+            yield blocked(f"{setting} = {template!r}: {problem}", "text with {column} in it", f"correct {setting}")
 
 
 @check("data.columns")
@@ -80,7 +77,7 @@ def columns(facts: Facts) -> Iterator[Finding]:
             continue
         absent = {
             setting: [column for column in wanted if column not in file.columns]
-            for setting, wanted in named_columns(facts.spec.data).items()
+            for setting, wanted in named_columns(facts.spec.data, facts.spec.data_kinds).items()
         }
         for setting, missing in absent.items():
             if missing:

@@ -7,17 +7,25 @@ from pydantic import JsonValue
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory import (
+    CPU_BASE_BYTES,
     GIB,
     Estimate,
     Shape,
     evaluator_estimate,
     gpu_memory_bytes,
+    main_memory_bytes,
     remedies,
+    reward_model_bytes,
     shape_of,
     trainer_estimate,
+    weight_bytes,
+    with_reward_models,
+    zero_of,
 )
+from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.size_estimates import num_parameters, vocabulary_size
+from rlhf_core.preflight.size_estimates import num_parameters, stored_parameters, vocabulary_size
+from rlhf_core.schemas.run import RunSpec, with_changes
 
 SURELY_TOO_MUCH = 1.15
 """An estimate beyond this share of the memory stops the run; up to it, it may be the estimate that is wrong."""
@@ -32,8 +40,35 @@ def trainer(facts: Facts) -> Iterator[Finding]:
     if isinstance(room, str) or shape is None:
         yield skipped(room if isinstance(room, str) else "the model's config does not give its dimensions")
         return
-    estimate = trainer_estimate(facts.spec, shape)
-    yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, room))
+    scorers = _reward_models(facts)
+    estimate = with_reward_models(trainer_estimate(facts.spec, shape), facts.spec, scorers)
+    left = room - sum(reward_model_bytes(facts.spec, scorers, in_main_memory=False).values())
+    yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, left))
+
+
+@check("memory.min_nodes", trainer="native")
+def min_nodes(facts: Facts) -> Iterator[Finding]:
+    """Fewer nodes share optimizer, gradients and batch: an attempt that goes on with them may run out of memory."""
+    shape, room = _shape(facts), _room(facts)
+    fewer = facts.spec.possible_nodes[1:]
+    if shape is None or isinstance(room, str) or not fewer:
+        return
+    scorers = _reward_models(facts)
+    fits: list[int] = []
+    for number in fewer:
+        smaller = with_changes(facts.spec, {"resources.num_nodes": number, "resources.min_nodes": 0})
+        estimate = with_reward_models(trainer_estimate(smaller, shape), smaller, scorers)
+        if estimate.resident_bytes > room or estimate.peak_bytes > SURELY_TOO_MUCH * room:
+            least = min(fits, default=facts.spec.resources.num_nodes)
+            yield blocked(
+                f"on {number} of {facts.spec.resources.num_nodes} nodes a trainer rank takes about "
+                f"{_gib(estimate.peak_bytes)} GiB (estimate), it has {_gib(room)} GiB",
+                "a run that fits on every number of nodes from resources.min_nodes on",
+                f"set resources.min_nodes={least if fits else 0}",
+            )
+            return
+        fits.append(number)
+    yield passed(f"a trainer rank fits on {', '.join(map(str, sorted(fits)))} nodes too")
 
 
 @check("memory.evaluator", trainer="native")
@@ -46,8 +81,70 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     yield _finding(facts, "an evaluator", estimate, room, "lower rollout.batch_size")
 
 
+@check("memory.offload", trainer="native")
+def offload(facts: Facts) -> Iterator[Finding]:
+    """The ranks of a node offload into one main memory; when it is full, the kernel kills one of them."""
+    shape, resources = _shape(facts), facts.spec.resources
+    spec = facts.spec
+    offloaded = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
+    if shape is not None:
+        offloaded |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
+    node = resources.memory_gb or facts.inventory.memory_gb
+    if not offloaded or not resources.gpus_per_node or not node:
+        return
+    needed = resources.ranks_per_node * (sum(offloaded.values()) + CPU_BASE_BYTES)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in offloaded.items())
+    text = f"{resources.ranks_per_node} ranks of a node take about {_gib(needed)} GiB of its main memory ({parts} each)"
+    if needed > TIGHT * node * GIB:
+        yield blocked(
+            f"{text}, it has {_gib(node * GIB)} GiB",
+            f"at most {_gib(TIGHT * node * GIB)} GiB",
+            "take more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
+            'trainer.offload="none", reward.models.<name>.device="rank"',
+        )
+    else:
+        yield passed(text)
+
+
+@check("memory.snapshot", trainer="native")
+def snapshot(facts: Facts) -> Iterator[Finding]:
+    """Without room for a snapshot in main memory, training stands still while a checkpoint is written."""
+    spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
+    node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
+    if shape is None or not node or not spec.checkpoint.background:
+        return
+    held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
+    if not resources.gpus_per_node:
+        held = trainer_estimate(spec, shape).peak_bytes
+    needed = _snapshot_bytes(spec, shape)
+    free = node - resources.ranks_per_node * held
+    text = f"a snapshot of what the ranks of a node save takes {_gib(needed)} GiB of its main memory"
+    if needed > TIGHT * free:
+        found = f"{text}, beside the ranks it has {_gib(max(0, free))} GiB: training waits for the disk instead"
+        yield warning(found, "room for it", 'take nodes with more memory, or set "checkpoint.background=false"')
+    else:
+        yield passed(text)
+
+
+def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
+    """Weights and moments of AdamW in float32 of the ranks of a node, 12 bytes a parameter over all ranks, and the
+    weights of the model that rank 0 saves; a critic, as large as the policy, again."""
+    states = 12 * shape.parameters * spec.resources.ranks_per_node // spec.num_ranks
+    critic = any(loop.algorithm.critic for loop in spec.loops.named.values())
+    return (states + weight_bytes(shape, spec.model.dtype)) * (2 if critic else 1)
+
+
 def _shape(facts: Facts) -> Shape | None:
     return shape_of(facts.model_config, num_parameters(facts), vocabulary_size(facts.spec))
+
+
+def _reward_models(facts: Facts) -> dict[str, Shape]:
+    """Shapes of the reward models, as far as their configs give them."""
+    shapes = {
+        name: shape_of(found.config, stored_parameters(found.config, found.weight_bytes), 0)
+        for name, found in facts.reward_models.items()
+    }
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def _room(facts: Facts) -> int | str:
@@ -56,7 +153,7 @@ def _room(facts: Facts) -> int | str:
     if not resources.gpus_per_node:
         node = resources.memory_gb or inventory.memory_gb
         return int(node * GIB / resources.ranks_per_node) if node else "the memory of the nodes is not known"
-    kinds = {facts.spec.slurm.gpu_type} if facts.spec.slurm.gpu_type else set(inventory.node_gpu_types.values())
+    kinds = gpu_kinds(facts.spec, inventory)
     if not kinds:
         return "the type of GPU is not known; name it in slurm.gpu_type to have its memory checked"
     sizes = {kind: gpu_memory_bytes(kind) for kind in kinds}
@@ -82,9 +179,7 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
         return "set " + ", or ".join(changes[:3])
     largest = estimate.largest[0][0]
     more = "more ranks would split the optimizer further; " if largest.startswith("optimizer") else ""
-    return (
-        f"{more}take GPUs with more memory or a smaller model: no batch size makes it fit, most is taken by {largest}"
-    )
+    return f"{more}take GPUs with more memory or a smaller model: no setting makes it fit, most is taken by {largest}"
 
 
 def _set(change: Mapping[str, JsonValue]) -> str:

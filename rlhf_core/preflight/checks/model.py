@@ -1,10 +1,20 @@
 """The model: its folder, its lengths, the room its checkpoints take."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.memory import shape_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.size_estimates import checkpoint_bytes, checkpoint_files, checkpoints_kept, run_files
+from rlhf_core.preflight.size_estimates import (
+    checkpoint_bytes,
+    checkpoint_files,
+    checkpoints_kept,
+    num_parameters,
+    run_files,
+    vocabulary_size,
+)
+from rlhf_core.schemas.run import ALL_LINEAR
 
 
 @check("model.folder")
@@ -54,6 +64,46 @@ def length(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(found)
+
+
+@check("model.lora", trainer="native")
+def lora(facts: Facts) -> Iterator[Finding]:
+    """An adapter on layers that the model does not have ends every rank once the model is loaded."""
+    asked = facts.spec.model.lora
+    if asked is None:
+        return
+    wanted = () if asked.target_modules == (ALL_LINEAR,) else asked.target_modules
+    known = sorted(name for name in _layers(facts) if not _NO_TARGET.search(name))
+    unknown = [name for name in wanted if name not in known]
+    hidden = facts.model_config.get("hidden_size")
+    if unknown and known:
+        yield blocked(
+            f"model.lora.target_modules names {', '.join(unknown)}",
+            f"linear layers of the model: {', '.join(known)}",
+            f'correct model.lora.target_modules, or set it to ["{ALL_LINEAR}"]',
+        )
+    elif isinstance(hidden, int) and asked.rank > hidden:
+        yield blocked(
+            f"model.lora.rank {asked.rank}, the model is {hidden} wide",
+            "a rank far below the width of the layers, for instance 16",
+            "lower model.lora.rank, or leave model.lora out to train all weights",
+        )
+    elif unknown:
+        yield skipped("only the trainer knows the layers of this model, and refuses names that match none as it starts")
+    else:
+        yield passed(f"rank {asked.rank} beside {', '.join(wanted) or 'every linear layer'}")
+
+
+_NO_TARGET = re.compile(r"embed|^(lm_head|wte|wpe|score)$")
+"""Layers that get no adapter: embeddings, output layer and heads."""
+
+
+def _layers(facts: Facts) -> Collection[str]:
+    """Names of the layers of the model as far as they can be known here: from its weights, or by its dimensions."""
+    if facts.model_folder is not None:
+        return facts.model_folder.matrices
+    shape = shape_of(facts.model_config, num_parameters(facts), vocabulary_size(facts.spec))
+    return shape.linear_layers if shape is not None else ()
 
 
 @check("model.heads", trainer="native")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.registry import Finding, blocked, check, passed
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 
 
 @check("promote.folder")
@@ -19,3 +19,24 @@ def promote_folder(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"{facts.promote_folder} can be written")
+
+
+@check("promote.metric")
+def promote_metric(facts: Facts) -> Iterator[Finding]:
+    """An evaluation that is never made has no best checkpoint, and nothing is promoted by it."""
+    spec = facts.spec
+    metric, made = spec.promote.metric, spec.evaluations
+    if spec.promote.when == "never" or not made:
+        return
+    found = f'promote.metric = "{metric}"'
+    told = f"evaluations of this run: {', '.join(made)}"
+    if metric in made:
+        yield passed(f"{found}; {told}")
+    elif metric != "preference" and spec.data_kinds == {"pair"} and not spec.main_loop.algorithm.ranks_completions:
+        yield warning(
+            f"{found}, and held-out pairs, which are also completed where they have data.answer_column",
+            told,
+            f"set promote.metric={made[0]}, unless every held-out pair has an answer",
+        )
+    else:
+        yield blocked(found, told, f"set promote.metric={made[0]}, or promote.when=never")

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 
 SHORT_ATTEMPT_S = 300
@@ -15,7 +16,15 @@ SHORT_ATTEMPT_S = 300
 def nodes(facts: Facts) -> Iterator[Finding]:
     """A job that requests more nodes than the cluster has waits forever."""
     asked, there = facts.spec.resources.num_nodes, len(facts.inventory.node_names)
-    if facts.scheduler == "local" and asked > 1:
+    fewer = [number for number in facts.spec.possible_nodes if number <= there]
+    if asked > there and fewer:
+        yield warning(
+            f"resources.num_nodes = {asked}, the scheduler has {there}; resources.min_nodes allows {fewer[0]}",
+            f"{asked} nodes, or the knowledge that it will be fewer",
+            f"it trains on {fewer[0]} with the same global batch, and takes longer; set "
+            f"resources.num_nodes={fewer[0]} if that is meant",
+        )
+    elif facts.scheduler == "local" and asked > 1:
         yield blocked(
             f"resources.num_nodes = {asked} with the local scheduler",
             "one node: the local scheduler is this machine",
@@ -29,6 +38,33 @@ def nodes(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"{asked} of {there} nodes")
+
+
+@check("resources.min_nodes")
+def min_nodes(facts: Facts) -> Iterator[Finding]:
+    """A run that is meant to go on with fewer nodes waits all the same if its batch does not divide by any of them."""
+    resources, possible = facts.spec.resources, facts.spec.possible_nodes
+    if not resources.min_nodes:
+        return
+    said = f"resources.min_nodes = {resources.min_nodes} of {resources.num_nodes}"
+    if facts.spec.trainer.kind == "command":
+        yield blocked(
+            f'{said} with trainer.kind = "command"',
+            "the native trainer, which keeps the global batch on any number of nodes",
+            "set resources.min_nodes=0; how another program cuts its batch is in its own arguments",
+        )
+    elif len(possible) == 1 and resources.min_nodes < resources.num_nodes:
+        rows = {name: loop.algorithm.rows_per_step for name, loop in facts.spec.loops.named.items()}
+        told = ", ".join(f"loops.{name} {count}" for name, count in rows.items())
+        yield blocked(
+            f"{said}, and the rows of a step ({told}) divide by no smaller number of nodes x "
+            f"{resources.ranks_per_node} ranks",
+            "a number of nodes below resources.num_nodes that the rows of every loop divide by",
+            "lower resources.min_nodes, or change the rows per step",
+        )
+    else:
+        numbers = ", ".join(map(str, sorted(possible)))
+        yield passed(f"{said}: an attempt may have {numbers} nodes; the global batch stays")
 
 
 @check("resources.gpus")
@@ -155,11 +191,15 @@ def time_limit(facts: Facts) -> Iterator[Finding]:
 def duration(facts: Facts) -> Iterator[Finding]:
     """A run that needs several attempts spends unplanned hours in queues."""
     seconds, limit = facts.baseline.seconds_per_step, facts.spec.resources.time_limit_s
+    source = "as in earlier runs of this shape"
     if seconds is None:
-        return
+        predicted_step = predict(facts.spec, facts.inventory, facts.model_config, facts.model_folder).step
+        if predicted_step is None:
+            return
+        seconds, source = predicted_step.seconds, "as predicted from the dimensions of the model"
     steps = facts.spec.total_steps - (facts.resume.step if facts.resume is not None else 0)
     predicted = steps * seconds
-    found = f"{steps} steps x {seconds:.3g} s, as in earlier runs of this shape, are {_time(predicted)}"
+    found = f"{steps} steps x {seconds:.3g} s, {source}, are {_time(predicted)}"
     if predicted <= limit:
         yield passed(f"{found}; an attempt may take {_time(limit)}")
         return

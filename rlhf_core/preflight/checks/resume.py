@@ -13,7 +13,7 @@ _WHOLE = ("model.config", "data.generator_args")
 
 @check("resume.checkpoint")
 def checkpoint(facts: Facts) -> Iterator[Finding]:
-    """Optimizer state is split over the ranks that wrote it: another number of ranks cannot read it."""
+    """A damaged checkpoint is refused by every rank; one of another number of ranks by most trainers but our own."""
     found = facts.resume
     if found is None:
         return
@@ -23,16 +23,19 @@ def checkpoint(facts: Facts) -> Iterator[Finding]:
             "every file as COMPLETE says",
             f"remove the folder {found.name} to go on from the checkpoint before it",
         )
-    elif found.num_ranks != facts.spec.num_ranks:
-        # Another program may have an optimizer that is not split, and then it can.
-        report = blocked if facts.spec.trainer.kind == "native" else warning
-        yield report(
-            f"checkpoint {found.name} was written by {found.num_ranks} ranks, this run has {facts.spec.num_ranks}",
-            "the same number of ranks",
-            f"run with {found.num_ranks} ranks, or {_otherwise(facts)}",
+    elif found.num_ranks == facts.spec.num_ranks:
+        yield passed(f"going on from {found.name}")
+    elif facts.spec.trainer.kind == "native":
+        yield passed(
+            f"going on from {found.name}; {found.num_ranks} ranks wrote it, {facts.spec.num_ranks} share it out"
         )
     else:
-        yield passed(f"going on from {found.name}")
+        yield warning(
+            f"checkpoint {found.name} was written by {found.num_ranks} ranks, this run has {facts.spec.num_ranks}",
+            "the same number of ranks",
+            f"run with {found.num_ranks} ranks, or leave it so if this trainer loads what another number of ranks has "
+            f"saved; DeepSpeed and FSDP do not",
+        )
 
 
 @check("resume.version")
@@ -74,12 +77,6 @@ def steps(facts: Facts) -> Iterator[Finding]:
             "a checkpoint before the last step",
             f"raise {_steps_setting(facts)}; otherwise only the evaluation is made",
         )
-
-
-def _otherwise(facts: Facts) -> str:
-    if facts.spec.trainer.kind == "native":
-        return f"start a new run from the model in {facts.resume.name if facts.resume else ''}/model"
-    return "leave it so if this trainer loads what another number of ranks has saved; DeepSpeed and FSDP do not"
 
 
 def _steps_setting(facts: Facts) -> str:

@@ -1,0 +1,93 @@
+"""Number of nodes of an attempt: as many as the run asks for, or as many as the cluster has (``resources.min_nodes``).
+
+Nodes that are busy count as there: a job waits for them. Nodes that are out of service or excluded do not.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.allocation.planner import shortages
+from rlhf_core.schemas.resources import Inventory
+from rlhf_core.schemas.run import RunSpec, SlurmSpec
+
+
+@dataclass(frozen=True)
+class Size:
+    """Nodes of one attempt."""
+
+    num_nodes: int
+    excluded: Mapping[str, str]
+    """Nodes that it must not get, and why."""
+    spared: Sequence[str] = ()
+    """Nodes that are suspect but not excluded: without them there would be too few."""
+    reason: str = ""
+    """Reason for fewer nodes than the run asks for; empty if it is as many."""
+
+
+def size_of(
+    spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, excluded: Mapping[str, str], new_suspects: Collection[str]
+) -> Size:
+    """Choose the number of nodes of the next attempt, and the suspects that it goes without.
+
+    A node is left out of one attempt at least. After that it is taken again where the attempt would be smaller without
+    it: it may have been repaired. Where even the fewest nodes are not there, all of them are waited for, as without
+    ``resources.min_nodes``, and the oldest suspects are used again.
+
+    Args:
+        slurm: options of its job, those of the site included.
+        excluded: nodes to go without, and why, oldest suspects first.
+        new_suspects: those of them that no attempt has gone without yet.
+    """
+    possible = spec.possible_nodes
+    best = _largest(possible, len(usable_nodes(spec, slurm, inventory, new_suspects)))
+    for kept in _ever_fewer(excluded, new_suspects) if len(possible) > 1 else ():
+        size = _largest(possible, len(usable_nodes(spec, slurm, inventory, kept)))
+        if size and size >= best:
+            spared = [node for node in excluded if node not in kept]
+            return Size(size, kept, spared, _reason(spec, inventory, kept, size))
+    kept, spared = dict(excluded), []
+    while kept and shortages(spec.resources, inventory, tuple(kept)):
+        spared.append(next(iter(kept)))
+        del kept[spared[-1]]
+    return Size(spec.resources.num_nodes, kept, spared)
+
+
+def usable_nodes(spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, excluded: Collection[str]) -> list[str]:
+    """Nodes that a job of the run may get now or when they are no longer busy."""
+    resources = spec.resources
+    wanted = {name for name in (slurm.partition or inventory.default_partition).split(",") if name}
+    return [
+        name
+        for name in inventory.node_names
+        if name not in excluded
+        and name not in slurm.exclude
+        and name not in inventory.out_of_service
+        and inventory.node_gpus.get(name, inventory.gpus_per_node) >= resources.gpus_per_node
+        and (not wanted or name not in inventory.node_partitions or wanted & {*inventory.node_partitions[name]})
+    ]
+
+
+def _ever_fewer(excluded: Mapping[str, str], new_suspects: Collection[str]) -> Iterator[dict[str, str]]:
+    """The exclusions, then without one more each time, oldest first; new suspects stay."""
+    kept = dict(excluded)
+    yield dict(kept)
+    for node in [node for node in excluded if node not in new_suspects]:
+        del kept[node]
+        yield dict(kept)
+
+
+def _largest(possible: Sequence[int], there: int) -> int:
+    """The largest possible number of nodes among those that are there; 0 if there is none."""
+    return next((number for number in possible if number <= there), 0)
+
+
+def _reason(spec: RunSpec, inventory: Inventory, excluded: Mapping[str, str], size: int) -> str:
+    if size == spec.resources.num_nodes:
+        return ""
+    lacking = [f"{node} is {state}" for node, state in inventory.out_of_service.items() if node not in excluded]
+    lacking += [f"{node} is excluded" for node in excluded]
+    why = f" ({', '.join(lacking[:8])})" if lacking else ""
+    return (
+        f"the cluster cannot give {spec.resources.num_nodes} nodes{why}: going on with {size}, at least "
+        f"resources.min_nodes = {spec.resources.min_nodes}; the global batch stays"
+    )

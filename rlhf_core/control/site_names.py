@@ -1,0 +1,40 @@
+"""Names in a spec that only the site can turn into folders: environments of trainers, promoted models."""
+
+from rlhf_core.environments import environment_folder
+from rlhf_core.errors import BadConfig
+from rlhf_core.launch.promote import newest_promoted
+from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.scoring_models import PROMOTED
+from rlhf_core.site_config import Site
+
+
+def for_site(spec: RunSpec, site: Site) -> RunSpec:
+    """The spec with folders in place of names, for the nodes find things without knowing the site. What is not there
+    stays as it was named: a check says so."""
+    return _with_promoted_models(_with_environment(spec, site), site)
+
+
+def _with_environment(spec: RunSpec, site: Site) -> RunSpec:
+    trainer = spec.trainer
+    if not isinstance(trainer, CommandTrainer) or not trainer.environment:
+        return spec
+    try:
+        folder = str(environment_folder(trainer.environment, site.home))
+    except BadConfig:
+        return spec
+    return spec.model_copy(update={"trainer": trainer.model_copy(update={"environment": folder})})
+
+
+def _with_promoted_models(spec: RunSpec, site: Site) -> RunSpec:
+    promoted = site.runs_dir.absolute().parent / "promoted"
+    found = {
+        name: newest_promoted(promoted, one.path.removeprefix(PROMOTED))
+        for name, one in spec.reward.models.items()
+        if one.path.startswith(PROMOTED)
+    }
+    models = {
+        name: one.model_copy(update={"path": str(folder)}) if (folder := found.get(name)) else one
+        for name, one in spec.reward.models.items()
+    }
+    return spec.model_copy(update={"reward": spec.reward.model_copy(update={"models": models})})

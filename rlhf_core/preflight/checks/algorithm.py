@@ -1,0 +1,94 @@
+"""Settings of algorithms that do not go together."""
+
+from collections.abc import Iterator, Mapping
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.schemas.algorithms.policy_gradient import DapoSpec, PolicyGradientSpec, PpoSpec
+
+_LEAST_CAP = 1.0
+
+
+@check("algorithm.minibatches", trainer="native")
+def minibatches(facts: Facts) -> Iterator[Finding]:
+    """An update without a completion on a rank makes it wait for the others with nothing to do."""
+    ranks = facts.spec.num_ranks
+    for loop, algorithm in _sampling(facts).items():
+        per_rank = algorithm.sequences_per_step // ranks
+        name = f"loops.{loop}.algorithm.num_minibatches"
+        found = f"{name} = {algorithm.num_minibatches}, completions of a rank in a step: {per_rank}"
+        if algorithm.num_minibatches > per_rank:
+            yield blocked(
+                found,
+                "at least one completion of every rank for each mini-batch",
+                f"set {name} to at most {max(per_rank, 1)}, or raise loops.{loop}.algorithm.prompts_per_step",
+            )
+        else:
+            yield passed(found)
+
+
+@check("algorithm.clip", trainer="native")
+def clip(facts: Facts) -> Iterator[Finding]:
+    """Many updates on the same completions without a bound on the ratio leave the policy that sampled them behind."""
+    for loop, algorithm in _sampling(facts).items():
+        if algorithm.updates_per_step > 1 and not algorithm.clip_low and not algorithm.clip_high:
+            yield blocked(
+                f"loops.{loop}.algorithm: clip_low = clip_high = 0 with {algorithm.updates_per_step} updates per step",
+                "room for the probability ratio, which only the first update leaves at 1",
+                f"set loops.{loop}.algorithm.clip_high, for instance, to 0.2, or make one update per step",
+            )
+
+
+@check("algorithm.kl_estimator", trainer="native")
+def kl_estimator(facts: Facts) -> Iterator[Finding]:
+    """A penalty k1 in the loss has an expected gradient of zero: it adds noise, and holds nothing back."""
+    for loop, algorithm in _sampling(facts).items():
+        in_loss = algorithm.kl_coefficient > 0 and not algorithm.penalises_rewards
+        if in_loss and algorithm.kl_estimator == "k1":
+            name = f"loops.{loop}.algorithm.kl_estimator"
+            yield warning(
+                f'{name} = "k1" in the loss', '"k2" or "k3" where the penalty is in the loss', f"set {name}=k2"
+            )
+
+
+@check("algorithm.correction", trainer="native")
+def correction(facts: Facts) -> Iterator[Finding]:
+    """A cap below 1 leaves out tokens on which sampler and trainer agree."""
+    for loop, algorithm in _sampling(facts).items():
+        if algorithm.correction != "none" and algorithm.correction_cap <= _LEAST_CAP:
+            name = f"loops.{loop}.algorithm.correction_cap"
+            yield blocked(f"{name} = {algorithm.correction_cap}", "a number above 1", f"set {name}, for instance, to 3")
+
+
+@check("algorithm.overlong_buffer", trainer="native")
+def overlong_buffer(facts: Facts) -> Iterator[Finding]:
+    """A buffer longer than the longest completion punishes completions of every length."""
+    longest = facts.spec.rollout.max_new_tokens
+    for loop, algorithm in _sampling(facts).items():
+        if isinstance(algorithm, DapoSpec) and algorithm.overlong_buffer >= longest:
+            name = f"loops.{loop}.algorithm.overlong_buffer"
+            yield blocked(
+                f"{name} = {algorithm.overlong_buffer}, rollout.max_new_tokens = {longest}",
+                "a buffer shorter than the longest completion",
+                f"set {name} to about {longest // 5}",
+            )
+
+
+@check("algorithm.critic_warmup", trainer="native")
+def critic_warmup(facts: Facts) -> Iterator[Finding]:
+    """With a warm-up of the value model as long as the loop the policy learns nothing."""
+    for loop, algorithm in _sampling(facts).items():
+        steps = facts.spec.loops.named[loop].num_steps
+        if isinstance(algorithm, PpoSpec) and algorithm.critic_warmup_steps >= steps:
+            name = f"loops.{loop}.algorithm.critic_warmup_steps"
+            yield blocked(
+                f"{name} = {algorithm.critic_warmup_steps}, loops.{loop}.num_steps = {steps}",
+                "a warm-up shorter than the loop",
+                f"set {name} to at most {steps // 10}",
+            )
+
+
+def _sampling(facts: Facts) -> Mapping[str, PolicyGradientSpec]:
+    """Settings of the algorithms that sample, by loop."""
+    named = facts.spec.loops.named
+    return {name: loop.algorithm for name, loop in named.items() if isinstance(loop.algorithm, PolicyGradientSpec)}

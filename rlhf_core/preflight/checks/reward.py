@@ -1,0 +1,60 @@
+"""Reward models that score completions."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import Facts, RewardModelFolder
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
+
+
+@check("reward.models", trainer="native")
+def models(facts: Facts) -> Iterator[Finding]:
+    """A folder without a trained head gives random rewards; one that is not there ends every rank during setup."""
+    settings = facts.spec.reward.models
+    if settings and not facts.spec.samples:
+        yield warning(
+            f"reward.models names {', '.join(settings)}, and no completions are sampled",
+            "an algorithm that samples, for instance grpo",
+            "leave [reward.models] out",
+        )
+    for name, found in facts.reward_models.items():
+        yield _model(f"reward.models.{name}", settings[name], found)
+
+
+@check("reward.weights", trainer="native")
+def weights(facts: Facts) -> Iterator[Finding]:
+    """Weights of 0 throughout make every reward 0: hours of sampling, and nothing is learned."""
+    reward = facts.spec.reward
+    counted = [*(reward.weights or [1.0] * len(reward.functions)), *(model.weight for model in reward.models.values())]
+    if facts.spec.samples and not any(counted):
+        yield blocked(
+            "every weight in reward.weights and reward.models is 0",
+            "at least one reward that counts",
+            "give a weight to what is to be learned; weight 0 is for rewards that are only measured",
+        )
+
+
+def _model(setting: str, settings: ScoringModelSpec, found: RewardModelFolder) -> Finding:
+    if found.problem:
+        is_named = settings.path.startswith(PROMOTED)
+        return blocked(
+            f"{setting}.path = {settings.path}: {found.problem}",
+            "the folder of a sequence classifier with one output, with weights and tokenizer",
+            f"make one first, with promote.when, or give its folder as {setting}.path"
+            if is_named
+            else f"correct {setting}.path; on a cluster it must lie on a file system that the nodes see",
+        )
+    if settings.template == "chat" and not found.has_chat_template:
+        return blocked(
+            f'{setting}.template = "chat", and the tokenizer in {found.path} has no chat template',
+            "a tokenizer with the chat template that the model was trained with",
+            f'set {setting}.template="text", or bring its chat template',
+        )
+    positions = found.config.get("max_position_embeddings")
+    if isinstance(positions, int) and settings.max_tokens > positions:
+        return blocked(
+            f"{setting}.max_tokens = {settings.max_tokens}, the model has positions for {positions}",
+            f"at most {positions}",
+            f"set {setting}.max_tokens={positions}, or 0 for as many as it has",
+        )
+    return passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights, fingerprint {found.fingerprint}")

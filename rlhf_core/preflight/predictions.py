@@ -1,0 +1,43 @@
+"""Predictions of what a run takes, from its config and the model's dimensions: memory of a rank, seconds of a step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.preflight.facts import ModelFolder
+from rlhf_core.preflight.memory import Estimate, shape_of, trainer_estimate
+from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
+from rlhf_core.preflight.step_time import StepTime, step_time
+from rlhf_core.schemas.resources import Inventory
+from rlhf_core.schemas.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """As far as the config tells: each is None where it does not."""
+
+    memory: Estimate | None = None
+    """Memory of one trainer rank."""
+    step: StepTime | None = None
+    """Seconds of a step of the main loop; the slowest GPU counts where there are several kinds."""
+
+
+def predict(spec: RunSpec, inventory: Inventory, config: Mapping[str, Any], folder: ModelFolder | None) -> Predictions:
+    """Predict memory and step time of the native trainer; nothing for another program.
+
+    Args:
+        config: content of the model's ``config.json``.
+        folder: ``model.path`` as found.
+    """
+    if spec.trainer.kind != "native":
+        return Predictions()
+    shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
+    if shape is None:
+        return Predictions()
+    times = [found for kind in gpu_kinds(spec, inventory) if (found := step_time(spec, shape, kind)) is not None]
+    return Predictions(trainer_estimate(spec, shape), max(times, key=lambda found: found.seconds, default=None))
+
+
+def gpu_kinds(spec: RunSpec, inventory: Inventory) -> set[str]:
+    """Types of GPU that a run may get: the one that it asks for, or all that the nodes have."""
+    return {spec.slurm.gpu_type} if spec.slurm.gpu_type else set(inventory.node_gpu_types.values())

@@ -1,0 +1,132 @@
+"""Seconds of a training step on GPUs, from the run's config and the model's dimensions alone. Pure functions.
+
+A forward pass takes 2 floating-point operations per weight and token, a backward pass 4 (Kaplan et al. 2020, arXiv
+2001.08361, sec. 2.1), of which 2 are for gradients of weights that an adapter does without; recomputed activations are
+a forward pass more. A sampled token reads all weights and the cache of its batch, or waits until the kernels of each
+layer are launched. Every sequence is taken to be as long as the config allows, so a real step is rather shorter. The
+rates were not measured by us: they are the vendors' figures, and shares of them that are assumed.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_core.preflight.memory import Shape, cache_bytes, longest_sequence, micro_batch_tokens, weight_bytes
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.schemas.run import RunSpec
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Figures of a data sheet."""
+
+    matmul: float
+    """Operations a second of dense matrix products in bfloat16."""
+    memory: float
+    """Bytes a second from its memory."""
+
+
+RATES: Mapping[str, GpuRates] = {
+    "h200": GpuRates(989e12, 4.8e12),
+    "h100": GpuRates(989e12, 3.35e12),
+    "h800": GpuRates(989e12, 3.35e12),
+    "h20": GpuRates(148e12, 4.0e12),
+    "a100": GpuRates(312e12, 2.0e12),
+    "a800": GpuRates(312e12, 2.0e12),
+    "l40s": GpuRates(362e12, 0.86e12),
+}
+"""Rates of GPUs by their data sheets (NVIDIA), without sparsity."""
+
+MATMUL_SHARE = 0.4
+"""Share of that rate which training reaches, overheads included: usual for dense decoders of this size. Assumed."""
+MEMORY_SHARE = 0.6
+"""Share of that rate which decoding reaches. Assumed."""
+LAUNCH_S = 0.8e-3
+"""Least seconds of one layer of a sampled token: eager kernels of transformers, launched one by one. Assumed."""
+LINK_BYTES = {"node": 200e9, "network": 25e9}
+"""Bytes a second that one GPU sends and receives within a node (NVLink), and over a network of 400 Gbit/s per GPU,
+at half of its rate."""
+_LOW_PRECISION = 2
+"""A matrix product in float32 takes about twice as long, as TF32."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of the main loop, by what takes them."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+def gpu_rates(kind: str) -> GpuRates | None:
+    """Rates of a GPU by its name, as Slurm or the driver writes it; None for one that is not in the table."""
+    text = re.sub(r"[\s_-]+", " ", kind.lower())
+    found = (name for name in RATES if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text))
+    return next((RATES[name] for name in found), None)
+
+
+def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
+    """Predict a step of the main loop of the native trainer; None where the GPU is not in the table.
+
+    Args:
+        kind: name of the GPU.
+    """
+    rates = gpu_rates(kind)
+    if rates is None or not spec.resources.gpus_per_node:
+        return None
+    algorithm = spec.main_loop.algorithm
+    sequences = algorithm.sequences_per_step / spec.num_ranks
+    tokens = sequences * longest_sequence(spec)
+    parts = {
+        "training": _training_operations(spec, shape, algorithm) * tokens / _matmul_rate(spec, rates),
+        "communication": _communicated_bytes(spec, shape, tokens) / _link(spec),
+    }
+    if algorithm.samples:
+        parts = {"sampling": _sampling_s(spec, shape, rates, sequences) * algorithm.sampling_rounds, **parts}
+    return StepTime(parts)
+
+
+def _matmul_rate(spec: RunSpec, rates: GpuRates) -> float:
+    return MATMUL_SHARE * rates.matmul / (1 if spec.model.dtype == "bfloat16" else _LOW_PRECISION)
+
+
+def _training_operations(spec: RunSpec, shape: Shape, algorithm: AlgorithmSpec) -> float:
+    """Operations per token of one step: forward, backward, and again what the settings ask for."""
+    backward = 4 if spec.model.lora is None else 2
+    again = 2 if spec.native_trainer.gradient_checkpointing else 0
+    num_passes, _ = algorithm.passes
+    trained = (2 + backward + again) * num_passes * (2 if algorithm.critic else 1)
+    return float((trained + (2 if algorithm.reference else 0)) * shape.parameters)
+
+
+def _communicated_bytes(spec: RunSpec, shape: Shape, tokens: float) -> float:
+    """Bytes that a rank sends and receives in one step."""
+    if spec.num_ranks == 1:
+        return 0.0
+    passes = max(1.0, tokens / micro_batch_tokens(spec))
+    whole = weight_bytes(shape, spec.model.dtype)
+    trained = shape.parameters if spec.model.lora is None else 0
+    stage = spec.native_trainer.zero_stage
+    gradients = 4.0 * trained * (passes if stage >= 2 else 2)
+    # ZeRO 3 gathers weights for both directions of every pass, and once more to sample.
+    weights = whole * (2 * passes + 1) if stage == 3 else (whole if trained else 0)
+    return gradients + weights
+
+
+def _link(spec: RunSpec) -> float:
+    return LINK_BYTES["network" if spec.resources.num_nodes > 1 else "node"]
+
+
+def _sampling_s(spec: RunSpec, shape: Shape, rates: GpuRates, sequences: float) -> float:
+    """Seconds to sample this rank's completions, each to its full length."""
+    batch = max(1.0, min(spec.rollout.batch_size, sequences))
+    memory = MEMORY_SHARE * rates.memory
+    cache = cache_bytes(shape, spec.model.dtype, int(batch), longest_sequence(spec)) / 2  # it grows to its full length
+    token = max((weight_bytes(shape, spec.model.dtype) + cache) / memory, shape.layers * LAUNCH_S)
+    prompts = sequences / spec.main_loop.algorithm.group * spec.data.max_prompt_tokens
+    reading = 2 * shape.parameters * prompts / _matmul_rate(spec, rates)
+    return reading + sequences / batch * spec.rollout.max_new_tokens * token

@@ -1,0 +1,48 @@
+"""Nodes of an attempt: all that were asked for, or as many as there are and the batch divides by."""
+
+from typing import Any
+
+import pytest
+from control_fakes import FakeScheduler, make_spec
+from pydantic import ValidationError
+
+from rlhf_core.allocation.sizing import Size, size_of
+from rlhf_core.schemas.run import RunSpec, SlurmSpec
+
+NODES = ("a", "b", "c", "d")
+
+
+def spec_of(min_nodes: int, batch_size: int = 32) -> RunSpec:
+    resources = {"num_nodes": 4, "min_nodes": min_nodes, "ranks_per_node": 2}
+    return make_spec(resources=resources, sft={"batch_size": batch_size}, grpo={"prompts_per_step": batch_size})
+
+
+def size(min_nodes: int, excluded: tuple[str, ...] = (), new: tuple[str, ...] = (), **scheduler: Any) -> Size:
+    inventory = FakeScheduler(**{"nodes": NODES, **scheduler}).inventory()
+    return size_of(spec_of(min_nodes), SlurmSpec(), inventory, dict.fromkeys(excluded, "suspect"), new)
+
+
+def test_numbers_that_the_batch_does_not_divide_by_are_passed_over() -> None:
+    assert spec_of(1).possible_nodes == (4, 2, 1)
+    assert spec_of(2).possible_nodes == (4, 2)
+    assert spec_of(0).possible_nodes == (4,), "control: without min_nodes all are waited for"
+    with pytest.raises(ValidationError, match=r"resources.min_nodes = 5 and resources.num_nodes = 4"):
+        spec_of(5)
+
+
+def test_an_attempt_has_as_many_nodes_as_there_are() -> None:
+    down = {"d": "down*"}
+    found = size(1, out_of_service=down)
+    assert found.num_nodes == 2
+    assert "cannot give 4 nodes (d is down*): going on with 2, at least resources.min_nodes = 1" in found.reason
+    assert size(0, out_of_service=down).num_nodes == 4, "control: without min_nodes it waits"
+    assert size(4, out_of_service=down).num_nodes == 4
+    assert size(1).num_nodes == 4
+    assert size(2, out_of_service=dict.fromkeys("bcd", "drained")).num_nodes == 4, "fewer than the fewest: it waits"
+
+
+def test_a_new_suspect_is_left_out_and_an_old_one_taken_again() -> None:
+    first = size(2, ("d",), new=("d",))
+    assert (first.num_nodes, dict(first.excluded)) == (2, {"d": "suspect"})
+    later = size(2, ("d",))
+    assert (later.num_nodes, later.spared, later.reason) == (4, ["d"], ""), "the next attempt grows again"

@@ -1,0 +1,103 @@
+"""Predicted memory and step time: against hand counts, in the presets for real hardware, in a dry run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeScheduler
+from test_preflight_checks import healthy, with_spec
+
+from rlhf_core import config
+from rlhf_core.allocation.planner import plan
+from rlhf_core.preflight.facts import Baseline, DataFile, Facts
+from rlhf_core.preflight.memory import GIB, shape_of
+from rlhf_core.preflight.predictions import predict
+from rlhf_core.preflight.registry import run_checks
+from rlhf_core.preflight.size_estimates import decoder_parameters
+from rlhf_core.preflight.step_time import LAUNCH_S, MATMUL_SHARE, gpu_rates, step_time
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.run import LoraSpec, with_changes
+
+WEIGHTS = {"qwen2.5-7b-gsm8k": 7_615_616_512, "qwen2.5-32b": 32_763_876_352}
+"""Parameters by the model cards' checkpoints."""
+
+
+def on_a_cluster(name: str, num_nodes: int) -> Facts:
+    """Facts of a preset on nodes with the GPUs that it asks for."""
+    spec = config.load(name)
+    nodes = tuple(f"n{number}" for number in range(num_nodes))
+    scheduler = FakeScheduler(
+        nodes=nodes,
+        cpus_per_node=96,
+        memory_gb=1000,
+        gpus_per_node=8,
+        node_gpus=dict.fromkeys(nodes, 8),
+        node_gpu_types=dict.fromkeys(nodes, spec.slurm.gpu_type),
+    )
+    columns = frozenset({"question", "answer"})
+    file = DataFile(Path("/d/train.jsonl"), num_rows=7473, columns=columns, prompt_hashes=frozenset({b"a"}))
+    return replace(
+        healthy(),
+        spec=spec,
+        inventory=scheduler.inventory(),
+        scheduler="slurm",
+        train=file,
+        eval=replace(file, path=Path("/d/test.jsonl"), prompt_hashes=frozenset({b"b"})),
+        model_config=spec.model.config,
+        disk=replace(healthy().disk, free_bytes=10_000 * GIB),
+    )
+
+
+@pytest.mark.parametrize(("name", "num_nodes"), [("qwen2.5-7b-gsm8k", 1), ("qwen2.5-32b", 4)])
+def test_presets_for_real_hardware_pass_preflight_and_fit(name: str, num_nodes: int) -> None:
+    facts = on_a_cluster(name, num_nodes)
+    results = run_checks(facts)
+    assert [result for result in results if result.status is CheckStatus.BLOCKED] == []
+    assert {result.id for result in results if result.status is CheckStatus.PASSED} >= {
+        "memory.trainer",
+        "memory.evaluator",
+        "resources.duration",
+    }
+    assert decoder_parameters(facts.model_config) == pytest.approx(WEIGHTS[name], rel=1e-3)
+    assert plan(facts.spec, facts.inventory, attempt=1).num_nodes == num_nodes
+    small = replace(facts, spec=with_changes(facts.spec, {"slurm.gpu_type": "l4"}))
+    (blocked,) = [result for result in run_checks(small) if result.id == "memory.trainer"]
+    assert blocked.status is CheckStatus.BLOCKED
+
+
+def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
+    """Qwen2.5-7B on one node: 8 operations per weight and token with recomputed activations, at 0.4 of 989 TFLOP/s."""
+    facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
+    step = predict(facts.spec, facts.inventory, facts.model_config, None).step
+    assert step is not None
+    tokens = 64 * 8 / 8 * (512 + 1024)
+    rate = MATMUL_SHARE * 989e12
+    assert step.parts["training"] == pytest.approx(8 * WEIGHTS["qwen2.5-7b-gsm8k"] * tokens / rate, rel=1e-3)
+    reading = 2 * WEIGHTS["qwen2.5-7b-gsm8k"] * 64 / 8 * 512 / rate
+    assert step.parts["sampling"] == pytest.approx(reading + 1024 * 28 * LAUNCH_S, rel=1e-3)
+    adapted = facts.spec.model_copy(update={"model": facts.spec.model.model_copy(update={"lora": LoraSpec()})})
+    lighter = predict(adapted, facts.inventory, facts.model_config, None).step
+    assert lighter is not None
+    assert lighter.parts["training"] == pytest.approx(6 / 8 * step.parts["training"], rel=1e-6)
+    assert lighter.parts["communication"] < step.parts["communication"]
+
+
+def test_a_gpu_without_figures_and_a_run_without_gpus_are_not_predicted() -> None:
+    facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
+    shape = shape_of(facts.model_config, WEIGHTS["qwen2.5-7b-gsm8k"], 0)
+    assert shape is not None
+    assert step_time(facts.spec, shape, "gaudi3") is None
+    assert step_time(healthy().spec, shape, "h100") is None
+    assert gpu_rates("NVIDIA H100 80GB HBM3") == gpu_rates("h100") != gpu_rates("h200")
+    assert predict(with_spec().spec, facts.inventory, {}, None).memory is None
+
+
+def test_a_predicted_duration_warns_as_a_measured_one_does() -> None:
+    facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
+    short = replace(facts, spec=with_changes(facts.spec, {"resources.time_limit_s": 3600}))
+    (found,) = [result for result in run_checks(short) if result.id == "resources.duration"]
+    assert found.status is CheckStatus.WARNING
+    assert "as predicted from the dimensions" in found.found
+    known = replace(short, baseline=Baseline(seconds_per_step=1.0, known=True))
+    (found,) = [result for result in run_checks(known) if result.id == "resources.duration"]
+    assert found.status is CheckStatus.PASSED
