@@ -7,11 +7,11 @@ from prefect.settings import PREFECT_API_URL
 
 from flows import reconcile, requests, schedules
 from flows.flow_runs import RUN_FLOW, PrefectFlowRuns
-from rlhf_core.config import Site
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.loop import Chore
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.site_config import Site
 
 log = logging.getLogger("rlhf.daemon")
 

@@ -28,14 +28,14 @@ from flows.schedules import SKIP_IF_BUSY
 from flows.server import START_IT, server_answers
 from flows.work_pool import QUEUES
 from rlhf_core import config as configs
-from rlhf_core import private_files
+from rlhf_core import config_problems, private_files
 from rlhf_core.accounts import user_name
-from rlhf_core.config import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.snapshots import keep
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.presets import PRESETS
 from rlhf_core.redaction import carries_secret
+from rlhf_core.site_config import Site
 
 ENTRYPOINT = "flows.run.rlhf_run"
 """Entry point of the flow for a worker: a module of this installation, whatever folder its process is in."""
@@ -127,7 +127,7 @@ def register(
         raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
     spec = configs.load(config, overrides)
     name = name or spec.name
-    if name == RESUME or not configs.is_name(name):
+    if name == RESUME or not config_problems.is_name(name):
         raise BadInput(
             f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
             f"{RESUME!r}, which goes on with runs; give --name"

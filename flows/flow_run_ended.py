@@ -8,13 +8,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.logging.loggers import flow_run_logger
 
-from rlhf_core.config import Site, load_site
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
+from rlhf_core.site_config import Site, load_site
 
 
 def end_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:

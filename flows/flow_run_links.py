@@ -11,9 +11,9 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_UI_URL
 
 from flows.flow_runs import ADOPTED_TAG
-from rlhf_core.config import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.run_dir import RunDir
+from rlhf_core.site_config import Site
 from rlhf_core.survival import Survived
 
 

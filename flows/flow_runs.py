@@ -25,7 +25,6 @@ from flows import references, task_runs
 from flows.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.events import FlowRunRef
 from flows.server import server_answers
-from rlhf_core.config import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
 from rlhf_core.diagnosis.reconcile_facts import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.history.store import HistoryStore
@@ -33,6 +32,7 @@ from rlhf_core.journal_reader import read_journal, valid_lines
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.site_config import Site
 
 RUN_FLOW = "rlhf-run"
 """Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""

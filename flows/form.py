@@ -10,15 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from rlhf_core import config
-from rlhf_core.config import describe_fields, shortened, to_toml
+from rlhf_core import config, config_problems
+from rlhf_core.config_fields import describe_fields, to_toml
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import is_run_id
-from rlhf_core.schemas.algorithms import MAX_STEPS
 from rlhf_core.schemas.base import Schema, label_problem
 from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.loops import MAX_STEPS
 from rlhf_core.schemas.run import MAX_TAGS, RunSpec
+from rlhf_core.toml_files import shortened
 
 
 def _split_at_commas(given: Any) -> Any:
@@ -162,7 +163,7 @@ def _explain(detail: Any) -> str:
         return f"{name}: found {shortened(detail.get('input'))}, {detail['ctx']['error']}"
     expected = detail["msg"][0].lower() + detail["msg"][1:]
     if name == "name" and detail["type"] == "string_pattern_mismatch":
-        expected = config.expected_name(str(detail.get("input")))
+        expected = config_problems.expected_name(str(detail.get("input")))
     return f"{name}{f' ({setting})' if setting else ''}: found {shortened(detail.get('input'))}, {expected}"
 
 
@@ -217,7 +218,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
         before = prefilled(config.load(form.config))
     except BadConfig:
         before = after  # only the overrides make it whole
-    named = [config.setting_of(text) for text in form.overrides]
+    named = [config_problems.setting_of(text) for text in form.overrides]
     changed: list[str] = []
     for field, setting in settings.items():
         value = getattr(form, field)

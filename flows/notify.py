@@ -21,8 +21,8 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
 from flows.server import server_answers
-from rlhf_core.config import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
+from rlhf_core.site_config import Site
 
 BLOCK = "rlhf-notify"
 """Name of the block with the address."""

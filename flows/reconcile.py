@@ -21,10 +21,10 @@ from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
 from flows.server import server_answers
-from rlhf_core.config import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
 from rlhf_core.control.steps import Step
 from rlhf_core.diagnosis.reconcile import ReconcileAction
+from rlhf_core.site_config import Site
 from rlhf_core.survival import Survived
 
 DEPLOYMENT = "rlhf-reconcile/site"

@@ -21,11 +21,12 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
 from flows.deployments import page
-from rlhf_core.config import Site
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.site import Request, Requests, requests_file
+from rlhf_core.site_config import Site
+from rlhf_core.whole_files import write_model
 
 RECENT = timedelta(days=1)
 """Time for which a request that was refused is shown."""

@@ -27,7 +27,6 @@ from flows.limits import run_slot
 from flows.log_filter import leave_out
 from flows.publisher import published
 from flows.tasks import TaskRunner, without_prefect
-from rlhf_core.config import Site, load_site
 from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened
 from rlhf_core.control.promotion import Question, describe
 from rlhf_core.control.snapshots import kept_with
@@ -36,6 +35,7 @@ from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text
+from rlhf_core.site_config import Site, load_site
 from rlhf_core.survival import Survived
 from rlhf_core.watchdog.evidence import regressed
 

@@ -18,10 +18,10 @@ import psutil
 
 from flows.server_guards import Names, names_of
 from rlhf_core import private_files
-from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
-from rlhf_core.run_dir import create_once
 from rlhf_core.services.presence import ServiceState, look, private_folder
+from rlhf_core.site_config import Site
+from rlhf_core.whole_files import create_once
 
 ANSWER_TIMEOUT_S = 10.0
 """Time that a server has to answer."""

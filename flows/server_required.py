@@ -1,10 +1,10 @@
 """A Prefect server for what cannot be done without one, or words about where it should be. Imports no Prefect."""
 
 from flows.server import START_IT, connect, is_there, own_url
-from rlhf_core.config import Site
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.services.presence import ServiceFiles, ServiceState, look
 from rlhf_core.services.supervisord import Supervisord
+from rlhf_core.site_config import Site
 
 
 def require(site: Site) -> str:

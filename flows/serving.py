@@ -19,9 +19,9 @@ from flows.server import (
     ui_url,
     worker_settings,
 )
-from rlhf_core.config import Site
 from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S, holding, private_folder
 from rlhf_core.services.processes import die_with_parent
+from rlhf_core.site_config import Site
 
 Heartbeat = Callable[[], None]
 

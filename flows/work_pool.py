@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
+from rlhf_core.site_config import Site
 
 QUEUES = ("high", "default", "low")
 """The queues of the work pool; runs of an earlier one start first."""

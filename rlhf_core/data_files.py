@@ -85,6 +85,19 @@ KINDS = (*READERS, ".parquet")
 """Ends of the names of data files."""
 
 
+def pair_problem(chosen: object, rejected: object) -> str:
+    """Problem of a pair of completions; empty if something can be learned from it."""
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not value:
+            return f"the {name} completion is empty"
+    return "the chosen and the rejected completion are the same" if chosen == rejected else ""
+
+
+def label_of(value: object) -> bool | None:
+    """Label that a value stands for: true or false, 1 or 0, also as text; None if it is none."""
+    return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
+
+
 def template_columns(template: str) -> tuple[list[str], str]:
     """Parse the names in a template and its problem (empty if it is well-formed).
 

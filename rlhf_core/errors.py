@@ -29,10 +29,12 @@
         ├── MetricsMismatch         ranks reduced different metrics, or were at different steps
         ├── RewardFailed            a reward function raised or returned something that is no reward
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
+        ├── FileSystemStalled       a checkpoint is not written on in the background
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
+        ├── StaleWeights            a rollout engine has another version of the weights than is asked for
         ├── TrainerIncomplete       another program that trains ended too early, or began anew
-        └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
+        └── ResumeMismatch          a checkpoint does not fit this run (model, spec)
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
 
@@ -191,12 +193,29 @@ class DiskFull(WorkerError):
     """There is no room for a checkpoint. What was there before is untouched."""
 
 
+class FileSystemStalled(WorkerError):
+    """A checkpoint is written in the background, and the file system takes nothing of it any more."""
+
+
 class NonFiniteLoss(WorkerError):
     """The loss or the gradient norm is NaN or infinite."""
 
 
 class DegenerateRl(WorkerError):
-    """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health.py``."""
+    """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health.py``.
+
+    Attributes:
+        rule: rule of ``[health]`` that has found it.
+    """
+
+    def __init__(self, message: str, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class StaleWeights(WorkerError):
+    """A rollout engine has another version of the weights in force than the completions are to be made with, or other
+    weights than the trainer has at that version."""
 
 
 class TrainerIncomplete(WorkerError):
@@ -205,4 +224,4 @@ class TrainerIncomplete(WorkerError):
 
 
 class ResumeMismatch(WorkerError):
-    """A checkpoint does not fit this run: other number of ranks, other model, other spec."""
+    """A checkpoint does not fit this run: other model, other spec."""

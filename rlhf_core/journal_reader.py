@@ -14,9 +14,9 @@ from typing import BinaryIO, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from rlhf_core.appended_files import read_blocks, read_lines
 from rlhf_core.errors import JournalDamaged
 from rlhf_core.files import UnfitFile, open_regular
-from rlhf_core.run_dir import read_blocks, read_lines
 from rlhf_core.schemas.journal import JOURNAL_VERSION, JournalLine
 
 MAX_LINE_BYTES = 16 << 20

@@ -33,7 +33,7 @@ class CommandWithSettings(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the usual help, then the table. Computed only now: the settings come from the schemas."""
         super().format_help(ctx, formatter)
-        from rlhf_core.config import describe_fields
+        from rlhf_core.config_fields import describe_fields
 
         rows = [
             (field.name, field.type, "required" if field.required else field.default, field.meaning)
@@ -88,16 +88,17 @@ def check(
 def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     import tempfile
 
-    from rlhf_core.config import load_site
     from rlhf_core.control.baseline import read_baseline_of_site
-    from rlhf_core.control.controller import resolve, with_environment
+    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.site_names import for_site
     from rlhf_core.launch.prepare import keep_code
     from rlhf_core.preflight.gather_facts import Surroundings
     from rlhf_core.preflight.runner import make_checks
     from rlhf_core.scheduler import get_scheduler
+    from rlhf_core.site_config import load_site
 
     site = load_site()
-    spec = with_environment(resolve(config, overrides), site)
+    spec = for_site(resolve(config, overrides), site)
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
     there = tuple(path for path in spec.code.paths if Path(path).exists())
@@ -123,14 +124,15 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
 
 
 def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    from rlhf_core.config import load_site
-    from rlhf_core.control.controller import resolve, with_environment
+    from rlhf_core.control.controller import resolve
     from rlhf_core.control.node_probe import probe_nodes
+    from rlhf_core.control.site_names import for_site
     from rlhf_core.launch.prepare import absolute_paths
     from rlhf_core.scheduler import get_scheduler
+    from rlhf_core.site_config import load_site
 
     site = load_site()
-    spec = absolute_paths(with_environment(resolve(config, overrides), site), Path.cwd())
+    spec = absolute_paths(for_site(resolve(config, overrides), site), Path.cwd())
     return probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
 
 

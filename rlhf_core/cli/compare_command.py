@@ -34,11 +34,11 @@ def compare(
     """Compare runs: settings that differ, evaluations with their intervals, metrics at the last common step, time and
     incidents. Runs of different algorithms and lengths may be compared."""
     from rlhf_core.cli.history_commands import catch_up
-    from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.compare import compare as compare_runs
+    from rlhf_core.site_config import load_site
 
     if show and html is None:
         raise BadInput("--open needs a page to open: give --html FILE")

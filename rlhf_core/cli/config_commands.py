@@ -36,7 +36,7 @@ def migrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The config; it is rewritten in place.")],
 ) -> None:
     """Rewrite a config of rlhf-flows 0.1 in the form of this version, with its comments."""
-    from rlhf_core.run_dir import write_text
+    from rlhf_core.whole_files import write_text
 
     after = migrated_text(file)
     if after == file.read_text(encoding="utf-8"):
@@ -54,8 +54,9 @@ def migrated_text(file: Path) -> str:
     """
     from tomlkit import parse
 
-    from rlhf_core.config import read_toml, validate
+    from rlhf_core.config import validate
     from rlhf_core.schemas.migration import OLD_SECTIONS, current_document, current_name, old_settings
+    from rlhf_core.toml_files import read_toml
 
     try:
         content = read_toml(file)
@@ -146,7 +147,7 @@ def _left_of(below: list[str], *, is_first: bool) -> "Table":
 
 def _complete(found: dict[str, _Section], wanted: dict[str, Any]) -> None:
     """Add what 0.1 had as defaults and this version wants to be said; drop what has no effect."""
-    from rlhf_core.config import to_toml
+    from rlhf_core.config_fields import to_toml
 
     loops = wanted["loops"]
     if not loops.get("warm_start", {}).get("num_steps"):

@@ -16,8 +16,8 @@ from rlhf_core.formatting import count
 def upgrade() -> None:
     """Bring the history database to the schema of this program. All in one transaction; nothing happens when it is
     there."""
-    from rlhf_core.config import load_site
     from rlhf_core.history import database, migrate
+    from rlhf_core.site_config import load_site
 
     url = database.parse_url(load_site().database_url)
     done = migrate.upgrade(url)
@@ -34,7 +34,7 @@ def rebuild(as_json: output.JsonOption = False) -> None:
 
     Runs whose directory is gone keep their rows; leases are left alone, so running controllers are not disturbed.
     """
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.ingest import rebuild
 
     runs_dir = load_site().runs_dir
@@ -67,9 +67,9 @@ def reader(
     `rlhf sql` runs statements as it, and Grafana logs in as it. Pipe the script into psql as a superuser, in the
     database of the history, after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
     """
-    from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput
     from rlhf_core.history import database, read_only
+    from rlhf_core.site_config import load_site
 
     url = database.parse_url(load_site().database_url)
     if database.sqlite_file(url) is not None:

@@ -16,7 +16,7 @@ from rlhf_core.cli.output import JsonOption
 
 if TYPE_CHECKING:
     from flows.deployments import Submitted
-    from rlhf_core.config import Site
+    from rlhf_core.site_config import Site
 
 POLL_INTERVAL_S = 2.0
 """Interval between two queries of the reason why a run has not begun."""
@@ -137,21 +137,22 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
         BadInput: it is neither a file nor a preset, and no deployment can be called so.
     """
     from rlhf_core import config as configs
+    from rlhf_core import config_problems
     from rlhf_core.errors import BadInput
 
     if not or_deployment or Path(config).is_file():
         configs.load(config, overrides)
         return
     configs.check_overrides(overrides)  # other errors depend on the deployed config
-    if not configs.is_name(config.removeprefix("rlhf-run/")):
-        expected = configs.expected_name(Path(config).stem)
+    if not config_problems.is_name(config.removeprefix("rlhf-run/")):
+        expected = config_problems.expected_name(Path(config).stem)
         raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
 
 
 def _site_in_prefect() -> "Site":
     """Load the site's settings, and set Prefect's own before it is imported."""
     from flows.server_required import require
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     require(site)

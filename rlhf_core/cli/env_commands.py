@@ -35,7 +35,7 @@ def create(
     Where packages come from is a matter of pip's own settings. On a cluster the folder must be one that the nodes see.
     """
     from rlhf_core import environments
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     wanted = environments.definition(name)
     place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
@@ -48,7 +48,7 @@ def create(
 def list_(as_json: JsonOption = False) -> None:
     """List the environments that can be made, with the state of each in the home folder of the site."""
     from rlhf_core import environments
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     home = load_site().home
     rows = []
@@ -65,7 +65,7 @@ def list_(as_json: JsonOption = False) -> None:
 def show(name: NameArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
     """Show what an environment is made from, and its state."""
     from rlhf_core import environments
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     wanted = environments.definition(name)
     place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()

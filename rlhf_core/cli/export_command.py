@@ -48,10 +48,10 @@ def export(
     `wandb sync` sends; nothing is sent here.
     """
     from rlhf_core.cli.history_commands import catch_up
-    from rlhf_core.config import load_site
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
+    from rlhf_core.site_config import load_site
 
     with HistoryStore(load_site().database_url) as store:
         run_ids = list(dict.fromkeys(queries.resolve_run(store, run) for run in runs))

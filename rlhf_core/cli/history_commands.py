@@ -121,9 +121,9 @@ def nodes(
     strikes until now no longer count; the history keeps them.
     """
     from rlhf_core.accounts import attributed_here
-    from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput
     from rlhf_core.schemas.base import utc_now
+    from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.node_records import clear_node, node_records
 
     if (reason or by) and not clear:
@@ -388,7 +388,7 @@ def _seconds(start: str, end: str) -> float:
 
 def open_history() -> "HistoryStore":
     """Open the history of this site."""
-    from rlhf_core.config import load_site
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.site_config import load_site
 
     return HistoryStore(load_site().database_url)

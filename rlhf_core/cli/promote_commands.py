@@ -40,11 +40,11 @@ def refuse(
 def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
     from rlhf_core.accounts import attributed_here
     from rlhf_core.cli.run_commands import find_run
-    from rlhf_core.config import load_site
     from rlhf_core.control.approval import answer_promotion
     from rlhf_core.errors import PromotionFailed
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.schemas.attempts import PromotionState
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
@@ -65,7 +65,7 @@ def notify(
     """Register the notifications of this site ([notify] of rlhf.toml) with Prefect; with --test, also send a
     message."""
     from flows.server_required import require
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     require(site)

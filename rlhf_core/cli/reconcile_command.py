@@ -21,10 +21,10 @@ def reconcile(
     """Compare database, Prefect and scheduler once, and repair disagreements, as the site daemon does all the time.
     Exit code 1 if an action failed."""
     from flows.daemon import flow_runs_of
-    from rlhf_core.config import load_site
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once
     from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     flow_runs = flow_runs_of(site)

@@ -21,12 +21,12 @@ def report(
 
     Works for a run in any state, also while it runs and after it has failed.
     """
-    from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput, RlhfError
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.run_page import write_report
     from rlhf_core.run_dir import RunDir
+    from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.ingest import sync
 
     site = load_site()

@@ -17,10 +17,10 @@ from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_output import print_plan, print_summary
 
 if TYPE_CHECKING:
-    from rlhf_core.config import Site
     from rlhf_core.control.controller import Controller
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.run_dir import RunDir
+    from rlhf_core.site_config import Site
 
 NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
 TagOption = Annotated[
@@ -47,9 +47,9 @@ def run(
     Ctrl-C asks once, then cancels cleanly. Training continues if this process is killed: `rlhf resume` adopts it.
     Exit code 0 done, 1 failed (with the diagnosis), 2 bad input or blocked by a check, 130 cancelled.
     """
-    from rlhf_core.config import load_site
     from rlhf_core.control.controller import new_run, resolve
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.site_config import load_site
 
     overrides = set_ or []
     site = load_site()
@@ -70,12 +70,12 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
     A run with a running controller is left to it, and the controller is named. A controller that died on this host is
     replaced at once; one on another host when its lease expires, within a minute.
     """
-    from rlhf_core.config import load_site
     from rlhf_core.control.promotion import is_due
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.launch.journal import read_record
     from rlhf_core.launch.lease import refuse_if_driven
     from rlhf_core.schemas.attempts import RunState
+    from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.watcher import record
 
     site = load_site()
@@ -102,10 +102,10 @@ def cancel(
     """End a run and prove that its job is gone, with or without a running controller. A request that no worker has
     started is withdrawn."""
     from rlhf_core.accounts import account
-    from rlhf_core.config import load_site
     from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
     from rlhf_core.errors import UnknownRun
     from rlhf_core.schemas.attempts import RunState
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     why = f"{reason or 'rlhf cancel'} (by {account()})"
@@ -274,8 +274,8 @@ def logs(
 
 
 def _find(text: str) -> "RunDir":
-    from rlhf_core.config import load_site
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
@@ -287,7 +287,7 @@ def doctor(as_json: JsonOption = False) -> None:
     from flows.server import configured_url
     from flows.services import status
     from rlhf_core.cli.doctor import examine
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     items = examine(site, {one.name: one.state.value for one in status(site)}, configured_url())

@@ -1,29 +1,46 @@
 """Plan and summary of a run, as the terminal and as JSON show them."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.cli import output
 
 if TYPE_CHECKING:
-    from rlhf_core.config import Site
+    from rlhf_core.preflight.predictions import Predictions
     from rlhf_core.render.summary import Summary
     from rlhf_core.run_dir import RunDir
     from rlhf_core.schemas.run import RunSpec
+    from rlhf_core.site_config import Site
 
 
 def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     """Print the placement and the batch script of a run that is not started."""
     from rlhf_core.allocation.planner import plan
+    from rlhf_core.errors import BadInput
     from rlhf_core.launch.start import job_request
+    from rlhf_core.preflight.gather_facts import inspect_model, model_config
+    from rlhf_core.preflight.predictions import predict
     from rlhf_core.run_dir import RunDir
     from rlhf_core.scheduler import get_scheduler
 
     scheduler = get_scheduler(site.scheduler)
-    placement = plan(spec, scheduler.inventory(), attempt=1)
+    inventory = scheduler.inventory()
+    predictions = predict(spec, inventory, model_config(spec.model), inspect_model(spec.model))
+    try:
+        placement = plan(spec, inventory, attempt=1)
+    except BadInput:
+        predicted = [] if as_json else list(_predicted(predictions))
+        if predicted:  # what another cluster would have to have
+            output.print_table((f"dry run of {spec.name}", ""), predicted)
+        raise
     run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
     request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     if as_json:
         shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
+        shown["predictions"] = {
+            "memory_bytes": predictions.memory.peak_bytes if predictions.memory is not None else None,
+            "step_s": predictions.step.seconds if predictions.step is not None else None,
+        }
         shown["script"] = scheduler.script(request)
         output.print_json({**shown, "scheduler": scheduler.name})
         return
@@ -36,6 +53,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         ("stages", "preflight, allocate, train" + (", evaluate" if spec.is_evaluated else "")),
         ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
         ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),
+        *_predicted(predictions),
         ("scheduler", scheduler.name),
         ("run directory", run_dir.root),
         ("agent on each node", " ".join(request.command)),
@@ -45,6 +63,18 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     output.print_text(scheduler.script(request))
     output.print_text("")
     output.print_text("Nothing was started.")
+
+
+def _predicted(predictions: "Predictions") -> Iterator[tuple[str, str]]:
+    """Rows of the plan with what is estimated, as far as the config tells."""
+    memory, step = predictions.memory, predictions.step
+    if memory is not None:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in memory.largest[:4] if size > 2**30 / 20)
+        most = f": {parts}" if parts else ""
+        yield "memory of a rank (estimate)", f"{memory.peak_bytes / 2**30:.1f} GiB at most{most}"
+    if step is not None:
+        parts = ", ".join(f"{name} {output.seconds_text(seconds)}" for name, seconds in step.parts.items())
+        yield "step (estimate)", f"{output.seconds_text(step.seconds)} at full lengths: {parts}"
 
 
 def _steps_of(spec: "RunSpec") -> list[str]:

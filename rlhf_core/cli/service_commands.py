@@ -9,7 +9,7 @@ from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
 
 if TYPE_CHECKING:
-    from rlhf_core.config import Site
+    from rlhf_core.site_config import Site
 
 ServicesArgument = Annotated[
     list[str] | None,
@@ -37,7 +37,7 @@ def up(
     from flows.services import down_ones, lacks_supervisord
     from flows.services import up as start
     from rlhf_core import private_files
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     site, names = load_site(), _present_names(services or ())
     if not status:
@@ -69,7 +69,7 @@ def password(as_json: JsonOption = False) -> None:
     """
     from flows.server import password as find
     from flows.server import ui_url
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     found = find(site)
@@ -82,8 +82,8 @@ def password(as_json: JsonOption = False) -> None:
 def down(services: ServicesArgument = None) -> None:
     """End what `rlhf up` started. The jobs of runs go on by themselves; the next `rlhf up` picks the runs up again."""
     from flows.services import down as stop
-    from rlhf_core.config import load_site
     from rlhf_core.errors import HistoryError
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     ended = stop(site, _present_names(services or ()), output.note)
@@ -107,7 +107,7 @@ def serve(
     from flows.services import wanted_services
     from flows.serving import serve as be
     from rlhf_core import private_files
-    from rlhf_core.config import load_site
+    from rlhf_core.site_config import load_site
 
     site = load_site()
     (name,) = wanted_services(site, _present_names((service,)))

@@ -5,7 +5,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import FieldHelp, describe_fields, describe_sections, optional_sections, to_toml, to_toml_key
+from rlhf_core.config_fields import (
+    FieldHelp,
+    describe_fields,
+    describe_sections,
+    optional_sections,
+    to_toml,
+    to_toml_key,
+)
 from rlhf_core.presets import preset_path
 
 HEAD = """\

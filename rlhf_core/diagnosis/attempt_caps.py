@@ -21,7 +21,7 @@ class Used:
 
     attempts: int = 0
     allocated_s: float = 0.0
-    """Total time of their allocations, in seconds."""
+    """Total time of their allocations, in seconds; that of one with fewer nodes than asked for counts for its share."""
 
 
 def refusal(spec: RunSpec, used: Used) -> str:
@@ -37,9 +37,14 @@ def refusal(spec: RunSpec, used: Used) -> str:
     return ""
 
 
-def time_limit_s(spec: RunSpec, used: Used) -> int:
-    """Time limit of the next attempt: ``resources.time_limit_s``, or what a cap leaves, whichever is shorter."""
-    left = [cap * HOUR_S / units - used.allocated_s for _, cap, units, _ in _hours(spec)]
+def time_limit_s(spec: RunSpec, used: Used, num_nodes: int = 0) -> int:
+    """Time limit of the next attempt: ``resources.time_limit_s``, or what a cap leaves, whichever is shorter.
+
+    Args:
+        num_nodes: its nodes; 0 for as many as the run asks for.
+    """
+    share = spec.resources.num_nodes / (num_nodes or spec.resources.num_nodes)
+    left = [(cap * HOUR_S / units - used.allocated_s) * share for _, cap, units, _ in _hours(spec)]
     return max(1, math.floor(min([spec.resources.time_limit_s, *left])))
 
 

@@ -306,6 +306,7 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("MetricsMismatch",), FailureKind.COLLECTIVE_MISMATCH),
     **_own(("RewardFailed",), FailureKind.REWARD_FUNCTION),
     **_own(("DiskFull",), FailureKind.DISK_FULL),
+    **_own(("FileSystemStalled",), FailureKind.FILE_SYSTEM),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
     **_own(("TrainerIncomplete",), FailureKind.INCOMPLETE),

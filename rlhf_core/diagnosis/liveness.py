@@ -264,34 +264,3 @@ def stop_of(rank: RankStatus) -> str:
     if rank.process_state in STOPPED_STATES or not pids:
         return "was stopped (process state T)"
     return f"speaks for process {pids}, which was stopped (process state T)"
-
-
-class LoopClock:
-    """Notices that the watcher itself stood still: a suspended job, a frozen machine.
-
-    Ages measured over such a pause say nothing about the workers, so they are counted from its end.
-    """
-
-    def __init__(self, tolerance_s: float = 2.0) -> None:
-        self._tolerance_s = tolerance_s
-        self._last_s: float | None = None
-        self._rebased_at_s = float("-inf")
-        self.pause_s = 0.0
-        """Length of the watcher's last standstill, in seconds."""
-
-    def tick(self, now_s: float) -> bool:
-        """Called once per round with the monotonic time; True when the watcher stood still since the last round."""
-        stalled = self._last_s is not None and now_s - self._last_s > self._tolerance_s
-        if stalled and self._last_s is not None:
-            self._rebased_at_s = now_s
-            self.pause_s = now_s - self._last_s
-        self._last_s = now_s
-        return stalled
-
-    def skip(self, now_s: float) -> None:
-        """The watcher was busy on purpose (it collected evidence): not a pause."""
-        self._last_s = now_s
-
-    def age_s(self, beat_s: float, now_s: float) -> float:
-        """Silence since a beat, not counting what was before the last pause."""
-        return max(0.0, now_s - max(beat_s, self._rebased_at_s))

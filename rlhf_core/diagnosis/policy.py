@@ -207,8 +207,9 @@ def _rule(kind: FailureKind, undecided: bool) -> Rule:
 def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
     """One change that lowers the memory a GPU needs, and leaves every step's batch and gradient what they were.
 
-    Half the micro-batch until it is 1, then activation checkpointing, then half as many completions at once until
-    that is 1 too.
+    Half the micro-batch until it is one sequence, then activation checkpointing, then the next stage of ZeRO where
+    there is another rank to split with, then the optimizer in main memory (on GPUs), then half as many completions at
+    once until that is 1 too, then the weights in main memory.
 
     Args:
         spec: With all changes that were made before.
@@ -216,15 +217,23 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
     Returns:
         Dotted name to new value; empty when there is nothing left to change.
     """
-    if not isinstance(spec.trainer, NativeTrainer):
+    trainer = spec.trainer
+    if not isinstance(trainer, NativeTrainer):
         return {}  # how another program cuts its batch is in its own arguments
-    if spec.trainer.micro_batch_size > 1:
-        return {"trainer.micro_batch_size": spec.trainer.micro_batch_size // 2}
-    if not spec.trainer.gradient_checkpointing:
-        return {"trainer.gradient_checkpointing": True}
-    if spec.rollout.batch_size > 1:
-        return {"rollout.batch_size": spec.rollout.batch_size // 2}
-    return {}
+    has_gpus = spec.resources.gpus_per_node > 0
+    tokens, size = trainer.micro_batch_tokens, trainer.micro_batch_size
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    ladder: tuple[tuple[bool, str, JsonValue], ...] = (
+        # Under a bound below the longest sequence, long sequences are alone already.
+        (tokens > longest, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
+        (tokens == 0 and size > 1, "trainer.micro_batch_size", size // 2),
+        (not trainer.gradient_checkpointing, "trainer.gradient_checkpointing", True),
+        (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
+        (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
+        (spec.rollout.batch_size > 1, "rollout.batch_size", spec.rollout.batch_size // 2),
+        (trainer.zero_stage == 3 and trainer.offload == "optimizer" and has_gpus, "trainer.offload", "parameters"),
+    )
+    return next(({name: value} for applies, name, value in ladder if applies), {})
 
 
 def rollback_step(

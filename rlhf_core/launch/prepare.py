@@ -13,12 +13,14 @@ from rlhf_core.accounts import account, user_name
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
+from rlhf_core.run_dir import RunDir, new_run_id
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
 from rlhf_core.schemas.journal import RunCreated
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
+from rlhf_core.schemas.scoring_models import PROMOTED
 from rlhf_core.schemas.trainers import Trainer
+from rlhf_core.whole_files import remove_tree, write_model, write_text
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""
@@ -41,6 +43,10 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
             raise BadConfig(f"found the path {path!r}, expected one in UTF-8; rename the folder or give a whole path")
         return path
 
+    models = {
+        name: one if one.path.startswith(PROMOTED) else one.model_copy(update={"path": absolute(one.path)})
+        for name, one in spec.reward.models.items()
+    }
     tokenizer = spec.model.tokenizer
     if tokenizer not in ("", *BUILT_TOKENIZERS):
         tokenizer = absolute(tokenizer)
@@ -48,6 +54,7 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
         update={
             "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
             "data": spec.data.model_copy(update={"train": absolute(spec.data.train), "eval": absolute(spec.data.eval)}),
+            "reward": spec.reward.model_copy(update={"models": models}),
             "promote": spec.promote.model_copy(update={"folder": absolute(spec.promote.folder)}),
             "trainer": _with_absolute_paths(spec.trainer, folder, absolute),
             "code": spec.code.model_copy(update={"paths": tuple(absolute(path) for path in spec.code.paths)}),

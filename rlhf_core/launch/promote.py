@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.checkpoint_dir import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
 from rlhf_core.files import bring_to_disk, open_regular
-from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, create_once, is_disk_full, read_model, write_text
+from rlhf_core.run_dir import RunDir, run_name
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport, FileChecksum
 from rlhf_core.schemas.run import PromoteSpec
+from rlhf_core.whole_files import create_once, is_disk_full, read_model, write_text
 
 CARD = "README.md"
 PROVENANCE = "rlhf.json"
@@ -84,6 +86,18 @@ def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
     return folder / run_dir.run_id
 
 
+def newest_promoted(folder: Path, name: str) -> Path | None:
+    """Folder of the newest promoted model of the runs of one name; None where there is none.
+
+    Args:
+        folder: of the promoted models.
+        name: of the runs, or the id of one run.
+    """
+    present = folder.iterdir() if folder.is_dir() else ()
+    found = [path for path in present if name in (path.name, run_name(path.name)) and (path / PROVENANCE).is_file()]
+    return max(found, default=None)  # the ids of runs of one name are in the order of their times
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The answer
 
@@ -120,6 +134,30 @@ def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
 # The model directory
 
 
+def model_source(run_dir: RunDir, step: int) -> CheckpointDir:
+    """Return the folder that a checkpoint's model is published from: its own, or the merged one of an adapter.
+
+    Adapters that another program trained are published as they are.
+
+    Raises:
+        PromotionFailed: the checkpoint holds an adapter of the native trainer and there is no merged model of it.
+    """
+    checkpoint = run_dir.checkpoint(step)
+    manifest = checkpoint.manifest()
+    if manifest is None or f"{_MODEL_FILES}{BASE_RECORD}" not in manifest.files:
+        return checkpoint
+    merged = run_dir.merged(step)
+    found = merged.manifest()
+    expected = manifest.files[f"{_MODEL_FILES}{ADAPTER_WEIGHTS}"]
+    if found is None or found.files.get(f"{_MODEL_FILES}{ADAPTER_OF_MERGED}/{ADAPTER_WEIGHTS}") != expected:
+        raise PromotionFailed(
+            f"checkpoint {checkpoint.root} holds an adapter, and {merged.root} does not hold the model that it was "
+            f"merged into: the evaluator writes it. Resume the run to evaluate again, then `rlhf approve "
+            f"{run_dir.run_id}`"
+        )
+    return merged
+
+
 def write_model_directory(
     checkpoint: CheckpointDir, target: Path, card: str, provenance: ModelProvenance, tick: Callable[[], None]
 ) -> None:
@@ -128,6 +166,7 @@ def write_model_directory(
     Call it under the lease of the run: unfinished files of an earlier writer of the same target are removed.
 
     Args:
+        checkpoint: folder with the model, as :func:`model_source` gives it.
         card: text of the model card.
         provenance: without its files.
         tick: called for every block that is copied; may raise to stop.

@@ -7,9 +7,10 @@ from rlhf_core.render import plots
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, join, number, tag, words
 from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
+from rlhf_core.schemas.reports import EVALUATIONS
 
-EVALUATION_CURVE = "eval/greedy"
-"""Metric of the greedy evaluations during training (``evaluate.every_num_steps``)."""
+EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference"}
+"""Metrics of the evaluations during training (``evaluate.every_num_steps``)."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def _series_text(series: Series) -> str:
 def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
     title = "Held-out accuracy"
     series = []
-    for name in ("greedy", "sampled"):
+    for name in EVALUATIONS:
         rows = sorted(
             (row for row in record.evaluations if row["name"] == name),
             key=lambda row: (row["checkpoint_step"], row["when"] != "before"),
@@ -257,7 +258,7 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
             for row in rows
             if None not in (row["value"], row["ci_low"], row["ci_high"])
         )
-        between = finite(record.curves.get(EVALUATION_CURVE, ())) if name == "greedy" else []
+        between = finite(record.curves.get(EVALUATION_CURVES.get(name, ""), ()))
         if points:
             series.append(PointSeries(name, points, between))
     if not series:
@@ -265,7 +266,7 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
     level = record.spec.evaluate.confidence if record.spec else None
     caption = "Bars: confidence interval" + (f" of {level:.0%}." if level else ".")
     if any(item.between for item in series):
-        caption += " Small dots: greedy evaluations during training."
+        caption += " Small dots: evaluations during training."
     svg = plots.point_chart(
         series,
         unit=words(record.evaluations[0]["metric"]),

@@ -24,8 +24,8 @@ from rlhf_core.render.markup import (
 )
 from rlhf_core.render.run_page import document
 from rlhf_core.render.series import Marks, Point, PointSeries, Series, finite, smoothing_window
-from rlhf_core.run_dir import write_text
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.whole_files import write_text
 
 Facts = Mapping[str, Any]
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_core.appended_files import read_tail
 from rlhf_core.files import read_document
 from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir, read_tail
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import RankStatus
 
 MAX_STACKS, STACK_LINES = 3, 24

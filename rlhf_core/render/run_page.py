@@ -31,11 +31,10 @@ from rlhf_core.render.markup import (
 from rlhf_core.render.promotion import promotion
 from rlhf_core.render.run_sections import timeline_section
 from rlhf_core.render.series import finite
-from rlhf_core.run_dir import RunDir, write_text
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
-
-NAMES = ("greedy", "sampled")
-"""Kinds of evaluation, in the order of the page."""
+from rlhf_core.schemas.reports import EVALUATIONS
+from rlhf_core.whole_files import write_text
 
 
 def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
@@ -122,7 +121,7 @@ def _in_a_sentence(record: ReportData) -> Markup:
 def _changes(record: ReportData) -> list[str]:
     """Change of the held-out accuracy, with no more claimed than the intervals allow."""
     sentences = []
-    for name in NAMES:
+    for name in EVALUATIONS:
         before, after = _pair(record, name)
         if before is None or after is None:
             continue
@@ -153,7 +152,7 @@ def _pair(record: ReportData, name: str) -> tuple[Mapping[str, Any] | None, Mapp
 
 
 def _tiles(record: ReportData) -> Markup:
-    tiles = [*(_evaluation_tile(record, name) for name in NAMES), _reward_tile(record), _goodput_tile(record)]
+    tiles = [*(_evaluation_tile(record, name) for name in EVALUATIONS), _reward_tile(record), _goodput_tile(record)]
     shown = [tile for tile in tiles if tile]
     return tag("div", *shown, class_="tiles") if shown else Markup("")
 

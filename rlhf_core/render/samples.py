@@ -6,7 +6,7 @@ from itertools import groupby
 from rlhf_core.formatting import count
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, code, fold, join, number, signed, table, tag
-from rlhf_core.schemas.reports import EvaluationSample, SampleLine
+from rlhf_core.schemas.reports import EVALUATIONS, EvaluationSample, SampleLine
 
 _PER_GROUP = 4
 _LONGEST = 600
@@ -25,8 +25,8 @@ _GROUPS = {
 
 
 def evaluation_samples(record: ReportData) -> Markup:
-    """Prompts with what the model answered, greedily where there is a choice: wrong and right ones."""
-    for name in ("greedy", "sampled"):
+    """Prompts with what the model answered, greedily where there is a choice, or preferred: wrong and right ones."""
+    for name in EVALUATIONS:
         before, after = record.tables.get(("before", name)), record.tables.get(("after", name))
         if before and after:
             return _compared(name, before, after)

@@ -24,7 +24,7 @@ class Accuracy:
     """One measure, before and after."""
 
     name: str
-    """``greedy`` or ``sampled``."""
+    """``greedy``, ``sampled`` or ``preference``."""
     metric: str
     before: EvaluationReport | None
     after: EvaluationReport | None

@@ -34,6 +34,7 @@ from rlhf_core.scheduler.slurm_answers import (
     query_job,
     refusal,
     status_of,
+    takes_no_job,
 )
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
@@ -62,16 +63,18 @@ class SlurmScheduler:
 
     def inventory(self) -> Inventory:
         """Count all nodes, also those that are busy or down just now: their jobs wait. Cores, memory and GPUs are those
-        of the largest, as a job may ask for these alone; Slurm has the last word.
+        of the largest, as a job may ask for these alone; Slurm has the last word. Nodes that take no job are named.
 
         Raises:
             SchedulerError: Slurm does not answer.
         """
         slurm_queue.require_controller()
-        text = slurm_queue.run("sinfo", "--noheader", "--Node", "--format=%N|%c|%m|%G")
-        rows = {row[0]: row for line in text.splitlines() if len(row := line.split("|")) == 4}
-        if not rows:
+        text = slurm_queue.run("sinfo", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
+        listed = [row for line in text.splitlines() if len(row := line.split("|")) == 6]
+        if not listed:
             raise SchedulerError("sinfo lists no nodes")
+        rows = {row[0]: row for row in listed}  # a node comes once for each of its partitions
+        partitions = {name: tuple(row[5].rstrip("*") for row in listed if row[0] == name) for name in rows}
         return Inventory(
             node_names=tuple(rows),
             cpus_per_node=max(leading_number(row[1]) for row in rows.values()),
@@ -79,6 +82,9 @@ class SlurmScheduler:
             gpus_per_node=max(num_gpus(row[3]) for row in rows.values()),
             node_gpus={name: num_gpus(row[3]) for name, row in rows.items()},
             node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
+            out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},
+            node_partitions=partitions,
+            default_partition=next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
         )
 
     def script(self, request: JobRequest) -> str:

@@ -135,3 +135,11 @@ def is_no_answer(said: str) -> bool:
     """Return True if Slurm was not reached: the job may have been accepted all the same."""
     silent = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
     return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))
+
+
+def takes_no_job(state: str) -> bool:
+    """True for the state of a node, as ``sinfo`` writes it, in which it gets no job until an administrator acts.
+
+    A star marks a node that does not answer. One that is busy, or powered down to save energy, takes jobs.
+    """
+    return state.endswith("*") or state.startswith(("down", "drain", "fail", "error", "maint", "unknown", "future"))

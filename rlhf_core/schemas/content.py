@@ -71,8 +71,12 @@ class SplitReport(Schema):
     """Tokens of the longest prompt."""
     longest_kept: int = 0
     """Tokens of the longest prompt that is not left out."""
+    num_long_completions: int = 0
+    """Rows with a completion that is longer than ``data.max_completion_tokens``."""
+    longest_completion: int = 0
+    """Tokens of the longest completion of a prompt that is not left out."""
     longest_taught: int = 0
-    """Tokens of the longest prompt with what supervised training teaches after it."""
+    """Tokens of the longest prompt with a completion that is learned from, of rows that are not left out."""
 
 
 class TokenizerReport(Schema):

@@ -131,6 +131,8 @@ class Incident(Schema):
     """Seconds from the last sign of life to detection."""
     damaged_checkpoint: Label = ""
     """Checkpoint folder that was found damaged."""
+    health_rule: Label = ""
+    """Rule of ``[health]`` that has found it; empty of other failures."""
     is_undecided: bool = False
     """Only the words of a log or of an error say what it was, and nothing proves it."""
     seen_at: Moment

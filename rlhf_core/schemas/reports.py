@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, AliasChoices, Field, JsonValue
 
@@ -162,6 +162,8 @@ class TrainerWarning(Schema):
     """Sentence with the finding, the expectation, and the advice."""
     step: Int32
     """Optimizer step it was found at."""
+    health_rule: Label = ""
+    """Rule of ``[health]`` that has found it; empty of other findings."""
 
 
 class AgentEvent(Schema):
@@ -248,6 +250,8 @@ class WorkerOutcome(Schema):
     """Its traceback as text."""
     damaged_checkpoint: Label = ""
     """Checkpoint folder that it could not go on from, because it is damaged."""
+    health_rule: Label = ""
+    """Rule of ``[health]`` that has ended it."""
     step: Int32 = 0
     """Step it had reached."""
     phase: Phase = Phase.SETUP
@@ -297,6 +301,13 @@ class FileChecksum(Schema):
     """Hash, hexadecimal."""
 
 
+class BaseModelRecord(Schema):
+    """Content of ``base_model.json``: the base model that the adapter beside it was trained on."""
+
+    files: dict[FileName, FileChecksum]
+    """Its configuration and weights."""
+
+
 class CheckpointManifest(Schema):
     """Content of ``COMPLETE``, the file written last into a checkpoint."""
 
@@ -333,11 +344,17 @@ class EvaluationSample(Schema):
     """What the scorer gave it."""
 
 
+EvaluationName = Literal["greedy", "sampled", "preference"]
+"""Kinds of evaluation: of completions that are made greedily or sampled, or of how the model ranks pairs."""
+EVALUATIONS: tuple[EvaluationName, ...] = get_args(EvaluationName)
+"""All of them, in the order in which they are shown."""
+
+
 class EvaluationReport(Schema):
     """One evaluation (``evaluations/<when>-<name>.json``)."""
 
-    name: Literal["greedy", "sampled"]
-    """How completions were chosen."""
+    name: EvaluationName
+    """Choice of completions, or `preference` where pairs were ranked."""
     when: Literal["before", "after"]
     """Before the main algorithm (after the warm start), or after training."""
     metric: Label

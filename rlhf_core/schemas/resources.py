@@ -34,6 +34,12 @@ class Inventory(Schema):
     """GPUs of each node; empty where the scheduler does not tell them apart."""
     node_gpu_types: dict[str, str] = {}
     """Type of GPU of each node, in the scheduler's words, for instance ``h100``; only nodes whose type is known."""
+    out_of_service: dict[str, str] = {}
+    """Nodes that take no job now, and their state in the scheduler's words, for instance ``drained``."""
+    node_partitions: dict[str, tuple[str, ...]] = {}
+    """Partitions of each node; empty where the scheduler has none."""
+    default_partition: str = ""
+    """Partition of jobs that name none; empty where the scheduler has none."""
 
 
 class GroupPlan(Schema):
@@ -83,6 +89,8 @@ class Placement(Schema):
     """Number of the attempt, from 1."""
     num_nodes: Int32
     """Nodes of the allocation."""
+    size_reason: Message = ""
+    """Reason why these are fewer than the run asks for, in words; empty if they are not."""
     phases: Phases
     """Groups of one phase run side by side; a phase starts when the one before it has ended well."""
     gpus_per_node: Int32 = 0

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from rlhf_core.schemas.algorithms import LoopSpec, LoopsSpec
 from rlhf_core.schemas.base import (
     Int32,
     Label,
@@ -26,7 +25,11 @@ from rlhf_core.schemas.base import (
     Share,
 )
 from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.loops import LoopSpec, LoopsSpec
 from rlhf_core.schemas.migration import current_document, current_name
+from rlhf_core.schemas.reports import EvaluationName
+from rlhf_core.schemas.rollouts import RolloutSpec
+from rlhf_core.schemas.scoring_models import ModelName, ScoringModelSpec
 from rlhf_core.schemas.site import is_private
 from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
 from rlhf_core.schemas.trainers import NativeTrainer, Trainer
@@ -42,8 +45,42 @@ ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
 
 
+DataKind = Literal["answer", "pair", "label"]
+"""Part of a row besides its prompt: an answer, a chosen and a rejected completion, or a label of its completion."""
+
 BUILT_TOKENIZERS = ("char", "byte", "bpe")
 """Values of `model.tokenizer` that are built from the data; others are folders."""
+
+
+ALL_LINEAR = "all-linear"
+"""Value of `model.lora.target_modules` for every linear layer but the output layer, as in peft."""
+
+
+class LoraSpec(Schema):
+    """A LoRA adapter (Hu et al. 2021, arXiv 2106.09685), trained through peft in place of the model's own weights."""
+
+    rank: Positive = 16
+    """Rank of the two matrices beside each layer, `r` in peft."""
+    alpha: PositiveFloat = 32.0
+    """Scale of what they add, `lora_alpha` in peft: their product times alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapter's input, `lora_dropout` in peft. Only with algorithms that do not sample: those take
+    log-probabilities of the very distribution that was sampled from."""
+    target_modules: tuple[OneLine, ...] = (ALL_LINEAR,)
+    """Linear layers that get an adapter, by the last part of their names (`q_proj`); `all-linear` for all but the
+    output layer. Embeddings and output layers get none: many models tie them to each other."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, `use_rslora` in peft (arXiv 2312.03732): a high rank then learns as fast as
+    a low one."""
+
+    @model_validator(mode="after")
+    def _names_targets(self) -> Self:
+        if not self.target_modules or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
+            raise ValueError(
+                f"found model.lora.target_modules = {list(self.target_modules)}, expected names of layers, or "
+                f'"{ALL_LINEAR}" alone'
+            )
+        return self
 
 
 _ONE_MODEL = "of model.path and model.config; give exactly one of them"
@@ -64,6 +101,7 @@ class ModelSpec(Schema):
     """Vocabulary size of a `bpe` tokenizer built here; other tokenizers ignore it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights during training."""
+    lora: LoraSpec | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -92,15 +130,32 @@ class DataSpec(Schema):
     prompt_column: str = "prompt"
     """Column that holds the prompt."""
     answer_column: str = "answer"
-    """Column that holds the reference answer."""
+    """Column that holds the reference answer. An algorithm that learns from pairs alone does without."""
+    chosen_column: str = "chosen"
+    """Column that holds the better completion of a pair, for an algorithm that learns from pairs."""
+    rejected_column: str = "rejected"
+    """Column that holds the worse completion of a pair."""
+    label_column: str = "label"
+    """Column that says whether the completion (`data.completion_template`) is desirable, for an algorithm that learns
+    from labelled completions: true or false, 1 or 0."""
+    margin_column: str = ""
+    """Column that holds by how much the better completion of a pair is better, for a reward model; empty for none."""
     prompt_template: str = "{prompt}"
     """Text given to the model; `{column}` is replaced by that column of the row."""
     completion_template: str = "{answer}"
     """Text that supervised training teaches after the prompt; `{column}` is replaced likewise."""
+    chosen_template: str = "{chosen}"
+    """Text of the better completion of a pair; `{column}` is replaced likewise."""
+    rejected_template: str = "{rejected}"
+    """Text of the worse completion of a pair; `{column}` is replaced likewise."""
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with longer prompts: leave the row out (counted and shown), or stop."""
+    max_completion_tokens: NonNegative = 0
+    """Longest completion that is learned from, in tokens; 0 for no limit. Both of a pair have to fit."""
+    overlong_completions: Literal["drop", "error"] = "drop"
+    """Policy for rows whose completions are longer: leave the row out (counted and shown), or stop."""
     malformed_rows: Literal["error", "drop"] = "error"
     """What to do with lines that are not valid: stop with file and line number, or leave them out (counted and
     shown)."""
@@ -112,17 +167,10 @@ class DataSpec(Schema):
         return self
 
 
-class RolloutSpec(Schema):
-    """How completions are sampled during training."""
-
-    engine: Literal["transformers"] = "transformers"
-    """What generates: `transformers`, in the trainer's own process with its KV cache."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; log-probabilities in training are taken at the same temperature."""
-    max_new_tokens: Positive = 64
-    """Longest completion in tokens."""
-    batch_size: Positive = 256
-    """Sequences generated at once on one rank."""
+_REWARD_METRICS = frozenset(
+    {"mean", "std", "max", "min", "failed_share", "cut_share", "length_correlation", "length_slope"}
+)
+"""Metrics of all rewards together."""
 
 
 class RewardSpec(Schema):
@@ -130,19 +178,44 @@ class RewardSpec(Schema):
 
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
     """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
-    one number per completion."""
+    one number per completion. They count beside `reward.models`; give an empty list for reward models alone."""
     weights: tuple[float, ...] = ()
-    """Weight of each function in the sum; empty for 1 each."""
+    """Weight of each function in the sum; empty for 1 each. One with weight 0 is only measured."""
+    models: dict[ModelName, ScoringModelSpec] = {}
+    """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
+    timeout_s: NonNegativeFloat = 180.0
+    """Longest call of one function, for all completions of a rank in one step, in seconds. Functions run in a process
+    beside each rank; one that takes longer is killed there with all that it has started. 0 calls them in the trainer's
+    own process, without a limit: one that hangs or crashes takes the rank along."""
+    on_failure: Literal["stop", "zero"] = "stop"
+    """Consequence of a function that raises, crashes, takes too long or returns no number for a completion: `stop` the
+    run with an error that names the completion, or count the completion as `zero`, warn and go on."""
+    max_failed_share: Share = 0.1
+    """Share of a rank's completions of one step that may be counted as zero; more of them stop the run. One always
+    may."""
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
-        if not self.functions:
-            raise ValueError("reward.functions is empty; give at least one module:function")
+        if not self.functions and not self.models:
+            raise ValueError(
+                "found neither reward.functions nor reward.models; give at least one module:function, or a "
+                "reward model as [reward.models.<name>]"
+            )
         if self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"found {len(self.weights)} reward.weights for {len(self.functions)} reward.functions; "
                 f"give one each, or none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_have_one_meaning(self) -> Self:
+        taken = _REWARD_METRICS | {function.partition(":")[2] for function in self.functions}
+        for name in self.models:
+            if name in taken:
+                raise ValueError(
+                    f"found reward.models.{name}, but reward/{name} is another metric; choose another name"
+                )
         return self
 
 
@@ -173,6 +246,12 @@ class CheckpointSpec(Schema):
     keep_last: Positive = 2
     """Newest checkpoints kept; the one at the end of the warm start, the last one of training, and up to two that are
     older (to go back to before the last `health.window_steps` steps) are kept as well."""
+    background: bool = True
+    """Write from a snapshot in main memory while training goes on: the step waits for the copy only. Without room for
+    it, or with weights that are converted for the disk, the step waits until all is written. Only for `native`."""
+    memory: Literal["off", "own"] = "own"
+    """Copy of the newest checkpoint that outlives the workers in main memory, from which a restart in place goes on
+    without the file system: none, or the snapshot of each node on that node (in `/dev/shm`). Only for `native`."""
 
 
 class ResourceSpec(Schema):
@@ -180,6 +259,10 @@ class ResourceSpec(Schema):
 
     num_nodes: Positive = 1
     """Nodes."""
+    min_nodes: NonNegative = 0
+    """Fewest nodes that an attempt goes on with where the cluster cannot give `num_nodes` (nodes are down, drained or
+    excluded). It asks for as many as there are and the batch divides by; the global batch stays, and a later attempt
+    asks for all nodes again when they are back. 0 always waits for all of them."""
     ranks_per_node: Positive = 1
     """Trainer ranks on every node: one per GPU, or per group of cores on CPU."""
     gpus_per_node: NonNegative = 0
@@ -190,6 +273,15 @@ class ResourceSpec(Schema):
     """Main memory per node in GiB; 0 leaves it to the scheduler."""
     time_limit_s: Positive = 86_400
     """Longest life of one attempt in seconds."""
+
+    @model_validator(mode="after")
+    def _least_is_least(self) -> Self:
+        if self.min_nodes > self.num_nodes:
+            raise ValueError(
+                f"found resources.min_nodes = {self.min_nodes} and resources.num_nodes = {self.num_nodes}; expected no "
+                f"more than these"
+            )
+        return self
 
 
 class SlurmSpec(Schema):
@@ -329,17 +421,36 @@ class SuperviseSpec(Schema):
     newest."""
 
 
-HealthRule = Literal["identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse", "kl"]
+HealthRule = Literal[
+    "identical",
+    "frozen",
+    "reward_collapse",
+    "no_spread",
+    "truncated",
+    "entropy_collapse",
+    "clipped",
+    "train_gap",
+    "kl",
+    "length",
+]
 """Rules that judge training while it runs (``rlhf_core/training/health.py``), the most telling first. Of another
 program ``frozen``, ``no_spread``, ``truncated`` and ``kl`` are judged (``rlhf_core/worker/command/health.py``)."""
+HealthAction = Literal["warn", "stop", "roll_back"]
+"""Consequence of a finding."""
+_WARNINGS: frozenset[HealthRule] = frozenset({"clipped", "train_gap", "kl", "length"})
 
 
 class HealthSpec(Schema):
-    """Judgement of training: one that learns nothing goes back once to an older checkpoint, then the run stops."""
+    """Judgement of training: one that learns nothing goes back once to an older checkpoint, then the run stops; one
+    that merely looks wrong gets a warning."""
 
     off: dict[HealthRule, str] = {}
     """Rules that are not applied: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated`,
-    `entropy_collapse` or `kl` to the reason, which is kept with the run."""
+    `entropy_collapse`, `clipped`, `train_gap`, `kl` or `length` to the reason, which is kept with the run."""
+    actions: dict[HealthRule, HealthAction] = {}
+    """Consequences of rules: `warn` (an incident that leaves the run going), `stop` the run, or `roll_back` (go on
+    once from an older checkpoint, then stop). Without an entry `clipped`, `train_gap`, `kl` and `length` warn and the
+    others roll back. Training by another program is only warned of."""
     window_steps: Positive = 20
     """Steps over which reward, spread, entropy and truncation are judged: healthy runs have dips of some steps, and
     what is still gone after twenty does not come back."""
@@ -362,8 +473,23 @@ class HealthSpec(Schema):
     """Share of completions cut off at `rollout.max_new_tokens` from which on, without any reward, nothing is ever
     finished: a few that end are enough to learn from."""
     max_kl: PositiveFloat = 10.0
-    """Divergence from the reference model, in nats per token, above which a model of another program is far from
-    anything that it was: healthy runs stay below 1, and 10 leaves the likely tokens a chance of 1 in 20,000."""
+    """Divergence from the reference model, in nats per token, above which a model is far from anything that it was:
+    healthy runs stay below 1, and 10 leaves the likely tokens a chance of 1 in 20,000."""
+    max_train_gap: PositiveFloat = 0.1
+    """Mean difference between the log-probabilities of tokens at sampling and in training, in nats, above which the two
+    do not have the same model: bfloat16 makes 0.01, and at 0.1 every token's gradient is a tenth off."""
+    clipped_share: Share = 0.9
+    """Share of tokens whose gradient the clip has taken away, from which on nothing is left to learn from: healthy runs
+    stay below a third."""
+    length_correlation: Share = 0.8
+    """Correlation of reward and length among the completions of a prompt, from which on the reward is little else than
+    length: of a reward for right answers it is under 0.5 either way."""
+    length_rise: PositiveFloat = 0.25
+    """Rise of the mean length, as a share of what it was, that is more than chance and the form of the answer."""
+
+    def action(self, rule: HealthRule) -> HealthAction:
+        """Consequence of a finding of this rule."""
+        return self.actions.get(rule, "warn" if rule in _WARNINGS else "roll_back")
 
 
 class PreflightSpec(Schema):
@@ -407,8 +533,8 @@ class PromoteSpec(Schema):
     nobody is asked."""
     folder: str = ""
     """Folder of promoted models; each becomes `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
-    metric: Literal["greedy", "sampled"] = "greedy"
-    """Evaluation that decides which checkpoint is the best."""
+    metric: EvaluationName = "greedy"
+    """Evaluation that decides which checkpoint is the best; `preference` ranks held-out pairs."""
     min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Least gain over the evaluation before training; with less nobody is asked and nothing is promoted."""
     timeout_h: PositiveFloat = 72.0
@@ -463,6 +589,8 @@ class RunSpec(Schema):
             given = ", ".join(f"loops.{name}" for name in self.loops.named)
             if given:
                 raise ValueError(f'found {given} and trainer.kind = "command", whose loop is in its own arguments')
+            if self.model.lora is not None:
+                raise ValueError('found model.lora and trainer.kind = "command", whose adapter is in its own arguments')
             return self
         lacks = []
         if not self.model.path and not self.model.config:
@@ -473,6 +601,27 @@ class RunSpec(Schema):
             lacks.append("found no [loops.main], expected the algorithm, num_steps and optimizer of the training")
         if lacks:
             raise ValueError("; ".join(lacks))
+        return self
+
+    @model_validator(mode="after")
+    def _samples_what_it_trains(self) -> Self:
+        if self.model.lora is not None and self.model.lora.dropout:
+            for name, loop in self.loops.named.items():
+                if loop.algorithm.samples:
+                    raise ValueError(
+                        f"found model.lora.dropout = {self.model.lora.dropout:g} and loops.{name} with "
+                        f"{loop.algorithm.name}, which samples; expected 0: with dropout, training would take "
+                        f"log-probabilities of another distribution than was sampled from"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _sums_gradients_in_float32(self) -> Self:
+        if isinstance(self.trainer, NativeTrainer) and self.trainer.zero_stage == 0 and self.model.dtype != "float32":
+            raise ValueError(
+                f'found trainer.zero_stage = 0 with model.dtype = "{self.model.dtype}", for which DeepSpeed sums '
+                f"gradients in that format; expected zero_stage = 1 or more, which sums them in float32"
+            )
         return self
 
     @model_validator(mode="after")
@@ -488,6 +637,18 @@ class RunSpec(Schema):
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
         return self.resources.num_nodes * self.resources.ranks_per_node
+
+    @property
+    def possible_nodes(self) -> tuple[int, ...]:
+        """Numbers of nodes that an attempt may have, most first: from ``resources.min_nodes`` on those that the rows of
+        a step divide by in every loop. Another program cuts its batch by its own arguments: it has all of them."""
+        most, least = self.resources.num_nodes, self.resources.min_nodes
+        if not least or isinstance(self.trainer, CommandTrainer):
+            return (most,)
+        rows = [loop.algorithm.rows_per_step for loop in self.loops.named.values()]
+        fewer = range(most - 1, least - 1, -1)
+        divides = (n for n in fewer if not any(count % (n * self.resources.ranks_per_node) for count in rows))
+        return (most, *divides)
 
     @property
     def total_steps(self) -> int:
@@ -529,6 +690,29 @@ class RunSpec(Schema):
         return None if isinstance(self.trainer, CommandTrainer) else self.main_loop.algorithm.samples
 
     @property
+    def data_kinds(self) -> frozenset[DataKind]:
+        """Parts of each row, besides its prompt, that the loops need; of another program, what its evaluation needs."""
+        if isinstance(self.trainer, CommandTrainer):
+            return frozenset({"answer"})
+        algorithms = [loop.algorithm for loop in self.loops.named.values()]
+        kinds: set[DataKind] = {"pair" if algorithm.pairs else "answer" for algorithm in algorithms}
+        return frozenset(kinds | ({"label"} if any(algorithm.labelled for algorithm in algorithms) else set()))
+
+    @property
+    def evaluations(self) -> tuple[EvaluationName, ...]:
+        """Evaluations that are certain to be made: completions are also scored where held-out pairs have answers."""
+        kinds, ranks = self.data_kinds, self.loops.main is not None and self.loops.main.algorithm.ranks_completions
+        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if self.has_references and not ranks else ()
+        return (*made, "preference") if kinds & {"pair", "label"} else made
+
+    @property
+    def has_references(self) -> bool:
+        """True if every row has an answer that is right: a labelled one need not be, where it is the completion."""
+        return "answer" in self.data_kinds and not (
+            "label" in self.data_kinds and "{answer}" in self.data.completion_template
+        )
+
+    @property
     def is_evaluated(self) -> bool:
         """True if the model is measured on held-out data."""
         return not isinstance(self.trainer, CommandTrainer) or bool(self.data.eval or self.data.generator)
@@ -539,7 +723,10 @@ class RunSpec(Schema):
         return self.loops.warm_start.num_steps if self.loops.warm_start else 0
 
 
-_SHAPING = {"kind", "micro_batch_size", "gradient_checkpointing", "framework", "argv"}
+_SHAPING = {
+    *("kind", "micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "zero_stage", "offload"),
+    *("framework", "argv"),
+}
 """Settings of trainers that decide how a step is cut up."""
 
 
@@ -553,7 +740,7 @@ def shape_key(spec: RunSpec) -> str:
         include={
             "model": True,
             "rollout": True,
-            "reward": True,
+            "reward": {"functions", "weights"},
             "trainer": _SHAPING,
             "resources": {"num_nodes", "ranks_per_node", "gpus_per_node"},
         },

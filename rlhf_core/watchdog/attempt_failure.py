@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
+from rlhf_core.appended_files import read_tail
 from rlhf_core.diagnosis.classify import Evidence, classify, fingerprint
-from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy, rollback_step
+from rlhf_core.diagnosis.policy import Choice, decide_next, excluded_after, oom_remedy, rollback_step
 from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir, read_model, read_tail
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -19,6 +20,7 @@ from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.watcher import AttemptSnapshot
+from rlhf_core.whole_files import read_model
 
 LOG_TAIL_BYTES = 16 << 10
 """Bytes read from the end of a lost job's log."""
@@ -71,8 +73,9 @@ def explain(
         run_dir, snapshot.attempt, first_attempt, incident.fingerprint if incident else ""
     )
     placement = read_model(attempt.placement, Placement)
-    remedy = _remedy(run_dir, kind, spec, placement, rolled_back, incident)
-    choice = decide_next(
+    stopped = _stopped_by_health(spec, incident)
+    remedy = _Remedy() if stopped else _remedy(run_dir, kind, spec, placement, rolled_back, incident)
+    choice = stopped or decide_next(
         kind,
         past.attempts_without_progress,
         past.same_fingerprint_before,
@@ -115,6 +118,14 @@ class _Remedy:
     what: str = ""
     config_diff: Mapping[str, JsonValue] = field(default_factory=dict)
     resume_checkpoint: str = ""
+
+
+def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | None:
+    """The choice to stop, where the settings say so of the rule that has ended the attempt."""
+    rule = incident.health_rule if incident is not None else ""
+    if not any(name == rule and action == "stop" for name, action in spec.health.actions.items()):
+        return None
+    return Choice(Action.STOP, 0.0, f'health.actions.{rule} is "stop": no older checkpoint is tried')
 
 
 def _remedy(

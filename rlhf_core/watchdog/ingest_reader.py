@@ -17,6 +17,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rlhf_core.appended_files import FilePosition, is_as_read, read_lines, read_on, tail_mark
+from rlhf_core.attempt_dir import AttemptDir, RestartDir
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files import MAX_LINE_BYTES, FileLine
 from rlhf_core.history.batch import (
@@ -29,17 +31,7 @@ from rlhf_core.history.batch import (
     TelemetryEntry,
 )
 from rlhf_core.journal_reader import read_journal, scan_journal
-from rlhf_core.run_dir import (
-    AttemptDir,
-    FilePosition,
-    RestartDir,
-    RunDir,
-    is_as_read,
-    read_lines,
-    read_model,
-    read_on,
-    tail_mark,
-)
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS, storable_text, utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.probe import ProbeReport
@@ -53,6 +45,7 @@ from rlhf_core.schemas.reports import (
     ReconcileNote,
     TelemetryLine,
 )
+from rlhf_core.whole_files import read_model
 
 BLOCK_BYTES = 2 << 20
 """Bytes of one appended file per batch."""

@@ -14,8 +14,9 @@ from rlhf_core.diagnosis.node_strikes import REMEMBERED, NodeStanding, Strike, s
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import cleared_nodes, read_model, write_model
+from rlhf_core.run_dir import cleared_nodes
 from rlhf_core.schemas.failures import FailureKind, NodeCleared
+from rlhf_core.whole_files import read_model, write_model
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ COMPLETED_OUTCOME_TIMEOUT_S = 30.0
 """The same where the scheduler says that the job ended well: then there is an outcome."""
 SCHEDULER_REASON_TIMEOUT_S = 15.0
 """Time that the scheduler has to say why it ended a job whose agents had time to save."""
+COMPLETING_TIMEOUT_S = 120.0
+"""The same where a signal has ended the agents and Slurm says COMPLETING: it says why as soon as the last process is
+gone, which ``KillWait`` (30 s by default), an epilog or a busy node delays. A new attempt before that could be one of a
+job that its user has cancelled."""
 
 LEADER_LOST_TIMEOUT_S = 8.0
 """Time that an outcome, or a word of agent 0 against another node, may still take after all other agents have lost it.
@@ -301,7 +305,8 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
         return own
     if job.state is not JobState.ENDED:
         waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler to say why")
-        return waiting if told_for_s < SCHEDULER_REASON_TIMEOUT_S else own
+        was_ended = bool(outcome.ended_by) and job.scheduler_state == "COMPLETING"
+        return waiting if told_for_s < (COMPLETING_TIMEOUT_S if was_ended else SCHEDULER_REASON_TIMEOUT_S) else own
     if job.scheduler_state == "CANCELLED":
         return AttemptVerdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
     if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.liveness import GapTracker
-from rlhf_core.run_dir import RestartDir, write_model
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import Schema
@@ -26,6 +26,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Role, job_marker
+from rlhf_core.whole_files import write_model
 from rlhf_core.worker import exit_reports, node_probe, processes
 from rlhf_core.worker.agent_channel import AgentChannel, Message
 from rlhf_core.worker.agent_store import LOOPBACK

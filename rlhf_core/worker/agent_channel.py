@@ -15,6 +15,7 @@ from rlhf_core.schemas.agent_messages import NodeState, Ready
 from rlhf_core.schemas.base import Schema
 from rlhf_core.worker.agent_store import AgentStore, AgentStoreLost
 from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.pause_clock import PauseClock
 from rlhf_core.worker.signing import MessageRefused, MessageSigner
 
 LOST_TIMEOUT_S = 15.0
@@ -77,7 +78,7 @@ class AgentChannel:
         self._changed_at: dict[str, float] = {}
         self._offsets: dict[int, float] = {}
         self._answered_at = time.monotonic()
-        self._reset_at = float("-inf")
+        self.clock = PauseClock()
         self._pulse_at = 0.0
         peers = range(1, nodes.num) if nodes.is_first else ()
         self._live = [f"{topic}/{one}" for one in peers for topic in ("state", "pulse")] or ["orders"]
@@ -118,18 +119,16 @@ class AgentChannel:
             self._changed.wait(seconds)
 
     def silence_s(self, index: int) -> float:
-        """Silence of a node towards agent 0, in seconds; 0 before the first sign of life."""
-        with self._lock:
-            since = max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
-        if since == float("-inf") or index == self.nodes.index:
+        """Silence of a node towards agent 0, in seconds, without pauses of this process; 0 before the first sign."""
+        heard_at = self.heard_at(index)
+        if heard_at == float("-inf") or index == self.nodes.index:
             return 0.0
-        return max(0.0, time.monotonic() - max(since, self._reset_at))
+        return self.clock.age_s(heard_at, time.monotonic())
 
-    def heard_since_pause(self, index: int) -> bool:
-        """True if a node has been heard since this process stood still; for agent 0."""
+    def heard_at(self, index: int) -> float:
+        """Monotonic time at which agent 0 received the last sign of life of a node; minus infinity before the first."""
         with self._lock:
-            heard_at = [self._changed_at.get(f"{topic}/{index}", 0.0) for topic in ("state", "pulse")]
-        return max(heard_at) > self._reset_at
+            return max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
 
     def ahead_s(self, index: int) -> float:
         """Seconds by which this node's clock is ahead of another's; right to about a tenth of a second."""
@@ -137,18 +136,14 @@ class AgentChannel:
 
     @property
     def is_lost(self) -> bool:
-        """True if agent 0 has been silent for too long."""
-        return not self.leads and time.monotonic() - max(self._answered_at, self._reset_at) > LOST_TIMEOUT_S
+        """True if agent 0 has been silent for too long, while this process was awake."""
+        return not self.leads and self.clock.age_s(self._answered_at, time.monotonic()) > LOST_TIMEOUT_S
 
     def new_refusal(self) -> str:
         """The reason why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
         with self._lock:
             refusal, self._refusal = self._refusal, ""
         return refusal
-
-    def reset_silences(self) -> None:
-        """Count all silences from now: this process itself stood still, and received nothing because of that."""
-        self._reset_at = time.monotonic()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end

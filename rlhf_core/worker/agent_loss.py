@@ -9,6 +9,8 @@ from rlhf_core.worker.agent_channel import LOST_TIMEOUT_S, AgentChannel
 
 GAVE_UP_S = 0.6 * LOST_TIMEOUT_S
 """A pause of agent 0 after which the others may have given it up, with a margin for when they heard it last."""
+DELIVERY_TIMEOUT_S = 3.0
+"""Time after a pause in which messages still come that were sent before its end: they do not end a silence."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,12 @@ class Loss:
     message: str
 
 
-def find_loss(channel: AgentChannel, timeout_s: float, pause_s: float) -> Loss | None:
+def find_loss(channel: AgentChannel, timeout_s: float) -> Loss | None:
     """The node to give up because agents have been silent for too long, if there is one.
 
     Args:
         channel: agent 0's end of the channel.
         timeout_s: silence that is allowed, in seconds.
-        pause_s: how long this process itself stood still the last time, in seconds.
     """
     others = range(1, channel.nodes.num)
     silent_s = {index: channel.silence_s(index) for index in others}
@@ -33,7 +34,8 @@ def find_loss(channel: AgentChannel, timeout_s: float, pause_s: float) -> Loss |
     if not lost:
         return None
     own, names = channel.nodes.name, channel.nodes.names
-    if pause_s > GAVE_UP_S and not any(map(channel.heard_since_pause, others)):
+    pause_s = channel.clock.longest_pause_s(since_s=max(map(channel.heard_at, others)) - DELIVERY_TIMEOUT_S)
+    if pause_s > GAVE_UP_S:
         return Loss(own, f"the agent of {own} stood still for {pause_s:.0f} s, and no other one has been heard since")
     if len(others) > 1 and min(silent_s.values()) > timeout_s / 2:
         return Loss(own, f"the agent of {own} has not heard any other one for {min(silent_s.values()):.0f} s")

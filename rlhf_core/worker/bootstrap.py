@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.attempt_dir import AttemptDir
 from rlhf_core.diagnosis.classify import Evidence, classify
 from rlhf_core.errors import RunDirError
-from rlhf_core.run_dir import AttemptDir, RunDir, read_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -19,6 +20,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, job_marker
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.whole_files import read_model
 from rlhf_core.worker import node_facts
 from rlhf_core.worker.agent import Agent, try_to_write
 from rlhf_core.worker.agent_channel import AgentChannel

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
+from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.diagnosis.policy import Choice
-from rlhf_core.run_dir import CheckpointDir, RestartDir, RunDir
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.event_log import EventLog

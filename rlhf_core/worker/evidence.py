@@ -15,9 +15,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from rlhf_core.appended_files import read_tail
 from rlhf_core.redaction import masked
-from rlhf_core.run_dir import read_tail, write_text
 from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
+from rlhf_core.whole_files import write_text
 from rlhf_core.worker.worker_process import STACK_SIGNAL
 
 STACK_TIMEOUT_S = 5.0

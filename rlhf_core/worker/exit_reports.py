@@ -10,10 +10,10 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rlhf_core.diagnosis.classify import Diagnosis, Evidence, WorkerEnd, classify
-from rlhf_core.run_dir import read_model
 from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
+from rlhf_core.whole_files import read_model
 from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.groups.base import Hang, Started, WorkerGroup
 from rlhf_core.worker.worker_process import spare_outcome
@@ -40,6 +40,8 @@ class Failure:
     """Number of that collective in its process group."""
     damaged_checkpoint: str = ""
     """Checkpoint that the workers could not go on from, because it is damaged."""
+    health_rule: str = ""
+    """Rule of ``[health]`` that has found it; empty of other failures."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,15 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
         # The rank that read it first is not to blame for it, nor is its node.
         blameless = replace(diagnosis, ranks=(), nodes=())
         return replace(failure, diagnosis=blameless, damaged_checkpoint=_damaged_checkpoint(ends))
+    if diagnosis.kind is FailureKind.DEGENERATE_RL:
+        return replace(failure, health_rule=_health_rule(ends))
     return failure
+
+
+def _health_rule(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
+    """All ranks come to the same finding."""
+    told = (worker.outcome.health_rule for _, worker in ends if worker.outcome is not None)
+    return next((rule for rule in told if rule), "")
 
 
 def _damaged_checkpoint(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.policy import Choice
-from rlhf_core.run_dir import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind

@@ -17,8 +17,10 @@ between looks as if it had been silent since the machine was started. ``multipro
 either: on Python 3.11 the first worker that exits removes it for all.
 """
 
+import fcntl
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -35,6 +37,10 @@ MAGIC = 0x726C68665F763032
 HEADER_WORDS = 8
 SLOT_WORDS = 32
 WORD_BYTES = 8
+
+MEMORY = Path("/dev/shm")
+"""File system in memory of a node."""
+_MEMORY_SUFFIX = ".memory"
 
 WARM_BEATS = 16
 """A phase is warm once it was left, or after so many beats in it: some roles never leave theirs."""
@@ -80,8 +86,7 @@ class Slot:
 
 def slots_folder() -> Path:
     """Folder of slot files, of this user alone: in memory where that can be had, otherwise among temporary files."""
-    memory = Path("/dev/shm")
-    return own_folder(memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
+    return own_folder(MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
 
 
 class SlotFile:
@@ -100,10 +105,13 @@ class SlotFile:
         self.path = folder / f"rlhf-{run_id}-{attempt}-{name}.slots"
         self.num_slots = num_slots
         size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
+        _free_memory_of_dead_agents(folder)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
             os.ftruncate(descriptor, size)
             self._words = _words(descriptor, size)
+            # The map has a descriptor of its own: locked until this process ends, however it ends.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         finally:
             os.close(descriptor)
         self._words[_MAGIC_AT] = MAGIC
@@ -164,9 +172,35 @@ class SlotFile:
         _remove(self.path)
 
 
+def memory_folder(slots: Path) -> Path | None:
+    """Folder beside a slot file for what workers leave in memory to those that come after them; None where it would not
+    lie in memory."""
+    return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if MEMORY in slots.parents else None
+
+
+def _free_memory_of_dead_agents(folder: Path) -> None:
+    """Remove what workers have left in memory whose agent was killed: whose slot file is there and locked no more."""
+    for left in folder.glob(f"rlhf-*.slots{_MEMORY_SUFFIX}"):
+        try:
+            descriptor = os.open(left.with_name(left.name.removesuffix(_MEMORY_SUFFIX)), os.O_RDWR)
+        except FileNotFoundError:
+            shutil.rmtree(left, ignore_errors=True)
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its agent lives
+        finally:
+            os.close(descriptor)
+
+
 def _remove(path: Path) -> None:
     for beside in path.parent.glob(f"{path.name}.*"):
-        beside.unlink(missing_ok=True)
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator
 
-from rlhf_core.run_dir import RestartDir
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, WorkerExit, WorkerStartOrder
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.run_dir import AttemptDir, RunDir
+from rlhf_core.attempt_dir import AttemptDir
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.agent_messages import AgreedStep
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind

@@ -11,25 +11,17 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from rlhf_core.appended_files import parse_lines, read_blocks
+from rlhf_core.attempt_dir import AttemptDir, RestartDir
 from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.diagnosis.policy import Choice, decide_in_place
-from rlhf_core.run_dir import (
-    AttemptDir,
-    Reserve,
-    RestartDir,
-    RunDir,
-    claim,
-    is_disk_full,
-    parse_lines,
-    read_blocks,
-    read_model,
-    write_model,
-)
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.whole_files import Reserve, claim, is_disk_full, read_model, write_model
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_reports import Failure
 
@@ -230,6 +222,7 @@ def record_incident(
         collective=failure.collective,
         collective_sequence=failure.collective_sequence,
         damaged_checkpoint=failure.damaged_checkpoint,
+        health_rule=failure.health_rule,
         is_undecided=diagnosis.is_undecided,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,

@@ -4,16 +4,14 @@ What the nodes must agree on is compared by agent 0 (``diagnosis/node_checks.py`
 itself is a complaint.
 """
 
-import hashlib
 import importlib.metadata
-import itertools
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -22,6 +20,7 @@ from pydantic import ValidationError
 import rlhf_core
 from rlhf_core.diagnosis import node_checks
 from rlhf_core.diagnosis.node_checks import blocked, warning
+from rlhf_core.fingerprints import fingerprint
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
@@ -36,12 +35,8 @@ from rlhf_core.worker.trainer_facts import TrainerFacts
 PLUGINS = "rlhf_flows.node_checks"
 """Entry points whose functions take no arguments and return findings about this node."""
 
-WHOLE_FILE_BYTES = 64 << 20
-"""Files up to this size are read as a whole; of larger ones, pieces."""
 MAX_FILES = 1_000
 """Files of a folder on another program's launch line that are read; of larger ones, so many names and sizes."""
-PIECES = 64
-PIECE_BYTES = 64 << 10
 
 SHARED_MEMORY = Path("/dev/shm")
 CPU_SHARED_MEMORY_GB = 0.03
@@ -126,67 +121,13 @@ def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
         "data.eval": _path(spec.data.eval),
         "model.path": _path(spec.model.path),
         "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
+        **{f"reward.models.{name}": Path(one.path) for name, one in spec.reward.models.items() if spec.samples},
     }
     return {name: fingerprint(path) for name, path in sources.items() if path is not None}
 
 
 def _path(text: str) -> Path | None:
     return Path(text) if text else None
-
-
-def fingerprint(path: Path, max_files: int | None = None) -> str:
-    """Hash of a file, or of all files below a folder with their names; "not there" when it is neither.
-
-    Of a file above 64 MiB 64 pieces of 64 KiB count, spread evenly, and its size: a change in between goes unseen.
-
-    Args:
-        max_files: of a folder with more files than this, the names and sizes of so many count. Default: no limit.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    try:
-        if path.is_dir():
-            _add_folder(digest, path, max_files)
-        elif path.exists() and not path.is_file():
-            return "no regular file"
-        else:
-            _add_file(digest, path)
-    except FileNotFoundError:
-        return "not there"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return digest.hexdigest()
-
-
-def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files: int | None) -> None:
-    inside = (file for file in _below(path, max_files is not None) if file.is_file() and file.suffix != ".pyc")
-    files = list(inside) if max_files is None else list(itertools.islice(inside, max_files + 1))
-    whole = max_files is None or len(files) <= max_files
-    for file in sorted(files):
-        digest.update(os.fsencode(file.relative_to(path)))
-        if whole:
-            _add_file(digest, file)
-        else:
-            digest.update(file.stat().st_size.to_bytes(8, "little"))
-
-
-def _below(path: Path, in_order: bool) -> Iterator[Path]:
-    """Everything below a folder; in one order on all nodes, where only the first part of it counts."""
-    if not in_order:
-        yield from path.rglob("*")
-        return
-    for folder, folders, files in os.walk(path):
-        folders.sort()
-        yield from (Path(folder, name) for name in sorted(files))
-
-
-def _add_file(digest: "hashlib._Hash | hashlib.blake2b", path: Path) -> None:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        digest.update(size.to_bytes(8, "little"))
-        step, length = (size, size) if size <= WHOLE_FILE_BYTES else (size // PIECES, PIECE_BYTES)
-        for offset in range(0, size, max(step, 1)):
-            file.seek(offset)
-            digest.update(file.read(length))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

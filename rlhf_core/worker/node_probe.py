@@ -21,12 +21,13 @@ from rlhf_core.diagnosis import node_checks
 from rlhf_core.diagnosis.node_checks import Plan, blocked, compare
 from rlhf_core.diagnosis.node_speed import Floors, better, judge_speed, needs_second_measurement
 from rlhf_core.private_files import FILE_MODE
-from rlhf_core.run_dir import RunDir, read_model, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed, PairSpeed, ProbeReport
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker import node_facts, processes
 from rlhf_core.worker.nodes import Nodes
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_core.main_memory import control_group
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
@@ -169,28 +170,5 @@ def oom_kills() -> int:
     return 0
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Free bytes and all bytes that the processes of this job may use: of the node, or of the control group where that
-    has less."""
-    node = psutil.virtual_memory()
-    free, total = node.available, node.total
-    group = _control_group()
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text())
-            free, total = min(free, max(limit - used, 0)), min(total, limit)
-    return free, total
-
-
 def _memory_events() -> Path:
-    return _control_group() / "memory.events"
-
-
-def _control_group() -> Path:
-    """Folder of this process's control group (version 2)."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                return Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-    return Path("/sys/fs/cgroup")
+    return control_group() / "memory.events"

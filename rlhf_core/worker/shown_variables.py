@@ -14,8 +14,8 @@ from rlhf_core.diagnosis.launch_variables import LAUNCHING
 from rlhf_core.diagnosis.node_checks import MUST_AGREE
 from rlhf_core.private_files import FILE_MODE
 from rlhf_core.redaction import is_secret_name, keyed_hash, masked
-from rlhf_core.run_dir import create_once
 from rlhf_core.schemas.resources import PASSED_VARIABLE
+from rlhf_core.whole_files import create_once
 
 _OTHERS = """
 SLURM_* SLURMD_NODENAME OMPI_* PMI* PMIX* IBV_* MLX5_* NVIDIA_* NVTE_* RAY_* SGLANG_* MEGATRON_* XLA_* NUMEXPR_*

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from rlhf_core.private_files import FILE_MODE
-from rlhf_core.run_dir import create_once
+from rlhf_core.whole_files import create_once
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Longest message that is looked at. The longest of our own carries the ends of the logs of one node, 32 KiB each."""

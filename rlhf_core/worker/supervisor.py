@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlhf_core.diagnosis.liveness import GapTracker, LoopClock
-from rlhf_core.run_dir import RestartDir, write_model
+from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.schemas.agent_messages import (
     Collected,
     GroupOrders,
@@ -27,6 +27,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.survival import Survived
+from rlhf_core.whole_files import write_model
 from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_loss import find_loss
@@ -42,6 +43,7 @@ from rlhf_core.worker.telemetry import Telemetry
 from rlhf_core.worker.telemetry_series import TelemetrySeries
 
 TICK_INTERVAL_S = 0.25
+AWAKE_INTERVAL_S = 0.5
 PUBLISH_INTERVAL_S = 2.0
 COMMANDS_INTERVAL_S = 1.0
 REAP_INTERVAL_S = 10.0
@@ -102,7 +104,7 @@ class Supervisor(threading.Thread):
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.asked = ExternalRequests()
-        self.clock = LoopClock()
+        self.clock = channel.clock
         self._channel = channel
         self._node = channel.nodes.name
         self._inbox = inbox
@@ -128,6 +130,7 @@ class Supervisor(threading.Thread):
         self._publish_at_s = 0.0
         self._reap_at_s = 0.0
         self._unwritten = ""
+        self._num_pauses = 0
 
     # -----------------------------------------------------------------------------------------------------------------
     # Called by the main thread
@@ -189,12 +192,18 @@ class Supervisor(threading.Thread):
 
     def run(self) -> None:
         """Tick until stopped."""
+        threading.Thread(target=self._stay_awake, name="awake", daemon=True).start()
         while not self._over.is_set():
             with Survived() as failed:  # workers must not be left alone because one tick failed
                 self._tick()
             if failed.error is not None:
                 self._say_once(f"supervision stumbled: {failed.problem}")
                 time.sleep(TICK_INTERVAL_S)
+
+    def _stay_awake(self) -> None:
+        """The clock of pauses in a thread of its own: a tick may take long because of a file system, or of evidence."""
+        while not self._over.wait(AWAKE_INTERVAL_S):
+            self.clock.tick(time.monotonic())
 
     def _tick(self) -> None:
         for number in self._inbox.wait(TICK_INTERVAL_S):
@@ -206,7 +215,9 @@ class Supervisor(threading.Thread):
                 self._carry_out(command)
         with self._lock:
             now_s = time.monotonic()
-            if self.clock.tick(now_s):
+            self.clock.tick(now_s)
+            if self.clock.num_pauses != self._num_pauses:
+                self._num_pauses = self.clock.num_pauses
                 self._wake_up()
                 for one in self._groups.values():
                     one.hang_check.clear()
@@ -222,14 +233,12 @@ class Supervisor(threading.Thread):
                 self._end_in(END_TIMEOUT_S, "the agent was to end, and has not")
             self._publish(state, now_s)
             self._reap(now_s)
-            self.clock.skip(time.monotonic())
 
     def _wake_up(self) -> None:
         """This process stood still: a suspended job, a frozen node. Meanwhile the run may have gone on without it."""
         if self._deadline is not None and self._is_superseded():
             self._deadline.leave_now()
         self._events.say(f"this agent stood still for {self.clock.pause_s:.0f} s; silences are counted from now")
-        self._channel.reset_silences()
 
     def _end_in(self, seconds: float, why: str) -> None:
         """The main thread may wait in a call that never returns: then this thread ends the agent."""
@@ -332,7 +341,7 @@ class Supervisor(threading.Thread):
                 self._order_end(f"{state.ended_by} on {names[index]}")
             if state.broken:
                 self._give_up(names[index], state.broken, state.broken_kind)
-        loss = find_loss(self._channel, self._agent_timeout_s(), self.clock.pause_s)
+        loss = find_loss(self._channel, self._agent_timeout_s())
         if loss is not None:
             self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
 

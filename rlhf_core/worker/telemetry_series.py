@@ -6,7 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 
-from rlhf_core.run_dir import LineWriter, RestartDir
+from rlhf_core.appended_files import LineWriter
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import TelemetryLine
 

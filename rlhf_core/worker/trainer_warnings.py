@@ -1,11 +1,13 @@
-"""Warnings of a trainer as incidents that leave the run going; agent 0 takes them from a file of its rank 0."""
+"""Warnings of a trainer as incidents that leave the run going; agent 0 takes them from the files of its ranks."""
 
 import time
+from pathlib import Path
 
+from rlhf_core.appended_files import read_models
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.policy import Choice
-from rlhf_core.run_dir import RestartDir, read_models
-from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import Phase, TrainerWarning
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.event_log import EventLog
@@ -23,7 +25,7 @@ class TrainerWarnings:
     def __init__(self, leader: Leader, events: EventLog) -> None:
         self._leader = leader
         self._events = events
-        self._num_taken: dict[int, int] = {}
+        self._num_taken: dict[Path, int] = {}
         self._next_poll_s = 0.0
 
     def take(self, restart_dir: RestartDir, *, now: bool = False) -> None:
@@ -37,13 +39,16 @@ class TrainerWarnings:
         if now_s < self._next_poll_s and not now:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
-        taken = self._num_taken.get(restart_dir.restart, 0)
-        found = read_models(restart_dir.warnings, TrainerWarning)
-        for warning in found[taken:]:
-            kind = warning.failure_kind
-            diagnosis = Diagnosis(kind, warning.message, fingerprint(kind, warning.message))
-            failure = Failure(diagnosis, Phase.TRAIN, warning.step, None)
-            number = record_incident(self._leader, self._events, restart_dir, failure, Role.TRAINER)
-            choice = Choice(Action.CONTINUE, 0.0, REASON)
-            record_decision(self._leader, self._events, restart_dir, choice, number)
-        self._num_taken[restart_dir.restart] = len(found)
+        for path in restart_dir.all_warnings():
+            found = read_models(path, TrainerWarning)
+            for warning in found[self._num_taken.get(path, 0) :]:
+                self._record(restart_dir, warning)
+            self._num_taken[path] = len(found)
+
+    def _record(self, restart_dir: RestartDir, warning: TrainerWarning) -> None:
+        kind = warning.failure_kind
+        diagnosis = Diagnosis(kind, warning.message, fingerprint(kind, warning.message))
+        phase = Phase.REWARD if kind is FailureKind.REWARD_FUNCTION else Phase.TRAIN
+        failure = Failure(diagnosis, phase, warning.step, None, health_rule=warning.health_rule)
+        number = record_incident(self._leader, self._events, restart_dir, failure, Role.TRAINER)
+        record_decision(self._leader, self._events, restart_dir, Choice(Action.CONTINUE, 0.0, REASON), number)

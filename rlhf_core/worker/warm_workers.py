@@ -22,6 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import rlhf_core
+from rlhf_core.main_memory import memory_bytes
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
 from rlhf_core.worker.signals import SAVING, held_back
@@ -84,7 +85,7 @@ class WarmWorkers:
         self,
         wanted: int,
         say: Callable[[str], None],
-        memory: Callable[[], tuple[int, int]] = processes.memory_bytes,
+        memory: Callable[[], tuple[int, int]] = memory_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start none yet.

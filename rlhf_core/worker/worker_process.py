@@ -16,16 +16,17 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from rlhf_core.errors import CheckpointCorrupt, RunDirError
+from rlhf_core.errors import CheckpointCorrupt, DegenerateRl, RunDirError
 from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir, read_model, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.training.types import NullReporter, Reporter, RoleResult, WorkerContext
+from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker import processes
 from rlhf_core.worker.collectives import answer_in_background
-from rlhf_core.worker.heartbeat import Beat
+from rlhf_core.worker.heartbeat import Beat, memory_folder
 from rlhf_core.worker.roles import load_role, target_of
 
 SLOTS_VARIABLE = "RLHF_SLOTS"
@@ -161,6 +162,7 @@ def _run(
             reporter=reporter or NullReporter(),
             damaged=frozenset(arguments.damaged),
             store=arguments.store,
+            memory=memory_folder(Path(slots)) if (slots := os.environ.get(SLOTS_VARIABLE)) else None,
         )
         given = {arguments.role: arguments.target} if arguments.target else {}
         return load_role(target_of(arguments.role, given))(context)
@@ -198,6 +200,7 @@ def _outcome(
         message=masked(str(end)) if failed else "",
         traceback=masked("".join(traceback.format_exception(end))) if isinstance(end, BaseException) else "",
         damaged_checkpoint=end.checkpoint if isinstance(end, CheckpointCorrupt) else "",
+        health_rule=end.rule if isinstance(end, DegenerateRl) else "",
         step=beat.step if beat is not None else 0,
         phase=beat.phase if beat is not None else Phase.SETUP,
         time=utc_now(),

@@ -66,7 +66,7 @@ class Evaluation(Base):
     when_made: Mapped[str] = mapped_column(primary_key=True)
     """``before`` the main algorithm (after the warm start), or ``after`` training."""
     name: Mapped[str] = mapped_column(primary_key=True)
-    """``greedy`` or ``sampled``."""
+    """``greedy``, ``sampled`` or ``preference``."""
     metric: Mapped[str]
     """Name of the score."""
     value: Mapped[float | None]

@@ -149,9 +149,9 @@ def _event_text(event: ControlEvent) -> _EventText:
             return _EventText(f"{check_id} is decided by the trial {trial}")
         case AttemptPlanned(placement=placement):
             origin = placement.resume_checkpoint or "the beginning"
-            return _EventText(
-                f"{placement.num_nodes} node(s), from {origin}", placement.attempt, state=AttemptState.PLANNED.value
-            )
+            text = f"{placement.num_nodes} node(s), from {origin}"
+            text += f"; {placement.size_reason}" if placement.size_reason else ""
+            return _EventText(text, placement.attempt, state=AttemptState.PLANNED.value)
         case AttemptSubmitted(submission=submission):
             job = f"{submission.scheduler} job {submission.job_id}"
             return _EventText(job, submission.attempt, state=AttemptState.SUBMITTED.value)

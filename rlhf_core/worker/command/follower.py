@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
-from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
+from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker import collectives, processes
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words

@@ -17,6 +17,9 @@ from rlhf_core.worker.command.following import output_folders
 
 QUIET_S = 2.0
 """Time that a checkpoint must have been left alone before it is complete, in seconds."""
+REREAD_S = 30.0
+"""Time between two readings of a complete checkpoint that is not the newest, in seconds: every rank reads them, and all
+of them ask the same file server."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,23 @@ def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bo
     return _in_order(found)
 
 
+@dataclass(frozen=True)
+class _LastReading:
+    """Result of one reading of a checkpoint; times are seconds of the monotonic clock."""
+
+    content: CheckpointContent
+    lacks: tuple[str, ...]
+    since_s: float
+    """First reading with this content."""
+    read_s: float
+
+    def is_complete(self, now_s: float) -> bool:
+        return not self.lacks and now_s - self.since_s >= QUIET_S
+
+    def is_settled(self, now_s: float) -> bool:
+        return self.is_complete(self.read_s) and now_s - self.read_s < REREAD_S
+
+
 class WatchedCheckpoints:
     """The checkpoints of a running program. Two readings tell that one is quiet, by the clock of this machine alone:
     that of a file server may be ahead or behind."""
@@ -70,7 +90,7 @@ class WatchedCheckpoints:
     def __init__(self, trainer: CommandTrainer, output_dir: Path) -> None:
         self._trainer = trainer
         self._output_dir = output_dir
-        self._seen: dict[Path, tuple[CheckpointContent, float]] = {}
+        self._read: dict[Path, _LastReading] = {}
 
     def find(self, now_s: float, *, has_ended: bool = False) -> list[FoundCheckpoint]:
         """List them again; as :func:`find_checkpoints`, but by two readings.
@@ -82,19 +102,28 @@ class WatchedCheckpoints:
         Raises:
             OSError: a folder cannot be read.
         """
-        found, seen = [], {}
-        for step, path in checkpoint_folders(self._trainer, self._output_dir):
-            content, lacks = _inspect(self._trainer, step, path)
-            before, since_s = self._seen.get(path, (None, now_s))
-            seen[path] = (content, since_s if content == before else now_s)
-            is_quiet = has_ended or now_s - seen[path][1] >= QUIET_S
-            found.append((content.changed_ns, FoundCheckpoint(step, path, not lacks and is_quiet, lacks)))
-        self._seen = seen
+        found, readings = [], {}
+        folders = list(checkpoint_folders(self._trainer, self._output_dir))
+        newest = max((step for step, _ in folders), default=0)
+        for step, path in folders:
+            last = self._read.get(path)
+            is_settled = last is not None and step < newest and last.is_settled(now_s) and not has_ended
+            reading = last if last is not None and is_settled else self._reading(step, path, now_s)
+            readings[path] = reading
+            is_complete = reading.is_complete(now_s) or (has_ended and not reading.lacks)
+            found.append((reading.content.changed_ns, FoundCheckpoint(step, path, is_complete, reading.lacks)))
+        self._read = readings
         return _in_order(found)
 
     def content(self, path: Path) -> CheckpointContent | None:
         """Content of a checkpoint as it was listed last; None if it was not there."""
-        return self._seen[path][0] if path in self._seen else None
+        return self._read[path].content if path in self._read else None
+
+    def _reading(self, step: int, path: Path, now_s: float) -> _LastReading:
+        content, lacks = _inspect(self._trainer, step, path)
+        before = self._read.get(path)
+        since_s = before.since_s if before and before.content == content else now_s
+        return _LastReading(content, lacks, since_s, now_s)
 
 
 def _in_order(found: list[tuple[int, FoundCheckpoint]]) -> list[FoundCheckpoint]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlhf_core.run_dir import read_models
+from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
@@ -74,7 +74,11 @@ class JobRecord:
             for found in self._health.judge(line.step, line.metrics):
                 self._warn(
                     TrainerWarning(
-                        time=utc_now(), failure_kind=found.kind, message=f"{found.message}.", step=found.step
+                        time=utc_now(),
+                        failure_kind=found.kind,
+                        message=f"{found.message}.",
+                        step=found.step,
+                        health_rule=found.rule,
                     )
                 )
         if ended or now_s >= self._next_poll_s:

@@ -138,9 +138,11 @@ class LaunchPlace:
             }
         if folder is not None:
             found["VIRTUAL_ENV"] = str(folder)
-            found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
             found.pop("PYTHONHOME", None)
         found |= {name: fill(value, self.values) for name, value in self.trainer.variables.items()}
+        if folder is not None:
+            # Also before a PATH of the trainer's own: preflight has found the program in this order.
+            found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
         paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

@@ -19,15 +19,17 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
+from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, WorkerError
 from rlhf_core.files import bring_to_disk
-from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, remove_tree, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.whole_files import remove_tree, write_model
 from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints, find_checkpoints
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 

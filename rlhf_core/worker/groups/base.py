@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.liveness import LoopClock
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.diagnosis.verdict import Verdict
-from rlhf_core.run_dir import RestartDir
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.pause_clock import PauseClock
 
 PEER_TIMEOUT_S = 1.0
 """Time in which the peers of a worker that died may say what they saw, before they are killed."""
@@ -72,7 +72,7 @@ class GroupSeat:
     position: int
     """Place of the node among those of the group, from 0; -1 where it is none of them, and has no workers."""
     slots: SlotFile
-    clock: LoopClock
+    clock: PauseClock
 
 
 class WorkerGroup(ABC):

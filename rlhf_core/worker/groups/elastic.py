@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from rlhf_core.run_dir import RestartDir
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.worker.agent_store import LOOPBACK
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, StartAbandoned, Started, WorkerGroup

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from rlhf_core.run_dir import AttemptDir, RestartDir
+from rlhf_core.attempt_dir import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
 from rlhf_core.worker.groups.gpus import visible_gpus

@@ -1,0 +1,204 @@
+"""Meaning, type and default of every setting, for help, documentation and forms."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
+
+
+@dataclass(frozen=True)
+class FieldHelp:
+    """One setting, for help texts, docs and forms."""
+
+    name: str
+    """Dotted name, as ``--set`` takes it."""
+    type: str
+    """Values that may be written, in words."""
+    default: str
+    """Its default as TOML; empty when the setting is required."""
+    meaning: str
+    """One sentence."""
+    required: bool
+    """True if there is no default."""
+    only_for: tuple[str, ...] = ()
+    """Names (of algorithms, for instance) that have the setting; empty where all in its section have it."""
+
+
+def describe_fields() -> list[FieldHelp]:
+    """Every setting of a run, in the order of the schema."""
+    return list(_describe(RunSpec, ""))
+
+
+def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
+    """Every table of ``rlhf.toml``: what it is about, and its settings. Not ``[slurm]``, which has the settings of the
+    section ``slurm`` of a run."""
+    tables: dict[str, type[Schema]] = {"prefect": PrefectSite, "notify": NotifySite, "retention": RetentionSite}
+    return {
+        name: ((schema.__doc__ or "").partition(": ")[2].strip(), list(_describe(schema, "")))
+        for name, schema in tables.items()
+    }
+
+
+def describe_sections() -> dict[str, str]:
+    """Every section that has settings and what it is about, in the order of the schema."""
+    return dict(_describe_sections(RunSpec, ""))
+
+
+def describe_named_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
+    """Every table whose entries a user names, as ``reward.models.<name>``: what one is, and its settings."""
+    return dict(_describe_named_tables(RunSpec, ""))
+
+
+MAIN_LOOP = "loops.main"
+"""Section that a run of the native trainer must have."""
+
+
+def optional_sections() -> set[str]:
+    """Sections that a config may leave out, which means something else than to give them with their defaults."""
+    return set(_optional_sections(RunSpec, ""))
+
+
+def to_toml(value: Any) -> str:
+    """A setting's value as TOML. Tables are written inline."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{to_toml_key(key)} = {to_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_toml(item) for item in value) + "]"
+    return repr(value)
+
+
+def to_toml_key(name: str) -> str:
+    """A key as TOML: bare where that is allowed, else in quotes."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)
+
+
+def _optional_sections(schema: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, setting in schema.model_fields.items():
+        for section in _schemas(setting.annotation):
+            if setting.default is None and f"{prefix}{name}" != MAIN_LOOP:
+                yield f"{prefix}{name}"
+            yield from _optional_sections(section, f"{prefix}{name}.")
+
+
+def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
+    for name, setting in schema.model_fields.items():
+        sections = _schemas(setting.annotation)
+        if isinstance(setting.discriminator, str):
+            default = getattr(setting.default, setting.discriminator, "")
+            yield from _describe_union(sections, setting.discriminator, f"{prefix}{name}.", default)
+        elif sections:
+            yield from _describe(sections[0], f"{prefix}{name}.")
+        else:
+            required = setting.default is PydanticUndefined
+            yield FieldHelp(
+                name=f"{prefix}{name}",
+                type=_type_name(setting.annotation),
+                default="" if required else to_toml(setting.default),
+                meaning=" ".join((setting.description or "").split()),
+                required=required,
+            )
+
+
+def _describe_union(
+    members: Sequence[type[BaseModel]], tag: str, prefix: str, default: str = ""
+) -> Iterator[FieldHelp]:
+    """A section whose settings depend on one of them: that one first, then the settings of each member.
+
+    Args:
+        default: The tag of a section that is left out; empty where it must not be.
+    """
+    tags = [get_args(member.model_fields[tag].annotation)[0] for member in members]
+    texts = [" ".join((member.model_fields[tag].description or "").split()) for member in members]
+    yield FieldHelp(
+        name=f"{prefix}{tag}",
+        type=" | ".join(map(to_toml, tags)),
+        default=to_toml(default) if default else "",
+        meaning=" ".join(_with_tag(name, text) for name, text in zip(tags, texts, strict=True)),
+        required=not default,
+    )
+    found: dict[str, dict[str, FieldHelp]] = {}
+    for member, of_member in zip(members, tags, strict=True):
+        for setting in _describe(member, prefix):
+            found.setdefault(setting.name, {})[of_member] = setting
+    del found[f"{prefix}{tag}"]
+    for by_owner in found.values():
+        setting = next(iter(by_owner.values()))
+        others = [f"`{owner}`: {one.default}" for owner, one in by_owner.items() if one.default != setting.default]
+        meaning = f"{setting.meaning} Other defaults: {', '.join(others)}." if others else setting.meaning
+        without = [f"`{name}`" for name in tags if name not in by_owner]
+        if not without:
+            yield dataclasses.replace(setting, meaning=meaning)
+            continue
+        owners = ", ".join(f"`{owner}`" for owner in by_owner)
+        of = f"Not for {', '.join(without)}." if len(without) < len(by_owner) else f"Only for {owners}."
+        yield dataclasses.replace(setting, meaning=f"{meaning} {of}", only_for=tuple(by_owner))
+
+
+def _with_tag(tag: str, meaning: str) -> str:
+    return meaning if meaning.startswith(f"`{tag}`") else f"`{tag}`: {meaning}"
+
+
+def _describe_sections(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, setting in schema.model_fields.items():
+        sections = _schemas(setting.annotation)
+        about = " ".join((sections[0].__doc__ or "").partition("\n\n")[0].split()) if sections else ""
+        if len(sections) > 1:
+            yield f"{prefix}{name}", f"Settings that depend on `{setting.discriminator}`."
+        elif sections and any(not _schemas(field.annotation) for field in sections[0].model_fields.values()):
+            yield f"{prefix}{name}", about
+        for section in sections[:1]:
+            yield from _describe_sections(section, f"{prefix}{name}.")
+
+
+def _describe_named_tables(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[str, list[FieldHelp]]]]:
+    for name, setting in schema.model_fields.items():
+        for section in _schemas(setting.annotation)[:1]:
+            yield from _describe_named_tables(section, f"{prefix}{name}.")
+        parts = get_args(setting.annotation) if get_origin(setting.annotation) is dict else ()
+        for entry in _schemas(parts[1]) if parts else ():
+            about = " ".join((entry.__doc__ or "").partition("\n\n")[0].split())
+            yield f"{prefix}{name}.<name>", (about, list(_describe(entry, "")))
+
+
+def _schemas(annotation: Any) -> list[type[BaseModel]]:
+    """The schemas that a field may hold: one for a section, several for a union of sections, none for a value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " | ".join(to_toml(value) for value in get_args(annotation))
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(part) for part in get_args(annotation) if get_args(part) != ("",))
+    if origin is tuple:
+        return f"list of {_type_name(get_args(annotation)[0])}"
+    if origin is dict:
+        return "table"
+    if hasattr(annotation, "__metadata__"):
+        return _type_name(get_args(annotation)[0])
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return " | ".join(to_toml(member.value) for member in annotation)
+    return {int: "integer", float: "number", str: "text", bool: "true | false"}.get(annotation, str(annotation))
+
+
+def field_meanings() -> dict[str, str]:
+    return {field.name: field.meaning for field in describe_fields()}
