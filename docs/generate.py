@@ -3,6 +3,7 @@
 Each page has a module in docs/generators. ``tests/docs`` fails when one of them is not up to date.
 """
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # also from a checkout that is n
 
 from generators.command_line import cli, commands  # noqa: E402
 from generators.configuration import configuration  # noqa: E402
+from generators.conformance import conformance  # noqa: E402
 from generators.database import database, picture  # noqa: E402
 from generators.failures import failures_page  # noqa: E402
 from generators.preflight import preflight  # noqa: E402
@@ -30,10 +32,14 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 """Files in docs/ and the functions that write them."""
 
+MEASURED: dict[str, Callable[[], str]] = {"conformance.md": conformance}
+"""Likewise, from figures that training code computes; the test that computes them too compares the page."""
+
 
 def main() -> None:
-    """Write every page."""
-    for name, make in PAGES.items():
+    """Write every page; those with figures of training code only where its requirements are installed."""
+    measured = MEASURED if importlib.util.find_spec("torch") else {}
+    for name, make in {**PAGES, **measured}.items():
         (ROOT / "docs" / name).write_text(make(), encoding="utf-8")
         print(f"wrote docs/{name}")
 

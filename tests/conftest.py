@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import prefect_template
 import pytest
 import rerun_guard
 import skip_guard
@@ -42,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set up both guards."""
     skip_guard.pytest_configure(config)
     rerun_guard.configure(config)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_templates(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have the processes of this session share what is made once."""
+    folder = tmp_path_factory.getbasetemp()
+    prefect_template.share_in(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
-from rlhf_core.run_dir import LineWriter, RunDir, write_model
-from rlhf_core.schemas.algorithms import LoopsSpec
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
@@ -42,6 +42,7 @@ from rlhf_core.schemas.journal import (
     StageEnded,
     StageStarted,
 )
+from rlhf_core.schemas.loops import LoopsSpec
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed, ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
@@ -58,6 +59,7 @@ from rlhf_core.schemas.reports import (
 )
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, StoredSpec
+from rlhf_core.whole_files import write_model
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 """Creation time of the runs made here."""

@@ -15,13 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import signing_in
+from prefect_template import give_prefect_database
 from process_tools import Finished, free_port, kill, kill_all, kill_tree, processes_of, until
 from site_files import GRADED, GRADER, ROOT, small, tiny_config, write_pretended_agent
 from slurm_cluster import Cluster
 
 from flows.server import answers
+from rlhf_core.appended_files import read_models
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.reports import MetricsLine
 
@@ -51,6 +53,8 @@ class Site:
     auth: str = ""
     restart_s: float = 0.0
     """Restart delay of dead services; 0 leaves them dead, for tests of that."""
+    makes_database: bool = False
+    """True to have its server make its database as for a new user, which takes long; else it finds an empty one."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -68,6 +72,8 @@ class Site:
         self.folder.mkdir(parents=True, exist_ok=True)
         written = [f"{name} = {json.dumps(value)}" for name, value in lines.items()]
         (self.home / "rlhf.toml").write_text("\n".join(["[prefect]", *written, self.settings]))
+        if not self.makes_database:
+            give_prefect_database(self.home / "prefect")
         if self.pretended:
             write_pretended_agent(self.home / "python")
         if self.team:

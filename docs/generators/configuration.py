@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from generators.shared import GENERATED, cell, code, strings_under_names
-from rlhf_core import config
+from rlhf_core import config_fields, site_config
 from rlhf_core.presets import PRESETS
 
 CONFIGURATION = """\
@@ -37,25 +37,28 @@ def configuration() -> str:
     """Every setting of a run, and the settings of a site."""
     named = ", ".join(f"`{name}`" for name in PRESETS)
     parts = [GENERATED, CONFIGURATION.format(presets=named), "## Top level\n", *_settings("")]
-    for section, about in config.describe_sections().items():
+    for section, about in config_fields.describe_sections().items():
         parts += [f"\n## `[{section}]`\n", f"{about}\n", *_settings(section)]
+        for name, (what, fields) in config_fields.describe_named_tables().items():
+            if name.startswith(f"{section}.") and name.count(".") == section.count(".") + 2:
+                parts += [f"\n### `[{name}]`\n", f"{what}\n", *_table(fields)]
     parts += [SITE, "| variable | key | meaning |", "|---|---|---|"]
-    keys = {variable: key for key, variable in config._SITE_KEYS.items()}
+    keys = {variable: key for key, variable in site_config.SITE_KEYS.items()}
     for variable, meaning in _site_settings():
         if variable.startswith("["):
             parts.append(f"| | `{variable}` | {cell(meaning)} |")
             continue
         parts.append(f"| `{variable}` | {code(keys[variable]) if variable in keys else ''} | {cell(meaning)} |")
-    for name, (about, fields) in config.describe_site_tables().items():
+    for name, (about, fields) in config_fields.describe_site_tables().items():
         parts += [f"\n### `[{name}]` of `rlhf.toml`\n", f"{about[:1].upper()}{about[1:]}\n", *_table(fields)]
     return "\n".join(parts) + "\n"
 
 
 def _settings(section: str) -> Iterator[str]:
-    return _table(field for field in config.describe_fields() if field.name.rpartition(".")[0] == section)
+    return _table(field for field in config_fields.describe_fields() if field.name.rpartition(".")[0] == section)
 
 
-def _table(fields: Iterable[config.FieldHelp]) -> Iterator[str]:
+def _table(fields: Iterable[config_fields.FieldHelp]) -> Iterator[str]:
     yield "| setting | type | default | meaning |"
     yield "|---|---|---|---|"
     for field in fields:
@@ -65,6 +68,6 @@ def _table(fields: Iterable[config.FieldHelp]) -> Iterator[str]:
 
 def _site_settings() -> Iterator[tuple[str, str]]:
     """Variable and meaning, from the strings under the fields of ``Site``."""
-    for text in strings_under_names(config.Site).values():
+    for text in strings_under_names(site_config.Site).values():
         variable, _, meaning = text.partition(": ")
         yield variable.strip("`"), meaning

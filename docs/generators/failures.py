@@ -33,10 +33,13 @@ attempt, and the decision to stop names the cap and the use. Those on hours also
 so that a training run saves and ends in time. Resuming the run allows as much again.
 
 *With a remedy*: only if the next attempt changes something. CUDA out of memory: half
-`trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then half `rollout.batch_size`; the
-global batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the
-checkpoint before the newest. Training that no longer learns (`[health]`): once from the newest checkpoint that is older
+`trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then the next `trainer.zero_stage`
+(with several ranks), then `trainer.offload` (on GPUs), then half `rollout.batch_size`; the global batch, and so the
+gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint before the newest.
+Training that no longer learns (`[health]`): once from the newest checkpoint that is older
 than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
+`health.actions` decides rule by rule: `roll_back` is that, `stop` ends the run at once, and `warn` is an incident with
+the decision `continue`, told once until a window of steps went by without it.
 
 Ranks that disagree about a collective (`collective_mismatch`) end the run at once if that is proven: by their flight
 recorders, or by one of our own errors that compared them. If only the text of a log or of an error says so, the workers
@@ -46,10 +49,25 @@ After a damaged checkpoint (a wrong checksum, a missing, empty or unreadable fil
 started again in place from the complete one before it, whatever the budget of restarts says, and the damaged one is
 kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`. If the evaluator finds it, the steps after the older
 one are trained again in a new attempt. The run ends if there is none before; that last one stays in place, and the
-message gives advice. A checkpoint that does not fit the run (other settings, another number of ranks) has no remedy.
+message gives advice. A checkpoint that does not fit the run (other settings) has no remedy; another number of ranks
+may go on from it.
+
+A reward function runs in a process beside each rank, which has imported no torch. One that takes longer than
+`reward.timeout_s` for the completions of a step, or ends its process, costs one answer and not the rank: the process is
+killed with everything it has started, and started again. The completions are halved until the one is found that it
+fails for. With `reward.on_failure = "stop"` the run ends with an error that names function, completion and prompt; with
+`"zero"` the completion counts as 0, the first failure of each function on a rank is an incident that leaves the run
+going, and more than `reward.max_failed_share` of a step end it. A scorer of evaluations always ends it.
 
 A new attempt excludes the nodes to blame: at once if a node was lost or a GPU failed, otherwise at a node's second
 strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
+
+With `resources.min_nodes` an attempt goes on with fewer nodes where the cluster cannot give
+`resources.num_nodes`, because some are down, drained or excluded: it asks for the largest number that is there
+and that the rows of a step divide by. The global batch stays, each rank has more of it, and the decision says
+which nodes are lacking. A node is left out of one attempt at least; after that it is taken again, and attempts
+grow back when nodes do. A job at work is never ended for it, and nodes that are merely busy are waited for.
+Without it, or with fewer than `min_nodes`, the attempt waits for all nodes.
 
 ## Detection of hangs
 

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from generators.shared import GENERATED, cell
+from rlhf_core import config
 from rlhf_core.diagnosis.node_checks import NODE_CHECKS
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
-from rlhf_core.preflight.memory import GPU_MEMORY_GB
+from rlhf_core.preflight.memory import GIB, GPU_MEMORY_GB
+from rlhf_core.preflight.predictions import Predictions, predict
 from rlhf_core.preflight.registry import CHECKS, PLUGINS
+from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.resources import Inventory
 
 PROBE = """
 ## On the nodes
@@ -116,12 +120,43 @@ MEMORY = """
 ## The memory model
 
 `memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory.py` has every formula
-with its source): weights, gradients in float32, AdamW's master weights and moments split over the ranks by ZeRO 1, the
-reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or `measure_kl`); on top of that the larger
-of activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
-completions that the config allows. Against it stands the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
+with its source): weights, gradients in float32, AdamW's master weights and moments, each split over the ranks as the
+stage of ZeRO splits it, the reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or
+`measure_kl`); on top of that the largest of activations and one chunk of logits in training, temporary tensors of an
+update, or the KV cache in sampling, under ZeRO 3 with the whole weights. It reckons with the longest prompts and
+completions that the config allows. What is offloaded has to fit into the main memory of a node (`memory.offload`).
+The estimate is held against the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
 on CPU that of the node, divided by its ranks. One rank of a float32 model with 34 million parameters (8 layers, hidden
 size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5.9 GiB at its peak in a run.
+Weights, gradients and optimizer of 50 million parameters on two ranks, peak of an update and estimate in MiB
+(`tests/benchmarks/bench_memory.py`, float32): ZeRO 0 1009 and 962, ZeRO 1 1035 and 1058, ZeRO 2 1009 and 1154, ZeRO 3
+1273 and 1250; bfloat16: ZeRO 1 920 and 1058, ZeRO 2 923 and 962.
+
+With `[model.lora]` gradients and optimizer are those of the adapter, a reference takes no second model, and frozen
+layers keep fewer activations ([adapters.md](adapters.md)).
+
+## Predicted step time
+
+`rlhf run CONFIG --dry-run` prints the memory of a rank and, for GPUs whose rates are known, the seconds of a step of
+the main loop; `resources.duration` judges them until there are runs of the same shape to go by. The model
+(`rlhf_core/preflight/step_time.py`) is a simple one, for `P` weights and `T` tokens of a rank in a step, every sequence
+as long as the config allows:
+
+- Training: `6PT` operations (`4PT` with an adapter), `2PT` more with gradient checkpointing, `2PT` for a reference, at
+  0.4 of the GPU's dense bfloat16 rate.
+- Sampling: `2P` operations for each token of a prompt at that rate; for each position of a batch its weights and cache
+  at 0.6 of the memory's rate, or 0.8 ms a layer to launch the kernels, whichever is longer.
+- Communication: gradients in float32, under ZeRO 3 also the weights for each pass, at 200 GB/s within a node and
+  25 GB/s between nodes.
+
+The rates are the vendors'; the shares are assumed, none was measured here. What was predicted and what a run took
+should be compared before the next run is planned by it. Two presets are for such hardware, and were not run:
+
+| preset | on | memory of a rank, GiB | step, s | of that sampling, training, communication |
+|---|---|---|---|---|
+{predicted}
+
+## GPUs that are known
 
 | type of GPU | memory in GB |
 |---|---|
@@ -155,9 +190,31 @@ def preflight() -> str:
     parts += [PROBE, *head]
     parts += [f"| `{one.id}` | {cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
-    text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
+    text = (
+        "\n".join(parts)
+        + "\n"
+        + OFF.format(group=PLUGINS)
+        + MEMORY.format(predicted="\n".join(_predicted()))
+        + "\n".join(gpus)
+        + "\n"
+    )
     text += VERSIONS + "\n".join(_known_bad(only_commands=False)) + "\n"
     return text + OTHERS + "\n".join(_known_bad(only_commands=True)) + "\n"
+
+
+NO_NODES = Inventory(node_names=(), cpus_per_node=0, memory_gb=0, gpus_per_node=0)
+
+
+def _predicted() -> Iterator[str]:
+    """Rows of the presets for GPUs of a known kind."""
+    for name in PRESETS:
+        spec = config.load(name)
+        found = predict(spec, NO_NODES, spec.model.config, None) if spec.slurm.gpu_type else Predictions()
+        if found.memory is not None and found.step is not None:
+            parts = ", ".join(f"{found.step.parts[part]:.0f}" for part in ("sampling", "training", "communication"))
+            nodes, kind = spec.resources.num_nodes, f"{spec.resources.gpus_per_node} {spec.slurm.gpu_type.upper()}"
+            place = f"{nodes} x {kind}" if nodes > 1 else kind
+            yield f"| `{name}` | {place} | {found.memory.peak_bytes / GIB:.0f} | {found.step.seconds:.0f} | {parts} |"
 
 
 def _known_bad(*, only_commands: bool) -> Iterator[str]:

@@ -1,38 +1,83 @@
 """Is training that learns nothing ended, and training that learns left alone?
 
     python tests/benchmarks/bench_health.py [--only WORD] [--slice 1/4] [--keep FOLDER]
+    python tests/benchmarks/bench_health.py --algorithms [grpo ...] [--healthy 30] [--record]
 
 20 healthy runs of other seeds and settings, then runs that are broken in one way each
 (``tests/training/health_runs.py``): two real ranks, a small model that sorts three digits, 60 steps of GRPO, judged at
 every step. Prints what became of each, and at which step; 1 when a healthy run was ended, or a broken one was not, or
-not by its rule. ``--keep`` leaves what the judge saw as one file of JSON lines for each run.
+not by its rule. A warning counts as an end. ``--keep`` leaves what the judge saw, one file of JSON lines for each run.
+
+With ``--algorithms`` it makes so many healthy runs of each algorithm instead (of all that these runs have data for,
+without a name), and ``--record`` writes the table into docs/benchmarks.md.
 """
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "training")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "training")]
 
-from health_runs import CASES, HEALTHY, judged, lines, make_runs  # noqa: E402
+from health_runs import CASES, DEGENERATE, case_of, healthy_of, judged, lines, make_runs  # noqa: E402
 from rank_launcher import launch, values  # noqa: E402
+
+from rlhf_core.schemas.algorithms import specs  # noqa: E402
+
+PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- healthy runs by algorithm: begin -->\n", "<!-- healthy runs by algorithm: end -->\n"
+"""Marks around the table that ``--record`` replaces."""
 
 
 def main() -> int:
     """Make the runs, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="runs whose name has this word")
-    parser.add_argument("--slice", default="1/1", help="which part of the runs, of how many")
+    parser.add_argument("--slice", default="1/1", help="part of the runs, of how many")
     parser.add_argument("--keep", type=Path, help="folder for what the judge saw")
+    parser.add_argument("--algorithms", nargs="*", help="healthy runs of these algorithms; all without a name")
+    parser.add_argument("--healthy", type=int, default=30, help="healthy runs of each algorithm")
+    parser.add_argument("--record", action="store_true", help="write the table into docs/benchmarks.md")
     arguments = parser.parse_args()
+    if arguments.algorithms is not None:
+        return _by_algorithm(arguments.algorithms or list(specs()), arguments.healthy, arguments.record)
     part, parts = map(int, arguments.slice.split("/"))
     names = [name for name in CASES if arguments.only in name][part - 1 :: parts]
-    wrong = 0
+    wrong, seconds = _make(names, arguments.keep)
+    print(f"{len(names)} runs in {seconds:.0f} s, {len(wrong)} judged wrongly")
+    return 1 if wrong else 0
+
+
+def _by_algorithm(algorithms: list[str], count: int, record: bool) -> int:
+    rows, num_wrong = [], 0
+    for algorithm in algorithms:
+        try:
+            healthy_of(algorithm, 0)
+        except ValueError as error:
+            print(error)
+            continue
+        wrong, seconds = _make([f"{algorithm} {number}" for number in range(count)], None)
+        num_wrong += len(wrong)
+        rows.append(f"| `{algorithm}` | {count} | {len(wrong)} | {', '.join(wrong) or '-'} | {seconds / count:.0f} |")
+    told = f"Taken on {datetime.now(UTC):%Y-%m-%d} by `make bench-health`.\n\n"
+    head = "| algorithm | healthy runs | alarms | of which runs | seconds a run |\n|---|---|---|---|---|\n"
+    table = told + head + "".join(f"{row}\n" for row in rows)
+    print(table)
+    if record:
+        before, _, after = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}{table}{END}{after.partition(END)[2]}")
+    return 1 if num_wrong else 0
+
+
+def _make(names: list[str], keep: Path | None) -> tuple[list[str], float]:
+    """Make runs and print a line of each; the names of those that were judged wrongly, and the seconds they took."""
+    wrong = []
     print(f"{'run':<32} {'kind':<10} {'steps':>5} {'reward first -> last':>21}  judged")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -41,18 +86,17 @@ def main() -> int:
         seconds = time.monotonic() - started
         for name in names:
             good, row = _row(folder / "runs", name, {ranks[name] for ranks in told})
-            wrong += not good
+            wrong += [] if good else [name]
             print(row, flush=True)
-            if arguments.keep:
-                arguments.keep.mkdir(parents=True, exist_ok=True)
-                shutil.copy(judged(folder / "runs", name), arguments.keep)
-    print(f"{len(names)} runs in {seconds:.0f} s, {wrong} judged wrongly")
-    return 1 if wrong else 0
+            if keep:
+                keep.mkdir(parents=True, exist_ok=True)
+                shutil.copy(judged(folder / "runs", name), keep)
+    return wrong, seconds
 
 
 def _row(folder: Path, name: str, told: set[str]) -> tuple[bool, str]:
     """One line of the table, and whether it is as it should be. All ranks must say the same."""
-    case, result = CASES[name], told.pop() if len(told) == 1 else f"the ranks differ: {sorted(told)}"
+    case, result = case_of(name), told.pop() if len(told) == 1 else f"the ranks differ: {sorted(told)}"
     if case.rule:
         good = result.startswith("DegenerateRl") and f"({case.rule}): " in result and case.words in result
     else:
@@ -60,9 +104,9 @@ def _row(folder: Path, name: str, told: set[str]) -> tuple[bool, str]:
     made = lines(folder, name)
     rewards = [line["metrics"]["reward/mean"] for line in made if "reward/mean" in line["metrics"]]
     change = f"{fmean(rewards[:5]):.3f} -> {fmean(rewards[-5:]):.3f}" if rewards else "-"
-    kind = "healthy" if name in HEALTHY else "broken"
-    verdict = result if not good else result.partition("): ")[0].rpartition("(")[2] if case.rule else "well"
-    return good, f"{name:<32} {kind:<10} {made[-1]['step']:>5} {change:>21}  {verdict}"
+    kind = "broken" if name in DEGENERATE else "healthy"
+    verdict = result if not good else re.findall(r"\((\w+)\): ", result)[0] if case.rule else "well"
+    return good, f"{name:<32} {kind:<10} {made[-1]['step'] if made else 0:>5} {change:>21}  {verdict}"
 
 
 if __name__ == "__main__":

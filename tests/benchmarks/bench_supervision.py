@@ -32,11 +32,13 @@ import psutil
 from bench_heartbeat import LIMIT_NS, measure
 
 from rlhf_core import config
+from rlhf_core.appended_files import read_models
 from rlhf_core.launch.prepare import prepare
-from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import HealthRule
+from rlhf_core.whole_files import write_model
 from rlhf_core.worker.heartbeat import Beat, SlotFile
 from rlhf_core.worker.inspection import inspect_workers
 from rlhf_core.worker.telemetry import Telemetry
@@ -71,7 +73,7 @@ class Measured:
 
 def make_run(runs: Path, steps: int) -> RunDir:
     """A shortened quickstart with nothing but steps in the part that is measured."""
-    short = (f"train.num_steps={steps}", f"sft.num_steps={WARM_UP}", "evaluate.every_num_steps=0")
+    short = (f"loops.main.num_steps={steps}", f"loops.warm_start.num_steps={WARM_UP}", "evaluate.every_num_steps=0")
     # So short a warm-up solves nothing, which the rules of RL health would rightly end.
     unjudged = [f'health.off.{rule}="the speed is measured, not the learning"' for rule in get_args(HealthRule)]
     sparse = ("evaluate.num_prompts=8", f"checkpoint.every_num_steps={10 * steps}")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
+from prefect_template import give_prefect_database
 
 from flows import server_app
 
@@ -38,6 +39,7 @@ AS_HERE = "from flows.server_app import let_schedules_be_inserted\nlet_schedules
 
 
 def plan(home: Path, code: str) -> "subprocess.CompletedProcess[str]":
+    give_prefect_database(home)
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120

@@ -132,7 +132,7 @@ def test_what_is_done_in_the_browser_has_its_place_on_the_page() -> None:
 
 
 def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> None:
-    site = Site(folder / "site", max_runs=12)
+    site = Site(folder / "site", max_runs=12, makes_database=True)
     site.write_settings()  # for the port alone: others may test on this machine
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "PREFECT_", "SLURM_"))}
     terminal = Terminal(

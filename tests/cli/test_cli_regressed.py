@@ -12,7 +12,6 @@ from flows.run import ended_well
 from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_output import summary_json
 from rlhf_core.cli.watching import headline, json_lines
-from rlhf_core.config import load_site
 from rlhf_core.control.progress import RunReader
 from rlhf_core.control.promotion import _results
 from rlhf_core.control.summary import summarise
@@ -25,6 +24,7 @@ from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
+from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 FELL = {"name": "greedy", "metric": "exact_match", "before": 0.75, "after": 0.2}

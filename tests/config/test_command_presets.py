@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import config, environments
+from rlhf_core import config, config_fields, environments
 from rlhf_core.cli.starter_config import starter_config
 from rlhf_core.presets import PRESETS, drivers_folder
 from rlhf_core.render.config_text import as_toml
@@ -155,7 +155,7 @@ def test_names_of_metrics_that_are_no_bare_keys_survive_writing() -> None:
     for only_set in (False, True):
         shown = tomllib.loads(as_toml(spec, only_set=only_set))
         assert RunSpec.model_validate(shown) == spec
-    assert tomllib.loads(f"value = {config.to_toml({'train/reward': 1})}") == {"value": {"train/reward": 1}}
+    assert tomllib.loads(f"value = {config_fields.to_toml({'train/reward': 1})}") == {"value": {"train/reward": 1}}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import config
+from rlhf_core import config, config_fields, site_config
 from rlhf_core.errors import BadConfig
 from rlhf_core.presets import PRESETS
-from rlhf_core.schemas.algorithms import GrpoSpec, SftSpec
+from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
+from rlhf_core.schemas.algorithms.supervised import SftSpec
 from rlhf_core.schemas.run import RunSpec
 
 MINIMAL = """
@@ -96,7 +97,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("seed=abc", "seed: found 'abc'"),
         ("loops.main.optimizer.learning_rate=inf", "finite"),
         ("loops.main.optimizer.learning_rate=nan", "loops.main.optimizer.learning_rate"),
-        ("loops.main.algorithm.name=ppo", "loops.main.algorithm.name: found 'ppo', expected 'sft' or 'grpo'"),
+        ("loops.main.algorithm.name=ppp", "loops.main.algorithm.name: found 'ppp', expected 'sft', 'grpo'"),
         ("loops.main.algorithm=3", "loops.main.algorithm: found 3"),
         ("data.generator=abc", 'expected "module:function"'),
         ("data.train=x.jsonl", "either the generator or the files"),
@@ -153,24 +154,28 @@ def test_every_preset_loads_by_name(name: str) -> None:
 
 
 def test_every_setting_has_a_meaning_of_one_sentence() -> None:
-    fields = config.describe_fields()
+    fields = config_fields.describe_fields()
     assert len(fields) > 50
     for field in fields:
         assert field.meaning.endswith("."), field.name
         assert "\n" not in field.meaning, field.name
         assert field.type, field.name
-    assert set(config.describe_sections()) == {field.name.rpartition(".")[0] for field in fields} - {""}
+    assert set(config_fields.describe_sections()) == {field.name.rpartition(".")[0] for field in fields} - {""}
 
 
 def test_sections_with_a_choice_are_told_in_words() -> None:
-    fields = {field.name: field for field in config.describe_fields()}
+    fields = {field.name: field for field in config_fields.describe_fields()}
     assert not [field for field in fields.values() if "<" in field.type or "." in field.type], "no name of a class"
     chosen = fields["loops.main.algorithm.name"]
-    assert (chosen.type, chosen.required) == ('"sft" | "grpo"', True)
+    assert (chosen.type.startswith('"sft" | "grpo" | "dr_grpo"'), chosen.required) == (True, True)
     assert chosen.meaning.startswith("`sft`: Supervised")
-    assert fields["loops.main.algorithm.clip_low"].meaning.endswith("Only for `grpo`.")
-    assert fields["loops.main.algorithm.batch_size"].meaning.endswith("Only for `sft`.")
-    assert config.optional_sections() == {"loops.warm_start"}
+    assert fields["loops.main.algorithm.gae_lambda"].meaning.endswith("Only for `ppo`.")
+    higher = fields["loops.main.algorithm.clip_high"]
+    assert higher.default == "0.2"
+    assert "Other defaults: `dapo`: 0.28," in higher.meaning
+    assert "sft" not in higher.only_for
+    assert "Only for `sft`, `dpo`" in fields["loops.main.algorithm.batch_size"].meaning
+    assert config_fields.optional_sections() == {"loops.warm_start", "model.lora"}
 
 
 def test_another_algorithm_does_not_take_over_the_settings_of_the_one_before(minimal: Path) -> None:
@@ -182,30 +187,35 @@ def test_another_algorithm_does_not_take_over_the_settings_of_the_one_before(min
 
 def test_defaults_in_the_help_are_valid_toml_and_true(minimal: Path) -> None:
     spec = config.load(minimal)
-    stated = [field for field in config.describe_fields() if not field.required]
+    stated = [field for field in config_fields.describe_fields() if not field.required]
     changed = (
         "model.tokenizer",
         "model.config",
+        "model.lora.",
         "data.generator",
         "loops.warm_start.",
         "loops.main.algorithm.batch_size",
     )
-    kept = [one for one in stated if not one.name.startswith(changed) and one.only_for != ("command",)]
+    kept = [
+        one
+        for one in stated
+        if not one.name.startswith(changed) and (not one.only_for or {"grpo", "native"} & {*one.only_for})
+    ]
     again = config.load(minimal, [f"{one.name}={one.default}" for one in kept])
     assert again == spec
 
 
 def test_site_settings_from_environment_file_and_default(tmp_path: Path) -> None:
     environ = {"RLHF_HOME": str(tmp_path)}
-    site = config.load_site(environ)
+    site = site_config.load_site(environ)
     assert site.runs_dir == tmp_path / "runs"
     assert site.database_url == f"sqlite:///{tmp_path / 'history.db'}"
     assert (site.scheduler, site.compute_python) == ("local", sys.executable)
 
     (tmp_path / "rlhf.toml").write_text('scheduler = "slurm"\nruns = "/shared/runs"\n')
-    site = config.load_site(environ)
+    site = site_config.load_site(environ)
     assert (site.scheduler, site.runs_dir) == ("slurm", Path("/shared/runs"))
-    assert config.load_site({**environ, "RLHF_SCHEDULER": "local"}).scheduler == "local"
+    assert site_config.load_site({**environ, "RLHF_SCHEDULER": "local"}).scheduler == "local"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +225,7 @@ def test_site_settings_from_environment_file_and_default(tmp_path: Path) -> None
 def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str) -> None:
     (tmp_path / "rlhf.toml").write_text(content)
     with pytest.raises(BadConfig, match=answer):
-        config.load_site({"RLHF_HOME": str(tmp_path)})
+        site_config.load_site({"RLHF_HOME": str(tmp_path)})
 
 
 def test_a_problem_is_blamed_on_what_made_it(minimal: Path) -> None:

@@ -12,7 +12,8 @@ from rlhf_core.cli.config_commands import migrated_text
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.algorithms import GrpoSpec, SftSpec
+from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
+from rlhf_core.schemas.algorithms.supervised import SftSpec
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, current_settings
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
 from rlhf_core.schemas.run import RunSpec, with_changes
@@ -140,8 +141,8 @@ def test_a_warm_start_can_be_added_by_an_old_override(old: Path) -> None:
 def test_a_problem_is_explained_by_the_new_name(old: Path) -> None:
     with pytest.raises(BadConfig, match=r"1 problem in --set:\n +loops.main.num_steps: found 'many'"):
         load(old, "train.num_steps=many")
-    with pytest.raises(BadConfig, match=r"loops.main.algorithm.name: found 'ppo', expected 'sft' or 'grpo'"):
-        load(old, "train.algorithm=ppo")
+    with pytest.raises(BadConfig, match=r"loops.main.algorithm.name: found 'ppp', expected 'sft', 'grpo'"):
+        load(old, "train.algorithm=ppp")
 
 
 def test_a_file_of_both_forms_is_refused(old: Path) -> None:

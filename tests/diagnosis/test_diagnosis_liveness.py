@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker, LoopClock, judge
+from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker, judge
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
@@ -166,25 +166,6 @@ def test_waiting_for_a_slow_peer_teaches_nothing_about_collectives() -> None:
     tracker.observe([rank(number, 0.0, sequence=next(_sequence)) for number in range(2)])
     assert tracker.longest_s(Phase.TRAIN) == 0.1
     assert tracker.longest_s(Phase.ROLLOUT) == 9.0
-
-
-def test_a_pause_of_the_watcher_itself_is_not_held_against_the_workers() -> None:
-    clock = LoopClock(tolerance_s=2.0)
-    assert not clock.tick(100.0)
-    assert not clock.tick(100.3)
-    assert clock.age_s(99.0, 100.3) == pytest.approx(1.3)
-    assert clock.tick(160.0)  # the job was suspended for a minute
-    assert clock.age_s(99.0, 160.5) == pytest.approx(0.5)
-    assert clock.age_s(160.2, 160.5) == pytest.approx(0.3)
-    # The control: without the rebase the same beat would be 61 s old.
-    assert LoopClock().age_s(99.0, 160.5) == pytest.approx(61.5)
-
-
-def test_being_busy_with_evidence_is_no_pause() -> None:
-    clock = LoopClock(tolerance_s=2.0)
-    clock.tick(100.0)
-    clock.skip(108.0)
-    assert not clock.tick(108.3)
 
 
 AGES = st.lists(

@@ -84,7 +84,8 @@ def test_a_mismatch_that_only_words_tell_of_is_confirmed_once() -> None:
 
 
 def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> None:
-    spec = make_spec(train={"micro_batch_size": 4}, rollout={"batch_size": 2})
+    gpus = {"ranks_per_node": 2, "gpus_per_node": 2}
+    spec = make_spec(train={"micro_batch_size": 4}, rollout={"batch_size": 2}, resources=gpus)
     before = training_part(spec)
     seen = []
     while remedy := oom_remedy(spec):
@@ -95,8 +96,27 @@ def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> No
         {"trainer.micro_batch_size": 2},
         {"trainer.micro_batch_size": 1},
         {"trainer.gradient_checkpointing": True},
+        {"trainer.zero_stage": 2},
+        {"trainer.zero_stage": 3},
+        {"trainer.offload": "optimizer"},
         {"rollout.batch_size": 1},
+        {"trainer.offload": "parameters"},
     ]
+    alone = make_spec(train={"micro_batch_size": 1, "gradient_checkpointing": True}, rollout={"batch_size": 2})
+    alone = with_changes(alone, {"resources.ranks_per_node": 1})
+    assert oom_remedy(alone) == {"rollout.batch_size": 1}, "no rank to split with, and no memory besides the main one"
+
+
+def test_out_of_memory_a_bound_of_tokens_falls_to_the_longest_sequence() -> None:
+    spec = make_spec(train={"micro_batch_size": 4, "gradient_checkpointing": True})
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    spec = with_changes(spec, {"trainer.micro_batch_tokens": 3 * longest})
+    seen = []
+    while "trainer.micro_batch_tokens" in (remedy := oom_remedy(spec)):
+        seen.append(remedy["trainer.micro_batch_tokens"])
+        spec = with_changes(spec, remedy)
+    assert seen == [3 * longest // 2, longest]
+    assert "trainer.micro_batch_size" not in remedy, "long sequences are alone already"
 
 
 def test_nodes_are_excluded_at_once_or_at_the_second_strike() -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
-from rlhf_core import config
+from rlhf_core import config_fields
+from rlhf_core.attempt_dir import AttemptDir, RestartDir
+from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.preflight.registry import CHECKS
-from rlhf_core.run_dir import AttemptDir, CheckpointDir, RestartDir, RunDir
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +56,7 @@ def test_every_generated_page_is_checked(generate: ModuleType) -> None:
 
 
 def test_every_setting_says_what_it_means() -> None:
-    assert [field.name for field in config.describe_fields() if not field.meaning.endswith(".")] == []
+    assert [field.name for field in config_fields.describe_fields() if not field.meaning.endswith(".")] == []
 
 
 def test_the_examples_of_checks_in_the_docs_are_some() -> None:

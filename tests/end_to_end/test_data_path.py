@@ -8,20 +8,20 @@ from process_tools import until
 from site_files import options
 from sites import Site
 
-from rlhf_core.run_dir import read_models
+from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.reports import MetricsLine, SampleLine
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 SMALL = (
-    "train.num_steps=2",
-    "sft.num_steps=12",
-    "sft.batch_size=16",
-    "grpo.prompts_per_step=4",
+    "loops.main.num_steps=2",
+    "loops.warm_start.num_steps=12",
+    "loops.warm_start.algorithm.batch_size=16",
+    "loops.main.algorithm.prompts_per_step=4",
     "rollout.max_new_tokens=24",
     "evaluate.num_prompts=8",
     "model.tokenizer_vocab_size=320",
-    "train.log_samples_every=1",
+    "trainer.log_samples_every=1",
     "resources.ranks_per_node=1",
 )
 OPTIONS = options(*SMALL, "data.train=train.jsonl", "data.eval=eval.jsonl")

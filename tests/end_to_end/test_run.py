@@ -9,7 +9,9 @@ import pytest
 from process_tools import kill_tree, until
 from sites import Site, last_step
 
-from rlhf_core.run_dir import RunDir, checksum, read_models
+from rlhf_core.appended_files import read_models
+from rlhf_core.checkpoint_dir import checksum
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import SampleLine
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
@@ -75,6 +77,8 @@ def test_every_metric_is_explained(undisturbed: Site) -> None:
         "reward/std",
         "reward/min",
         "reward/max",
+        "reward/length_correlation",
+        "reward/length_slope",
     }
     assert by_function == {"reward/exact_match"}
     assert {key for key in recorded - by_function if f"`{key}`" not in page} == set()
@@ -156,7 +160,7 @@ def test_one_rank_and_two_ranks_sample_with_the_same_seeds(site: Site, undisturb
 
 def test_another_seed_gives_other_numbers(site: Site, undisturbed: Site) -> None:
     """Negative control of every comparison above: the curves are not equal by construction."""
-    site.rlhf("run", site.config(), "--no-prefect", "--set", "seed=4", "--set", "train.num_steps=1")
+    site.rlhf("run", site.config(), "--no-prefect", "--set", "seed=4", "--set", "loops.main.num_steps=1")
     other, base = curve(site), curve(undisturbed)
     assert other["train/loss", 1] != base["train/loss", 1]
     assert other["rollout/seed_digest", 13] != base["rollout/seed_digest", 13]

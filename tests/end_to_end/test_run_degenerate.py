@@ -6,9 +6,10 @@ from site_files import options
 from sites import Site
 
 LEARNS_NOTHING = (
-    "train.learning_rate=5",
+    "loops.main.optimizer.learning_rate=5",
     "health.window_steps=8",
     "health.min_completions=256",
+    "health.max_train_gap=1e-12",  # which is exceeded at every step, and warned of
     "preflight.probe=false",
     "resources.ranks_per_node=1",  # two of them: test_two_real_ranks_end_a_degenerate_run_together
 )
@@ -21,11 +22,16 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     run = shown["run"]
     assert run["state"] == "failed"
     assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "failed"]
-    assert [incident["failure_kind"] for incident in shown["incidents"]] == ["degenerate_rl", "degenerate_rl"]
-    assert all(one["message"].startswith("Training learns nothing any more") for one in shown["incidents"])
+    assert {incident["failure_kind"] for incident in shown["incidents"]} == {"degenerate_rl"}
+    ended_by = [one for one in shown["incidents"] if one["message"].startswith("Training learns nothing any more")]
+    warnings = [one for one in shown["incidents"] if one not in ended_by]
+    assert (len(ended_by), len(warnings)) == (2, 2)
+    assert all("(train_gap): sampling and training disagree" in one["message"] for one in warnings)
     assert all(one["suspect_nodes"] == [] for one in shown["incidents"]), "no node is struck for it"
+    by_agent = [one["action"] for one in shown["decisions"] if one["decided_by"] == "agent"]
+    assert by_agent.count("continue") == 2, "a warning leaves the run going"
     # The warm start ended at step 12, and everything after it was judged.
-    found_at = shown["incidents"][0]["step"]
+    found_at = ended_by[0]["step"]
     assert 12 + 8 <= found_at <= 12 + 8 + 4
     assert [attempt["resumed_from_step"] for attempt in shown["attempts"]] == [0, 12]
     first, last = (one for one in shown["decisions"] if one["decided_by"] == "controller")
@@ -37,5 +43,6 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     assert {path.name for path in aside.iterdir()} >= {"step-000015"}
 
     rows = site.rlhf("sql", "reward-collapses", "--json").json()
-    assert [(row["attempt"], row["step"]) for row in rows] == [(2, found_at), (1, found_at)]
-    assert all("learns nothing" in row["why"] for row in rows)
+    collapses = [row for row in rows if "learns nothing" in row["why"]]
+    assert [(row["attempt"], row["step"]) for row in collapses] == [(2, found_at), (1, found_at)]
+    assert len(rows) == 4, "warnings of health are there as well"

@@ -1,6 +1,7 @@
 """A change is tried out on this machine before the run itself begins, with real workers."""
 
 import pytest
+from site_files import options
 from sites import Site
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
@@ -15,7 +16,11 @@ def score(*, completions, **columns):
 """
 """What only shows on the nodes: a look at the data before finds nothing wrong with it."""
 
-SHORT = ("--set", "sft.num_steps=1", "--set", "train.num_steps=4", "--no-prefect")
+SHORT = (
+    *options("loops.warm_start.num_steps=1", "loops.main.num_steps=4", "evaluate.num_prompts=8"),
+    *options("supervise.warm_workers=false"),  # they would be ready after the end
+    "--no-prefect",
+)
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
 
 

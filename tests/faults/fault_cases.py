@@ -79,7 +79,7 @@ class Scenario:
     @property
     def settings(self) -> list[str]:
         """The ``--set`` options of the run."""
-        steps = f"train.num_steps={self.total_steps - CHECKPOINT_EVERY}"
+        steps = f"loops.main.num_steps={self.total_steps - CHECKPOINT_EVERY}"
         own = [
             f"trainer.num_steps={self.total_steps}" if self.is_wrapped else steps,
             f"resources.num_nodes={self.num_nodes}",
@@ -259,6 +259,7 @@ KINDS: tuple[Kind, ...] = (
         "a byte of the newest checkpoint flipped, then SIGKILL a rank",
         _expect("checkpoint_corrupt", _IN_PLACE),
         outside="damage_and_kill_rank",
+        overrides=('checkpoint.memory="off"',),  # otherwise the file is not read
     ),
     Kind(
         "the newest checkpoint has no manifest, then an agent killed",

@@ -19,7 +19,8 @@ from fault_runs import DisturbedSite, Stuck, agent_pids, program_ranks, workers
 from fault_services import Cluster, Postgres, PrefectServer
 from sites import last_step
 
-from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.appended_files import read_models
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 
 

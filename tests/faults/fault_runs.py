@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import psutil
 from sites import Site
 
-from rlhf_core.run_dir import RestartDir, RunDir, read_models
+from rlhf_core.appended_files import read_models
+from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
@@ -37,12 +39,13 @@ TORCHRUN = (
 SABOTAGED: Mapping[str, Any] = {
     "name": "disturbed",
     "data.generator": "saboteur:digits",
-    "sft.num_steps": 5,
-    "train.num_steps": 20,
-    "train.micro_batch_size": 8,
-    "train.log_samples_every": 0,
-    "grpo.measure_kl": None,
+    "loops.warm_start.num_steps": 5,
+    "loops.main.num_steps": 20,
+    "trainer.micro_batch_size": 8,
+    "trainer.log_samples_every": 0,
+    "loops.main.algorithm.measure_kl": None,
     "reward.functions": ["saboteur:reward"],
+    "reward.timeout_s": 0,  # the faults are those of a rank
     "evaluate.scorer": "saboteur:score",
     "evaluate.every_num_steps": CHECKPOINT_EVERY,
     "checkpoint.every_num_steps": CHECKPOINT_EVERY,
@@ -51,6 +54,7 @@ SABOTAGED: Mapping[str, Any] = {
     "supervise.checkpoint_floor_s": 8,
     "supervise.evaluate_floor_s": 5,
     "supervise.setup_floor_s": 60,
+    "preflight.min_relative_speed": 0,  # the nodes share the cores of one machine, with other work on it
     "code.paths": PROGRAMS,
 }
 """Changes for a run that the saboteur disturbs from inside."""

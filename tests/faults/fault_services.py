@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from prefect_template import give_prefect_database
 from process_tools import free_port, until
 from slurm_cluster import throwaway
 
@@ -72,6 +73,7 @@ class Postgres:
         ]
         subprocess.run(command, check=True, capture_output=True, cwd=folder, **self._identity)
         self._process: subprocess.Popen[Any] | None = None
+        give_prefect_database(folder)
         self.start()
 
     @property

@@ -9,10 +9,10 @@ from control_fakes import Clock, FakeScheduler
 from desk import Desk, Notes
 from sites import Site
 
-from rlhf_core.config import load_site
 from rlhf_core.control import stages
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.site_config import load_site
 
 
 @pytest.fixture

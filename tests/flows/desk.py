@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from control_fakes import Clock, FakeScheduler, make_run
 
-from rlhf_core.config import Site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.promotion import Question
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.site_config import Site
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Ask = Callable[[Question], AbstractContextManager[None]]

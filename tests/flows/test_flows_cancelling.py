@@ -11,11 +11,12 @@ from rlhf_core.control.jobs import CANCEL_TIMEOUT_S
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import SchedulerError
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
+from rlhf_core.whole_files import read_model
 
 
 class Killed(BaseException):

@@ -27,7 +27,6 @@ from flows.schedules import SKIP_IF_BUSY
 from flows.work_pool import QUEUES
 from rlhf_core import config
 from rlhf_core.cli.main import execute
-from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
 from rlhf_core.history.queries import show_run
 from rlhf_core.history.queries.controllers import run_of_flow_run
@@ -37,6 +36,7 @@ from rlhf_core.launch.lease import Owner
 from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.site_config import Site, load_site
 
 ROOT = Path(__file__).parents[2]
 LONG = [
@@ -44,6 +44,9 @@ LONG = [
     "loops.warm_start.num_steps=1",
     "evaluate.num_prompts=16",
     "checkpoint.every_num_steps=5",
+    "resources.ranks_per_node=1",
+    "preflight.probe=false",
+    "supervise.warm_workers=false",
 ]
 
 
@@ -95,7 +98,7 @@ def test_the_server_refuses_what_the_form_would(client: Any, site: Site, wrong: 
 
 def test_presets_and_resume_are_there_and_again_changes_nothing(client: Any, site: Site) -> None:
     names = [one.name for one in register_presets(site)]
-    assert names == [*(f"rlhf-run/{preset}" for preset in PRESETS), RESUME_DEPLOYMENT]
+    assert names == [*(f"rlhf-run/{config.load(preset).name}" for preset in PRESETS), RESUME_DEPLOYMENT]
     resume = client.read_deployment_by_name(RESUME_DEPLOYMENT)
     assert set(resume.parameter_openapi_schema["properties"]) == {"run_id"}
     assert resume.parameter_openapi_schema["required"] == ["run_id"]

@@ -8,17 +8,18 @@ import pytest
 from flows.form import Form, overrides_of, prefilled, read_form, settings_text
 from flows.run import rlhf_run
 from rlhf_core import config
-from rlhf_core.config import describe_fields, load_site
+from rlhf_core.config_fields import describe_fields
 from rlhf_core.control.controller import FlowRunLink, new_run
 from rlhf_core.control.snapshots import keep, kept_with
 from rlhf_core.errors import BadInput
+from rlhf_core.site_config import load_site
 
 SMALL = """
 name = "small"
 model = { tokenizer = "char", config = { model_type = "qwen3" } }
 data = { generator = "my_data:rows" }
 reward = { functions = ["my_rewards:score"] }
-train = { num_steps = 8, learning_rate = 1e-4 }
+loops.main = { num_steps = 8, algorithm = { name = "grpo" }, optimizer = { learning_rate = 1e-4 } }
 resources = { num_nodes = 2 }
 """
 

@@ -21,13 +21,14 @@ from flows.events import FlowRunRef, events_of, publish_events, unpublished
 from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
 from flows.tasks import MAX_TITLE, TaskRunner, shorten
+from rlhf_core.appended_files import read_models
 from rlhf_core.control import progress
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.steps import Step, drive, steps
 from rlhf_core.control.timeline import read_timeline
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.base import utc_now
@@ -35,6 +36,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine
 from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.whole_files import write_model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server

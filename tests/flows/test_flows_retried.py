@@ -27,7 +27,7 @@ from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 
-OVERRIDES = "train.num_steps=8\nsft.num_steps=2\nsupervise.backoff_s=0"
+OVERRIDES = "loops.main.num_steps=8\nloops.warm_start.num_steps=2\nsupervise.backoff_s=0"
 
 
 @pytest.fixture

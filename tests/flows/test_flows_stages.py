@@ -8,12 +8,13 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 
+from rlhf_core.appended_files import read_models
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
@@ -23,6 +24,7 @@ from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.node_records import clear_node, node_standings
+from rlhf_core.whole_files import write_model
 
 
 def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:

@@ -21,12 +21,13 @@ from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
 from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControlEvent
 from rlhf_core.schemas.resources import Role
+from rlhf_core.whole_files import write_model
 
 
 def three_attempts(desk: Desk, run_dir: RunDir) -> None:

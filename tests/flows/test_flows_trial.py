@@ -17,7 +17,7 @@ from rlhf_core.history import queries
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
 from rlhf_core.preflight.trial import Rung, trial_spec
-from rlhf_core.run_dir import RunDir, new_run_id, run_dirs, write_model
+from rlhf_core.run_dir import RunDir, new_run_id, run_dirs
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
@@ -27,6 +27,7 @@ from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.whole_files import write_model
 
 NUM_NODES = 4
 CHANGED = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed", expected="a trial")

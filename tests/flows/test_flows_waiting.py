@@ -20,8 +20,8 @@ from rlhf_core.accounts import account
 from rlhf_core.cli import deploy_commands
 from rlhf_core.cli.deploy_commands import STUCK_S, _await_beginning
 from rlhf_core.cli.main import execute
-from rlhf_core.config import Site, load_site
 from rlhf_core.errors import RunCancelled, RunFailed, RunNotBegun
+from rlhf_core.site_config import Site, load_site
 
 Printed = pytest.CaptureFixture[str]
 

@@ -23,11 +23,12 @@ from rlhf_core.control import snapshots as kept
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir, read_model, remove_tree, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.schemas.site import RetentionSite
 from rlhf_core.watchdog.watcher import record
+from rlhf_core.whole_files import read_model, remove_tree, write_model
 
 DAYS = 30
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, whole_run
 
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import DatabaseUnavailable
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.writers import metric_rows
 from rlhf_core.history.writers import runs as run_rows
-from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent

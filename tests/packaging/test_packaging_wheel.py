@@ -18,8 +18,8 @@ from sites import Site
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "infra" / "systemd").glob("rlhf-*.service"))
 TINY = (
-    "train.num_steps=2", "sft.num_steps=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2",
-    "evaluate.num_prompts=8", "resources.ranks_per_node=1",
+    "loops.main.num_steps=2", "loops.warm_start.num_steps=2", "loops.main.algorithm.prompts_per_step=4",
+    "loops.main.algorithm.samples_per_prompt=2", "evaluate.num_prompts=8", "resources.ranks_per_node=1",
 )  # fmt: skip
 
 

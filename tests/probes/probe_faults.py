@@ -11,13 +11,14 @@ from typing import Any
 
 from slurm_cluster import throwaway
 
-from rlhf_core.config import Site, load
+from rlhf_core.config import load
 from rlhf_core.control.node_probe import probe_nodes
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.site_config import Site
 
 NUM_NODES = 4
 ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5"}\n'
@@ -87,7 +88,7 @@ def all_nodes(**values: Any) -> dict[str, dict[str, Any]]:
 
 
 def _nproc(scene: Scene, stack: ExitStack) -> None:
-    scene.settings += ["resources.ranks_per_node=8", "grpo.prompts_per_step=32"]
+    scene.settings += ["resources.ranks_per_node=8", "loops.main.algorithm.prompts_per_step=32"]
     of_nodes = all_nodes(NPROC_PER_NODE="8")
     of_nodes["node3"]["NPROC_PER_NODE"] = "7"
     stack.enter_context(scene.variables(**of_nodes))

@@ -19,17 +19,19 @@ pytestmark = [
 
 SMALL = (
     "resources.num_nodes=3",
-    "sft.num_steps=2",
-    "sft.batch_size=12",
-    "train.num_steps=2",
-    "grpo.prompts_per_step=12",
+    "loops.warm_start.num_steps=2",
+    "loops.warm_start.algorithm.batch_size=12",
+    "loops.main.num_steps=2",
+    "loops.main.algorithm.prompts_per_step=12",
     "evaluate.num_prompts=8",
+    "supervise.warm_workers=false",  # they would be ready after the end
     "supervise.setup_floor_s=200",
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four nodes, the second of them with a slow link."""
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, namespaces=True)
     cluster.up()
     cluster.slow_link("node2", 40)
@@ -86,15 +88,16 @@ def rows(path: Path, offset: int) -> Path:
 
 @pytest.mark.parametrize("probed", [True, False])
 def test_another_dataset_on_one_node_ends_the_attempt_or_is_trained_on_unsaid(
-    cluster: Cluster, tmp_path: Path, probed: bool
+    cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest, probed: bool
 ) -> None:
     """With its negative control: without a probe node1 trains on other prompts, and the run calls itself completed."""
     train, held_out, other = (
         rows(tmp_path / f"{name}.jsonl", offset) for offset, name in enumerate(("train", "eval", "other"))
     )
-    cluster.mend_link("node2")
     namespace = ["nsenter", "--target", str(cluster.pid("slurmd-node1")), "--mount"]
     subprocess.run([*namespace, "mount", "--bind", str(other), str(train)], check=True)
+    cluster.mend_link("node2")
+    request.addfinalizer(lambda: cluster.slow_link("node2", 40))
     data = (f"data.train={train}", f"data.eval={held_out}", "data.generator=", "data.generator_args={}")
     off = 'preflight.off={"data.overlap" = "a small task"}'
     done, shown = run(cluster, tmp_path / "home", *data, off, f"preflight.probe={str(probed).lower()}")

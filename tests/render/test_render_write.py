@@ -9,39 +9,41 @@ from pathlib import Path
 import pytest
 from history_tools import RunFiles, whole_run
 
-from rlhf_core import config
+from rlhf_core import site_config
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.gather import _evidence, gather
 from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.render.run_page import write_report
-from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
 from rlhf_core.schemas.journal import PromotionMoved, StageEnded, StageStarted
 from rlhf_core.schemas.reports import SampleLine
 from rlhf_core.watchdog.ingest import sync
+from rlhf_core.whole_files import remove_tree
 
 
 @pytest.fixture
-def site() -> config.Site:
+def site() -> site_config.Site:
     """Site that the command line of this test uses."""
-    return config.load_site()
+    return site_config.load_site()
 
 
 @pytest.fixture
-def run_dir(site: config.Site) -> RunDir:
+def run_dir(site: site_config.Site) -> RunDir:
     """A run directory with everything."""
     return whole_run(site.runs_dir).dir
 
 
-def _ingest(site: config.Site, run_dir: RunDir) -> None:
+def _ingest(site: site_config.Site, run_dir: RunDir) -> None:
     site.home.mkdir(parents=True, exist_ok=True)
     with HistoryStore(site.database_url) as store:
         sync(run_dir, store)
 
 
-def test_the_report_of_a_real_history(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+def test_the_report_of_a_real_history(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> None:
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
         path = write_report(store, run_dir, tmp_path / "out" / "report.html")
@@ -61,13 +63,13 @@ def _promoted(run: RunFiles, *moves: tuple[PromotionState, str, str, str]) -> No
         run.journal(event, 60 + 10 * number)
 
 
-def _page(site: config.Site, run_dir: RunDir, tmp_path: Path) -> str:
+def _page(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> str:
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
         return write_report(store, run_dir, tmp_path / "report.html").read_text()
 
 
-def test_the_promotion_is_told(site: config.Site, tmp_path: Path) -> None:
+def test_the_promotion_is_told(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     assert "Promotion" not in _page(site, run.dir, tmp_path), "no promotion was asked for"
     _promoted(run, (PromotionState.WAITING, "", "the best greedy", ""))
@@ -89,7 +91,7 @@ def test_the_promotion_is_told(site: config.Site, tmp_path: Path) -> None:
     assert "rlhf approve" not in page
 
 
-def test_an_answer_that_was_changed_is_told_whole(site: config.Site, tmp_path: Path) -> None:
+def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     _promoted(
         run,
@@ -115,7 +117,7 @@ def test_an_answer_that_was_changed_is_told_whole(site: config.Site, tmp_path: P
     assert "no room on /models" in page, "the row is enough, where the journal is gone"
 
 
-def test_why_nothing_was_promoted_is_told(site: config.Site, tmp_path: Path) -> None:
+def test_why_nothing_was_promoted_is_told(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     run.journal(StageStarted(stage_index=9, name=StageName.PROMOTE, attempt=0), 60)
     said = "not promoted: greedy is not above 0.95"
@@ -123,14 +125,16 @@ def test_why_nothing_was_promoted_is_told(site: config.Site, tmp_path: Path) -> 
     assert said in _page(site, run.dir, tmp_path)
 
 
-def test_an_unknown_run_has_no_report(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+def test_an_unknown_run_has_no_report(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> None:
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store, pytest.raises(UnknownRun):
         write_report(store, RunDir(tmp_path / "nothing-20260101-000000-abcdef"), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
 
-def test_without_its_directory_a_run_still_has_a_report(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+def test_without_its_directory_a_run_still_has_a_report(
+    site: site_config.Site, run_dir: RunDir, tmp_path: Path
+) -> None:
     _ingest(site, run_dir)
     remove_tree(run_dir.root)
     with HistoryStore(site.database_url) as store:
@@ -139,7 +143,7 @@ def test_without_its_directory_a_run_still_has_a_report(site: config.Site, run_d
     assert "rose from 0.750 to 0.930" in page
 
 
-def test_samples_of_the_last_time_count(site: config.Site, run_dir: RunDir) -> None:
+def test_samples_of_the_last_time_count(site: site_config.Site, run_dir: RunDir) -> None:
     _ingest(site, run_dir)
     for restart, completion in ((0, "first"), (1, "again")):
         writer = LineWriter(run_dir.attempt(1).restart(restart).samples)
@@ -164,7 +168,7 @@ def test_samples_of_the_last_time_count(site: config.Site, run_dir: RunDir) -> N
     assert [(line.step, line.completion) for line in samples] == [(3, "again"), (4, "first"), (5, "again")]
 
 
-def test_the_report_shows_the_stacks_of_an_incident(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+def test_the_report_shows_the_stacks_of_an_incident(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> None:
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
         before = write_report(store, run_dir, tmp_path / "before.html").read_text()
@@ -178,7 +182,7 @@ def test_the_report_shows_the_stacks_of_an_incident(site: config.Site, run_dir: 
     assert "the last words" in page
 
 
-def test_evidence_outside_of_the_run_is_not_opened(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+def test_evidence_outside_of_the_run_is_not_opened(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "stack-n2-0.txt").write_text("another user's secret\n")
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
@@ -195,7 +199,7 @@ def test_evidence_outside_of_the_run_is_not_opened(site: config.Site, run_dir: R
         assert inside in _evidence(run_dir, timeline), "the control"
 
 
-def test_parameters_are_counted_from_the_headers_of_the_weights(site: config.Site, run_dir: RunDir) -> None:
+def test_parameters_are_counted_from_the_headers_of_the_weights(site: site_config.Site, run_dir: RunDir) -> None:
     _ingest(site, run_dir)
     header = json.dumps({"__metadata__": {"format": "pt"}, "a": {"shape": [3, 4]}, "b": {"shape": [5]}}).encode()
     run_dir.initial_model.mkdir()
@@ -209,7 +213,7 @@ def test_parameters_are_counted_from_the_headers_of_the_weights(site: config.Sit
 
 
 def test_the_command_writes_into_the_run_directory(
-    site: config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ingest(site, run_dir)
     assert execute(["report", "last"]) == 0
@@ -218,7 +222,7 @@ def test_the_command_writes_into_the_run_directory(
 
 
 def test_the_command_reads_what_is_new_first(
-    site: config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = run_dir.evaluation("after", "greedy")
     content = later.read_text()
@@ -230,7 +234,7 @@ def test_the_command_reads_what_is_new_first(
 
 
 def test_the_command_writes_where_it_is_told(
-    site: config.Site, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ingest(site, run_dir)
     assert execute(["report", "sort", "--output", str(tmp_path / "mine.html"), "--json"]) == 0
@@ -240,7 +244,7 @@ def test_the_command_writes_where_it_is_told(
     assert not run_dir.report.exists()
 
 
-def test_a_run_that_only_the_disk_knows_has_a_report(site: config.Site, run_dir: RunDir) -> None:
+def test_a_run_that_only_the_disk_knows_has_a_report(site: site_config.Site, run_dir: RunDir) -> None:
     site.home.mkdir(parents=True, exist_ok=True)
     assert execute(["report", run_dir.run_id]) == 0
     assert "rose from 0.750 to 0.930" in run_dir.report.read_text()
@@ -248,7 +252,7 @@ def test_a_run_that_only_the_disk_knows_has_a_report(site: config.Site, run_dir:
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_the_report_is_opened_where_there_is_a_browser(
-    site: config.Site,
+    site: site_config.Site,
     run_dir: RunDir,
     opened: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -270,7 +274,7 @@ def test_the_report_is_opened_where_there_is_a_browser(
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(
-    site: config.Site, run_dir: RunDir, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ingest(site, run_dir)
     assert execute(["report", *arguments]) == 2
@@ -278,7 +282,7 @@ def test_bad_input_is_answered_with_a_sentence(
 
 
 def test_a_run_without_directory_needs_an_output(
-    site: config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ingest(site, run_dir)
     remove_tree(run_dir.root)

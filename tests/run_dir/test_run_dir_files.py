@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import run_dir as module
-from rlhf_core.run_dir import LineWriter, Reserve, RunDir, claim, read_blocks, read_models, read_tail, write_model
+from rlhf_core.appended_files import LineWriter, read_blocks, read_lines, read_models, read_tail
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
+from rlhf_core.whole_files import RESERVE_BYTES, Reserve, claim, write_model
 
 
 def line(step: int) -> MetricsLine:
@@ -39,7 +40,7 @@ def test_blocks_go_on_from_an_offset_and_come_one_after_the_other(
     path.write_bytes(b"".join(b"%03d\n" % number for number in range(100)))
     whole = [one.text for lines, _ in read_blocks(path) for one in lines]
     assert whole == [b"%03d" % number for number in range(100)]
-    monkeypatch.setattr(module.read_lines, "__defaults__", (0, 10))
+    monkeypatch.setattr(read_lines, "__defaults__", (0, 10))
     blocks = list(read_blocks(path, 40))
     assert len(blocks) > 10
     assert [one.text for lines, _ in blocks for one in lines] == whole[10:]
@@ -75,7 +76,7 @@ def test_only_one_can_claim(tmp_path: Path) -> None:
 def test_a_reserve_holds_real_blocks_until_it_is_freed(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "reserve")
     reserve.hold()
-    assert reserve.path.stat().st_blocks * 512 >= module.RESERVE_BYTES
+    assert reserve.path.stat().st_blocks * 512 >= RESERVE_BYTES
     reserve.free()
     assert not reserve.path.exists()
     reserve.free()

@@ -18,9 +18,9 @@ from control_fakes import make_run
 from flows import serving, temporary_server
 from rlhf_core import private_files
 from rlhf_core.cli import doctor, output
-from rlhf_core.config import load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.scheduler import slurm_queue
+from rlhf_core.site_config import load_site
 from rlhf_core.worker.heartbeat import SlotFile, slots_folder
 
 OTHER = 65534

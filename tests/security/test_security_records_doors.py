@@ -22,7 +22,6 @@ from flows.run import run_of_the_form
 from flows.task_runs import _stage
 from rlhf_core import config
 from rlhf_core.cli import main
-from rlhf_core.config import MAX_CONFIG_BYTES, load_site, read_toml
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import BadConfig, BadInput, DatabaseUnavailable, RunDirError, SchedulerError
@@ -39,6 +38,8 @@ from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.site_config import load_site
+from rlhf_core.toml_files import MAX_CONFIG_BYTES, read_toml
 
 ID = "sort-20260301-120000-a1b2c3"
 NO_IDS = (

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from rlhf_core.cli import main
-from rlhf_core.config import load_site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.errors import RlhfError
 from rlhf_core.history import queries
@@ -38,6 +37,7 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.resources import Placement, Submission
+from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import rebuild, sync
 
 HOSTILE: tuple[Any, ...] = (

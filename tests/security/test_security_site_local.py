@@ -24,7 +24,6 @@ from flows.gate import Approval
 from flows.server_guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from rlhf_core.accounts import account, attributed_here, user_name
 from rlhf_core.cli.main import execute
-from rlhf_core.config import load_site
 from rlhf_core.control.approval import Answered
 from rlhf_core.errors import BadInput
 from rlhf_core.formatting import THROUGH_PREFECT, attributed
@@ -37,6 +36,7 @@ from rlhf_core.schemas.base import LABEL_CHARACTERS
 from rlhf_core.services import supervisord
 from rlhf_core.services.presence import ServiceState, alone, holding, look
 from rlhf_core.services.supervisord import Program, Supervisord
+from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 ROOT = Path(__file__).parents[2]

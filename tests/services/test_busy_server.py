@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect_template import give_prefect_database
 
 from flows import server_app
 from flows.server_app import RetriedWhenBusy
@@ -71,6 +72,7 @@ asyncio.run(ask())
 
 def what_became_of_it(home: Path, server: str) -> str:
     """An answer to a paused flow run and the removal of a schedule, each beside another writer: status, then effect."""
+    give_prefect_database(home)
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test"}

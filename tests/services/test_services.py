@@ -98,7 +98,7 @@ def test_a_run_uses_the_server_of_the_site(site: Site) -> None:
     code = """
 from flows.server import connect
 from flows.temporary_server import prefect_server
-from rlhf_core.config import load_site
+from rlhf_core.site_config import load_site
 site = load_site()
 connect(site)
 with prefect_server(site.home, print) as url:
@@ -231,7 +231,7 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(site: Site, tmp_pa
 
 
 STATES = """
-from rlhf_core.config import load_site
+from rlhf_core.site_config import load_site
 from rlhf_core.services import presence
 presence.HEARTBEAT_TIMEOUT_S = 4.0
 print(*(presence.look(load_site().home, name).state for name in ("server", "worker")))
@@ -259,7 +259,7 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, t
 
 SHORT_TIMEOUTS = """
 from flows import services
-from rlhf_core.config import load_site
+from rlhf_core.site_config import load_site
 from rlhf_core.services import lifecycle, presence
 presence.HEARTBEAT_TIMEOUT_S, lifecycle.ANSWER_TIMEOUT_S = 4.0, 1.0
 print([one.what for one in services.up(load_site(), ("server", "worker"), print)])

@@ -17,14 +17,14 @@ import pytest
 from flows import server, services, worker
 from flows import server_required as required
 from rlhf_core.cli import service_commands
-from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.site import is_private
 from rlhf_core.services import presence
 from rlhf_core.services.presence import ServiceFiles, ServiceRecord, ServiceState, holding, look
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Program, Supervisord
+from rlhf_core.site_config import Site, load_site
+from rlhf_core.whole_files import read_model, write_model
 
 
 @pytest.fixture

@@ -36,8 +36,9 @@ def held(*, prompts, completions, answer, **columns):
 
 SMALL = (
     "name=held", "model.config.num_hidden_layers=1", "data.generator_args.num_train=64", "preflight.probe=false",
-    "data.generator_args.num_eval=8", "sft.num_steps=2", "sft.batch_size=8", "train.num_steps=2",
-    "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2", "evaluate.num_prompts=8", "resources.num_nodes=1",
+    "data.generator_args.num_eval=8", "loops.warm_start.num_steps=2", "loops.warm_start.algorithm.batch_size=8",
+    "loops.main.num_steps=2", "loops.main.algorithm.prompts_per_step=4", "loops.main.algorithm.samples_per_prompt=2",
+    "evaluate.num_prompts=8", "resources.num_nodes=1",
 )  # fmt: skip
 
 

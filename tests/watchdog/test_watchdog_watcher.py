@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
 
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.run_dir import LineWriter, RunDir, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -18,6 +19,7 @@ from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.silence import SILENT_S
 from rlhf_core.watchdog.watcher import (
+    COMPLETING_TIMEOUT_S,
     LEADER_LOST_TIMEOUT_S,
     OUTCOME_TIMEOUT_S,
     SCHEDULER_REASON_TIMEOUT_S,
@@ -26,6 +28,7 @@ from rlhf_core.watchdog.watcher import (
     Watcher,
     judge,
 )
+from rlhf_core.whole_files import write_model
 
 
 @pytest.fixture
@@ -342,7 +345,7 @@ def test_out_of_memory_goes_on_with_less_as_long_as_there_is_less(run_dir: RunDi
     assert decision.config_diff == {"trainer.micro_batch_size": 2}
     assert "trainer.micro_batch_size = 2; the global batch stays" in decision.reason
     smallest = {"micro_batch_size": 1, "gradient_checkpointing": True}
-    nothing_left = make_spec(train=smallest, rollout={"batch_size": 1})
+    nothing_left = make_spec(train=smallest, trainer={"zero_stage": 3}, rollout={"batch_size": 1})
     assert explain(run_dir, look, nothing_left, first_attempt=1).decision.action is Action.STOP
     off = make_spec(supervise={"oom_remediation": False})
     assert explain(run_dir, look, off, first_attempt=1).decision.action is Action.STOP
@@ -377,6 +380,21 @@ def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_o
     again = explain(run_dir, look, spec, first_attempt=1, rolled_back=True).decision
     assert again.action is Action.STOP
     assert "change the reward or the config" in again.reason
+
+
+def test_a_rule_of_health_may_stop_the_run_at_once(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    for step in (1, 2, 3):
+        agent.checkpoint(step)
+    agent.incident(FailureKind.DEGENERATE_RL, health_rule="frozen")
+    agent.end(AttemptState.FAILED, FailureKind.DEGENERATE_RL, "nothing is learned")
+    look = ended(run_dir)
+    stops = explain(run_dir, look, make_spec(health={"actions": {"frozen": "stop"}}), first_attempt=1).decision
+    assert (stops.action, stops.resume_checkpoint) == (Action.STOP, "")
+    assert stops.reason == 'health.actions.frozen is "stop": no older checkpoint is tried'
+    other = explain(run_dir, look, make_spec(health={"actions": {"no_spread": "stop"}}), first_attempt=1).decision
+    assert other.action is Action.NEW_ATTEMPT
 
 
 def test_checkpoints_of_a_branch_that_is_given_up_are_put_aside(run_dir: RunDir) -> None:
@@ -437,6 +455,10 @@ def test_the_schedulers_word_is_waited_for_but_not_for_ever() -> None:
     running = JobStatus(JobState.RUNNING, scheduler_state="COMPLETING")
     assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
     assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.PREEMPTED
+    # Where a signal has ended the agents, a user may have cancelled the job: that must be known first.
+    signalled = outcome.model_copy(update={"ended_by": "SIGTERM"})
+    assert judge(running, signalled, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.RUNNING
+    assert judge(running, signalled, 0.0, COMPLETING_TIMEOUT_S).state is AttemptState.PREEMPTED
     # A scheduler that has no words for it (the local one) is not waited for.
     assert judge(JobStatus(JobState.RUNNING), outcome, 0.0, 0.0).state is AttemptState.PREEMPTED
 

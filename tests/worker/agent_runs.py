@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked_agents import ForkedAgent
 
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, new_run_id, read_model, read_models, write_model
+from rlhf_core.appended_files import read_models
+from rlhf_core.attempt_dir import AttemptDir, RestartDir
+from rlhf_core.run_dir import RunDir, new_run_id
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role
 from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker.heartbeat import slots_folder
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = Path(__file__).parent / "targets"
+PROGRAM = ("-m", "rlhf_core.worker")
 TIMEOUT_S = 60.0
 
 
@@ -50,11 +55,11 @@ class AgentRun:
 
     run_dir: RunDir
     attempt: int = 1
-    program: tuple[str, ...] = ("-m", "rlhf_core.worker")
+    program: tuple[str, ...] = PROGRAM
     """The worker package as the interpreter runs it."""
     roles: str = "fake_roles"
     """Module with the functions ``train`` and ``evaluate`` that stand in for the roles."""
-    agents: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    agents: list["subprocess.Popen[bytes] | ForkedAgent"] = field(default_factory=list)
 
     @property
     def dir(self) -> AttemptDir:
@@ -69,7 +74,7 @@ class AgentRun:
 
     def start(
         self, index: int = 0, num_nodes: int = 1, *, native: bool = False, **variables: str
-    ) -> "subprocess.Popen[bytes]":
+    ) -> "subprocess.Popen[bytes] | ForkedAgent":
         """Start the agent of one node; of several, each as if Slurm had started it on its own.
 
         Args:
@@ -83,22 +88,29 @@ class AgentRun:
                 "SLURMD_NODENAME": f"node{index + 1}",
             }
         environment |= variables
-        command = [sys.executable, *self.program, "agent"]
-        command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
+        command = ["agent", "--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
         if not native:
             command += ["--target", f"trainer={self.roles}:train", "--target", f"evaluator={self.roles}:evaluate"]
             command += ["--target", f"rollout={self.roles}:serve"]
-        with self._output(len(self.agents)).open("wb") as output:
-            agent = subprocess.Popen(
-                command,
+        agent = self._begin(command, environment, self._output(len(self.agents)))
+        self.agents.append(agent)
+        return agent
+
+    def _begin(
+        self, command: list[str], environment: dict[str, str], file: Path
+    ) -> "subprocess.Popen[bytes] | ForkedAgent":
+        """An interpreter of its own only where its path or its program is another one: its imports take long."""
+        if self.program == PROGRAM and environment["PYTHONPATH"] == str(REPOSITORY):
+            return ForkedAgent(command, environment, self.run_dir.root, file)
+        with file.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, *self.program, *command],
                 env=environment,
                 cwd=self.run_dir.root,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.agents.append(agent)
-        return agent
 
     def start_all(self, num_nodes: int) -> None:
         """Start the agents of all nodes."""

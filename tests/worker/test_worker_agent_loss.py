@@ -1,6 +1,6 @@
 """The node that is given up when agents are not heard on the network."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -9,9 +9,11 @@ from rlhf_core.worker.agent_channel import LOST_TIMEOUT_S, AgentChannel
 from rlhf_core.worker.agent_loss import GAVE_UP_S, find_loss
 from rlhf_core.worker.agent_store import MemoryAgentStore
 from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.pause_clock import PauseClock
 from rlhf_core.worker.signing import MessageSigner
 
 TIMEOUT_S = 20.0
+LONG_S = GAVE_UP_S + 1
 
 
 @dataclass
@@ -19,7 +21,14 @@ class Heard:
     """Agent 0's end of the channel as ``find_loss`` sees it."""
 
     silent_s: tuple[float, ...]
-    since_pause: bool = True
+    pauses: tuple[tuple[float, float], ...] = ()
+    """Begin and end of pauses of agent 0, in seconds before now, at 0."""
+    clock: PauseClock = field(default_factory=PauseClock)
+
+    def __post_init__(self) -> None:
+        for begin_s, end_s in self.pauses:
+            self.clock.tick(-begin_s)
+            self.clock.tick(-end_s)
 
     @property
     def nodes(self) -> Nodes:
@@ -29,23 +38,25 @@ class Heard:
     def silence_s(self, index: int) -> float:
         return self.silent_s[index - 1]
 
-    def heard_since_pause(self, index: int) -> bool:
-        return self.since_pause
+    def heard_at(self, index: int) -> float:
+        return -self.silent_s[index - 1]
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "pause_s", "since_pause", "node"),
+    ("silent_s", "pauses", "node"),
     [
-        ((0.1, 0.2), 0.0, True, ""),
-        ((19.9,), 0.0, True, ""),
-        ((0.1, 20.1), 0.0, True, "n2"),
-        ((20.1,), 0.0, True, "n1"),
-        ((20.1, 20.3, 19.8), 0.0, True, "n0"),
-        ((20.1, 20.3, 0.4), 0.0, True, "n1"),
-        ((20.1,), GAVE_UP_S + 1, False, "n0"),
-        ((20.1,), GAVE_UP_S + 1, True, "n1"),
-        ((20.1,), GAVE_UP_S - 1, False, "n1"),
-        ((), 0.0, True, ""),
+        ((0.1, 0.2), (), ""),
+        ((19.9,), (), ""),
+        ((0.1, 20.1), (), "n2"),
+        ((20.1,), (), "n1"),
+        ((20.1, 20.3, 19.8), (), "n0"),
+        ((20.1, 20.3, 0.4), (), "n1"),
+        ((20.1,), ((LONG_S + 20, 20),), "n0"),
+        ((20.1,), ((LONG_S + 20.5, 20.5),), "n0"),
+        ((25.1,), ((LONG_S + 25, 25), (24, 20)), "n0"),
+        ((20.1,), ((LONG_S + 30, 30),), "n1"),
+        ((20.1,), ((GAVE_UP_S + 19, 20),), "n1"),
+        ((), (), ""),
     ],
     ids=[
         "all are heard",
@@ -55,13 +66,17 @@ class Heard:
         "no agent is heard: it is this node that is cut off",
         "two of three",
         "this one stood still, and the other went on without it",
+        "the other's last message was sent meanwhile, and came right after it",
+        "it stood still for a moment more",
         "it stood still long ago",
         "it stood still for too short a time to be given up",
         "alone",
     ],
 )
-def test_whose_node_is_given_up(silent_s: tuple[float, ...], pause_s: float, since_pause: bool, node: str) -> None:
-    found = find_loss(Heard(silent_s, since_pause), TIMEOUT_S, pause_s)  # type: ignore[arg-type]
+def test_whose_node_is_given_up(
+    silent_s: tuple[float, ...], pauses: tuple[tuple[float, float], ...], node: str
+) -> None:
+    found = find_loss(Heard(silent_s, pauses), TIMEOUT_S)  # type: ignore[arg-type]
     assert (found.node if found else "") == node
 
 
@@ -71,9 +86,10 @@ def test_who_stood_still_forgives_and_who_did_not_does_not(monkeypatch: pytest.M
     monkeypatch.setattr(agent_channel.threading.Thread, "start", lambda thread: None)
     signer = MessageSigner(b"0" * 64, "toy/1", 1)
     follower = AgentChannel(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryAgentStore(), signer)
-    now[0] += LOST_TIMEOUT_S + 1
-    assert follower.is_lost, "the control"
-    follower.reset_silences()
     assert not follower.is_lost
     now[0] += LOST_TIMEOUT_S + 1
+    assert not follower.is_lost, "it stood still: nobody ticked"
+    for _ in range(int(LOST_TIMEOUT_S) + 1):
+        now[0] += 1
+        follower.clock.tick(now[0])
     assert follower.is_lost, "it is not heard after the pause either"

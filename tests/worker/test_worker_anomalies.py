@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.appended_files import read_models
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import AgentEvent, Phase, RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.anomalies import Anomalies, NodeReading

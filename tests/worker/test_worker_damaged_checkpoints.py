@@ -7,12 +7,14 @@ from typing import Any, cast
 import pytest
 from agent_runs import AgentRun
 
+from rlhf_core.appended_files import read_models
 from rlhf_core.diagnosis.classify import Diagnosis
-from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
+from rlhf_core.whole_files import write_model
 from rlhf_core.worker.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.exit_reports import Failure
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from agent_runs import AgentRun, is_alive, wait_for
 
-from rlhf_core.run_dir import read_model, read_models
+from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Role
+from rlhf_core.whole_files import read_model
 
 MakeRun = Callable[..., AgentRun]
 

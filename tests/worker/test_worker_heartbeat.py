@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from given_process import GivenProcess
 
-from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
+from rlhf_core.diagnosis.liveness import GapTracker, judge
 from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.groups.base import GroupSeat
-from rlhf_core.worker.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, slots_folder
+from rlhf_core.worker.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
+from rlhf_core.worker.pause_clock import PauseClock
 
 
 @pytest.fixture
@@ -148,6 +149,22 @@ def test_files_that_a_killed_agent_left_go_but_those_of_others_stay() -> None:
             file.remove()
 
 
+def test_memory_of_a_dead_agent_is_given_back_and_that_of_a_living_one_stays() -> None:
+    """A kill leaves the files; the lock on the slot file goes with the process."""
+    living, dead = SlotFile("run-living", 1, "node", 1), SlotFile("run-dead", 1, "node", 1)
+    copies = [folder for one in (living, dead) if (folder := memory_folder(one.path)) is not None]
+    assert len(copies) == 2, "the tests run where /dev/shm may be written"
+    for folder in copies:
+        (folder / "model").mkdir(parents=True)
+    dead._words = memoryview(bytearray(8)).cast("q")  # as its process ends
+    newer = SlotFile("run-newer", 1, "node", 1)
+    assert [folder.is_dir() for folder in copies] == [True, False]
+    for one in (living, dead, newer):
+        one.remove()
+    assert not copies[0].exists()
+    assert memory_folder(Path("/var/tmp/x.slots")) is None
+
+
 def test_a_foreign_file_is_refused(tmp_path: Path, slots: SlotFile) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_bytes(bytes(1024))
@@ -190,7 +207,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     if beats_from_thread:
         monkeypatch.setattr("rlhf_core.worker.heartbeat._this_thread", lambda: beat._thread)
         threading.Thread(target=keep_beating, daemon=True).start()
-    seat = GroupSeat("here", 0, slots, LoopClock())
+    seat = GroupSeat("here", 0, slots, PauseClock())
     watch = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), os.getpid(), tmp_path, seat)
     watch.start()
     until = time.monotonic() + 2 * limit_s

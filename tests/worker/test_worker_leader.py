@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 from agent_runs import make_spec
 
+from rlhf_core.appended_files import LineWriter
 from rlhf_core.diagnosis.classify import Diagnosis
-from rlhf_core.run_dir import LineWriter, RunDir, read_model, write_model, write_text
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, CheckpointManifest, MetricsLine
+from rlhf_core.whole_files import read_model, write_model, write_text
 from rlhf_core.worker.leader import Leader, RestartBudget
 
 KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")

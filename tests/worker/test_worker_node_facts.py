@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run, make_spec
 
+from rlhf_core import fingerprints
 from rlhf_core.diagnosis.node_checks import Plan, compare
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.worker import node_facts
@@ -29,24 +30,24 @@ def test_a_healthy_node_has_nothing_to_complain_about(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("size", [10, 1000], ids=["whole", "in pieces"])
 def test_a_file_that_differs_has_another_hash(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_facts, "WHOLE_FILE_BYTES", 100)
-    monkeypatch.setattr(node_facts, "PIECE_BYTES", 4)
+    monkeypatch.setattr(fingerprints, "WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(fingerprints, "PIECE_BYTES", 4)
     file = tmp_path / "data"
     file.write_bytes(bytes(size))
-    before = node_facts.fingerprint(file)
-    assert before == node_facts.fingerprint(file)
+    before = fingerprints.fingerprint(file)
+    assert before == fingerprints.fingerprint(file)
     file.write_bytes(b"x" + bytes(size - 1))
-    assert node_facts.fingerprint(file) != before
+    assert fingerprints.fingerprint(file) != before
     file.write_bytes(bytes(size + 1))
-    assert node_facts.fingerprint(file) != before
+    assert fingerprints.fingerprint(file) != before
 
 
 def test_a_folder_counts_with_the_names_in_it(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
-    before = node_facts.fingerprint(tmp_path)
+    before = fingerprints.fingerprint(tmp_path)
     (tmp_path / "a").rename(tmp_path / "b")
-    assert node_facts.fingerprint(tmp_path) != before
-    assert node_facts.fingerprint(tmp_path / "a") == "not there"
+    assert fingerprints.fingerprint(tmp_path) != before
+    assert fingerprints.fingerprint(tmp_path / "a") == "not there"
 
 
 def test_a_port_in_use_and_an_address_of_nobody_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

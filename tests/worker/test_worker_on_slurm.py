@@ -12,7 +12,8 @@ import pytest
 from agent_runs import REPOSITORY, TARGETS, AgentRun, is_alive, wait_for
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from rlhf_core.run_dir import RestartDir, read_model, read_models
+from rlhf_core.appended_files import read_models
+from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState
@@ -22,6 +23,7 @@ from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import SlurmSpec
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
+from rlhf_core.whole_files import read_model
 
 pytestmark = [
     pytest.mark.end_to_end,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from agent_runs import AgentRun, is_alive, wait_for
 
-from rlhf_core.run_dir import read_models
+from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.reports import MetricsLine

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from agent_runs import AgentRun, is_alive, wait_for
 
-from rlhf_core.run_dir import write_model
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.whole_files import write_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
 

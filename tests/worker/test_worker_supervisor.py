@@ -11,8 +11,9 @@ import pytest
 from agent_runs import wait_for
 from given_process import GivenProcess
 
+from rlhf_core.attempt_dir import AttemptDir
 from rlhf_core.diagnosis.liveness import GapTracker
-from rlhf_core.run_dir import AttemptDir, new_run_id
+from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import GroupPlan, Role

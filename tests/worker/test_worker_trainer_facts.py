@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from control_fakes import make_run
 
+from rlhf_core import fingerprints
 from rlhf_core.diagnosis.node_checks import TRAINER, Plan, compare
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckStatus
@@ -138,10 +139,10 @@ def test_files_of_the_run_and_relative_names_are_no_files_of_the_line(run_dir: R
 def test_of_a_folder_with_very_many_files_names_and_sizes_count(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text("1")
-    before = node_facts.fingerprint(tmp_path, 2)
+    before = fingerprints.fingerprint(tmp_path, 2)
     (tmp_path / "a").write_text("2")
-    assert node_facts.fingerprint(tmp_path, 2) == before
-    assert node_facts.fingerprint(tmp_path, 3) != node_facts.fingerprint(tmp_path, 2)
+    assert fingerprints.fingerprint(tmp_path, 2) == before
+    assert fingerprints.fingerprint(tmp_path, 3) != fingerprints.fingerprint(tmp_path, 2)
     (tmp_path / "a").write_text("22")
-    assert node_facts.fingerprint(tmp_path, 2) != before
-    assert node_facts.fingerprint(Path("/dev/null"), 2) == "no regular file"
+    assert fingerprints.fingerprint(tmp_path, 2) != before
+    assert fingerprints.fingerprint(Path("/dev/null"), 2) == "no regular file"

@@ -6,12 +6,13 @@ from typing import Any
 
 from agent_runs import make_spec
 
-from rlhf_core.run_dir import RunDir, new_run_id, write_model
+from rlhf_core.run_dir import RunDir, new_run_id
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.training.types import NullReporter, WorkerContext
+from rlhf_core.whole_files import write_model
 
 MINIMAL: Mapping[str, Any] = {"kind": "command", "argv": ["program", "{output_dir}"], "num_steps": 40}
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from watched_programs import append, make_old, trainer
 
-from rlhf_core.worker.command.found_checkpoints import QUIET_S, WatchedCheckpoints, find_checkpoints
+from rlhf_core.worker.command import found_checkpoints
+from rlhf_core.worker.command.found_checkpoints import QUIET_S, REREAD_S, WatchedCheckpoints, find_checkpoints
 
 
 def save(folder: Path, *names: str) -> Path:
@@ -120,3 +121,20 @@ def test_one_that_is_written_over_is_not_complete_meanwhile(tmp_path: Path) -> N
     (folder / "model.safetensors").write_text("y")  # as long as before
     assert not checkpoints.find(6.0)[0].complete
     assert checkpoints.find(9.0)[0].complete
+
+
+def test_files_of_older_complete_checkpoints_are_seldom_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reads them, and a shared file system answers all of them."""
+    checkpoints = WatchedCheckpoints(trainer(), tmp_path)
+    for step in (4, 8, 12):
+        save(tmp_path / f"checkpoint-{step}")
+    assert [one.complete for now_s in (0.0, QUIET_S) for one in checkpoints.find(now_s)] == [False] * 3 + [True] * 3
+    read: list[str] = []
+    inspect = found_checkpoints._inspect
+    monkeypatch.setattr(found_checkpoints, "_inspect", lambda *given: read.append(given[2].name) or inspect(*given))
+    assert all(one.complete for one in checkpoints.find(QUIET_S + 1))
+    assert read == ["checkpoint-12"], "the newest may be written over"
+    checkpoints.find(QUIET_S + REREAD_S)
+    assert sorted(read[1:]) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
+    assert len(checkpoints.find(QUIET_S + REREAD_S, has_ended=True)) == 3
+    assert len(read) == 7

@@ -55,6 +55,13 @@ def test_a_launcher_does_not_inherit_the_place_of_its_worker(tmp_path: Path) -> 
     assert "RLHF_SLOTS" not in per_rank
 
 
+def test_programs_of_the_environment_come_before_a_path_of_the_trainers_own(tmp_path: Path) -> None:
+    place = place_of(context_of(tmp_path, variables={"PATH": "/opt/bin:/usr/bin"}))
+    with_folder = place.environment("/s", {"PATH": "/bin"}, Path("/venv"), Path("/logs"))
+    assert with_folder["PATH"] == "/venv/bin:/opt/bin:/usr/bin"
+    assert place.environment("/s", {"PATH": "/bin"}, None, Path("/logs"))["PATH"] == "/opt/bin:/usr/bin"
+
+
 def test_a_path_of_the_users_own_does_not_hide_the_recorder(tmp_path: Path) -> None:
     variables = {"PYTHONPATH": "{code}", "MINE": "{seed}"}
     found = place_of(context_of(tmp_path, variables=variables)).environment("/s", {}, None, Path("/logs"))

@@ -1,0 +1,39 @@
+"""Warnings of trainer ranks become incidents that leave the run going, each once, whichever rank tells them."""
+
+from pathlib import Path
+
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
+from rlhf_core.schemas.reports import Phase, TrainerWarning
+from rlhf_core.whole_files import read_model
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.leader import Leader
+from rlhf_core.worker.trainer_warnings import TrainerWarnings
+
+
+def test_each_rank_has_a_file_and_each_line_becomes_one_incident(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "toy-20260101-000000-abcdef")
+    restart = run_dir.attempt(1).restart(0)
+    restart.root.mkdir(parents=True)
+    warnings = TrainerWarnings(Leader(run_dir, 1), EventLog("node1", restart))
+
+    def tell(rank: int, kind: FailureKind, message: str) -> None:
+        warning = TrainerWarning(time=utc_now(), failure_kind=kind, message=message, step=7)
+        with restart.warnings_of(rank).open("a") as file:
+            file.write(f"{warning.model_dump_json()}\n")
+
+    tell(3, FailureKind.REWARD_FUNCTION, "rank 3 says so")
+    warnings.take(restart, now=True)
+    tell(0, FailureKind.DEGENERATE_RL, "rank 0 says so")
+    tell(3, FailureKind.REWARD_FUNCTION, "rank 3 says more")
+    warnings.take(restart, now=True)
+    warnings.take(restart, now=True)
+    found = [read_model(restart.incident(number), Incident) for number in (1, 2, 3, 4)]
+    assert {one.message: one.phase for one in found if one is not None} == {
+        "rank 3 says so": Phase.REWARD,
+        "rank 3 says more": Phase.REWARD,
+        "rank 0 says so": Phase.TRAIN,
+    }
+    decisions = [read_model(restart.decision(number), Decision) for number in (1, 2, 3)]
+    assert [one.action for one in decisions if one is not None] == [Action.CONTINUE] * 3
