@@ -7,7 +7,7 @@ names. All of them are JSON.
 import math
 from enum import StrEnum
 from itertools import accumulate
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -75,7 +75,7 @@ class Manifest(Schema):
     """Optimizer steps that the weights have behind them."""
     tensors: tuple[TensorEntry, ...]
     """In the order in which they are sent. Names of a delta's parts end in ``#gaps`` and ``#values``."""
-    bucket_bytes: Positive
+    bucket_bytes: Annotated[Positive, Field(multiple_of=ALIGNMENT)]
     """Bytes of every bucket but the last."""
     base_version: NonNegative | None = None
     """Version that a delta is applied to; None where the whole weights are sent."""
@@ -131,7 +131,9 @@ class Offer(Schema):
     place: NonNegative
     """Index of this engine among ``receivers``."""
     session: str
-    """Key of the links among these processes. As long as it stays, links of an earlier version serve again."""
+    """Key of the links among these processes (broadcast)."""
+    is_new_session: bool = True
+    """True if links are to be made; False if those of the version before serve again."""
     address: str = ""
     """Address of the store at which links are arranged (broadcast)."""
     port: NonNegative = 0

@@ -1,16 +1,18 @@
 """The protocol of weight sync: transfer into staging, then commit.
 
-    trainer                                         engine (each)
-    offers = sender.offer(version, tensors, weights, receivers, beat)
-         -- offer (HTTP) ------------------------->  receiver.receive(offer, beat)
-    sent = sender.send(beat)  ======== weights ======>   ... into its staging area
-         <------------------------------- receipt --  staged, verified, not in force
-    require_agreement(sent, receipts)
-         -- commit (HTTP) ------------------------>  load(receiver.commit(version).tensors())
-         <------------------------------- applied --
+    trainer (sender.Sender)                                   engine (receiver.Receiver)
+    offers = sender.offer(version, tensors, weights, names, beat)
+         -- offer (HTTP) ---------------------------------->  staged = receiver.receive(offer, beat)
+    sent = sender.send(beat)  =========== weights =========>  ... into its staging area
+         <--------------------------------- staged.receipt --  verified, not in force
+    require_agreement(sent, receipts, names)
+         -- commit (HTTP) --------------------------------->  load(receiver.commit(version).tensors())
+         <------------------------------- applied version --
 
 Until the commit the old version is in force everywhere: a sender or an engine that dies earlier, and a bucket that
 arrives damaged, cost a sync and nothing else. ``session.synchronize`` is this exchange over any control channel.
+
+A way of the weights is a pair of :class:`Outgoing` and :class:`Incoming`, in a file of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,47 +21,56 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt, SentVersion, TensorEntry
+from rlhf_core.schemas.weight_sync import AppliedVersion, Manifest, Offer, Receipt, SentVersion
 
 Beat = Callable[[], None]
 """Called after every bucket, so that a process that works is not taken for one that hangs."""
+Weights = Iterable[tuple[str, Tensor]]
+"""Names and tensors in the order of a manifest, without aliases. On any device, of any strides; each is read before the
+next one is asked for."""
 
 
-class WeightSender(Protocol):
-    """The trainer's side of one way. One version at a time."""
+class Outgoing(Protocol):
+    """The trainer's half of a way. One version at a time."""
 
-    def offer(
-        self,
-        version: int,
-        tensors: Sequence[TensorEntry],
-        weights: Iterable[tuple[str, Tensor]],
-        receivers: Sequence[str],
-        beat: Beat,
-    ) -> list[Offer]:
-        """Announce a version: one offer per receiver, in their order.
+    def offer(self, manifest: Manifest, receivers: Sequence[str]) -> list[Offer]:
+        """Announce a version: one offer per receiver, in their order."""
 
-        Args:
-            version: number of optimizer steps that the weights have behind them.
-            tensors: layout of ``weights`` (``layout.entries_of``).
-            weights: names and tensors in that order, without aliases. On any device, of any strides; each is read
-                before the next one is asked for. Gone through to the end whatever happens, because gathering may be
-                collective: by :meth:`send`, or here where the layout of what is sent depends on it (a delta).
-            receivers: names of the engines.
-        """
+    def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
+        """Send the version that was offered last, while its weights are gathered.
 
-    def send(self, beat: Beat) -> SentVersion:
-        """Send the version that was offered last, while it is gathered.
+        Returns:
+            Checksums of its buckets.
 
         Raises:
-            WeightSyncFailed: an engine is lost or silent, or the weights are not what was offered. Nothing has come
-                into force. ``peer`` names the engine.
+            WeightSyncFailed: an engine is lost or silent, or the weights are not what was offered.
         """
 
     def cancel(self) -> None:
         """Have :meth:`send` fail soon. From another thread, when an engine is known to be lost."""
 
+    def reset(self) -> None:
+        """Rely on nothing that an engine has kept of an earlier version: one has failed, or was restarted."""
+
     def close(self) -> None:
-        """Give back what the sender holds."""
+        """Give back what it holds."""
+
+
+class Incoming(Protocol):
+    """An engine's half of a way."""
+
+    def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
+        """Fill ``row`` (bytes ``[total_bytes]`` in main memory) with the buckets of a version.
+
+        Returns:
+            Checksums of its buckets, each as found in ``row`` and equal to the sender's.
+
+        Raises:
+            WeightSyncFailed: a bucket has not come, or is damaged. The row may be written to even afterwards.
+        """
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 class StagedVersion(Protocol):
@@ -81,38 +92,11 @@ class StagedVersion(Protocol):
         """
 
 
-class WeightReceiver(Protocol):
-    """The engine's side, of every way."""
-
-    @property
-    def version(self) -> int | None:
-        """Version that was committed last; None before the first."""
-
-    def receive(self, offer: Offer, beat: Beat) -> StagedVersion:
-        """Take a version into staging; blocks until it is there and verified.
-
-        Raises:
-            WeightSyncFailed: it is not; nothing of it is kept. ``peer`` names the process that is to blame.
-        """
-
-    def commit(self, version: int) -> StagedVersion:
-        """Take the staged version as the one in force; the caller now loads it.
-
-        Raises:
-            WeightSyncFailed: another version is staged, or none.
-        """
-
-    def abort(self, version: int) -> None:
-        """Drop a staged version. Harmless where it is not staged."""
-
-    def close(self) -> None:
-        """Give back what the receiver holds."""
-
-
 class EngineControl(Protocol):
     """Control channel to one engine, as :func:`rlhf_core.weight_sync.session.synchronize` uses it: HTTP in a run.
 
-    Each call blocks until the engine has answered, and raises what it has raised, or ``OSError`` where it is gone.
+    Each call blocks until the engine has answered, and raises ``WeightSyncFailed`` as the engine has raised it, or
+    ``OSError`` (``TimeoutError`` is one) where the engine is gone or does not answer.
     """
 
     @property
