@@ -191,7 +191,8 @@ def _take(lock: int) -> None:
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            return fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except OSError:
             if time.monotonic() > deadline:
                 raise

@@ -2,7 +2,6 @@
 
     make bench-sync
     python tests/benchmarks/bench_sync.py [--models small 0.5B] [--engines 1 2 4] [--rates 0 1000] [--repeats 3]
-    python tests/benchmarks/bench_sync.py --delta        # bytes of a delta after steps of AdamW, alone
 
 A trainer and engines as processes of their own, on the loopback (rate 0) or, as root, each in a network namespace whose
 cable passes so many Mbit/s in each direction. Wire is the time until the last engine has all weights verified in
@@ -112,15 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", nargs="+", type=int, default=[0, 1000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-baseline", action="store_true")
-    parser.add_argument("--delta", action="store_true")
     chosen = parser.parse_args(arguments)
-    if not chosen.delta:
-        print(HEAD, flush=True)
-        for model in chosen.models:
-            for rate in chosen.rates:
-                for number in chosen.engines:
-                    found = measure(model, number, rate, chosen.repeats, not chosen.no_baseline)
-                    print(row(model, number, rate, found), flush=True)
+    print(HEAD, flush=True)
+    for model in chosen.models:
+        for rate in chosen.rates:
+            for number in chosen.engines:
+                found = measure(model, number, rate, chosen.repeats, not chosen.no_baseline)
+                print(row(model, number, rate, found), flush=True)
 
 
 if __name__ == "__main__":
