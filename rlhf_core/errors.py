@@ -52,6 +52,7 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started
     rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
     rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
+    rlhf_core.training.peer_transfer.PeerRefused     a part of a checkpoint is not sent to another node, or not kept
 
 Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
 program; `rlhf` then says that it is one.

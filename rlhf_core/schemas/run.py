@@ -249,9 +249,10 @@ class CheckpointSpec(Schema):
     background: bool = True
     """Write from a snapshot in main memory while training goes on: the step waits for the copy only. Without room for
     it, or with weights that are converted for the disk, the step waits until all is written. Only for `native`."""
-    memory: Literal["off", "own"] = "own"
-    """Copy of the newest checkpoint that outlives the workers in main memory, from which a restart in place goes on
-    without the file system: none, or the snapshot of each node on that node (in `/dev/shm`). Only for `native`."""
+    memory: Literal["off", "own", "peer"] = "own"
+    """Copy of the newest checkpoint that outlives the workers in main memory (`/dev/shm`), from which a restart goes on
+    without the file system: none; of each node on that node; or also on the next node, for a copy that is lost or
+    damaged, at twice the memory (on one node as `own`). Only for `native`."""
 
 
 class ResourceSpec(Schema):
