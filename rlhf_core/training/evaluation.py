@@ -26,7 +26,7 @@ from rlhf_core.training.distributed import Ranks, init_process_group, leave_proc
 from rlhf_core.training.examples import Scorer
 from rlhf_core.training.intervals import mean_interval
 from rlhf_core.training.merged_models import write_merged
-from rlhf_core.training.models import PolicyModel, load_causal_lm
+from rlhf_core.training.models import PolicyModel, in_evaluation_mode, load_causal_lm
 from rlhf_core.training.ranking import desirable_sample, pair_sample, rate_rows
 from rlhf_core.training.resume import newest_checkpoint
 from rlhf_core.training.reward_models import RewardModel, load_reward_model
@@ -114,7 +114,9 @@ class Evaluator:
         scores = [sample.score for samples in self._samples(model, step, "greedy", beat) for sample in samples]
         return sum(scores), len(scores)
 
-    def preference_score(self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]) -> tuple[float, int]:
+    def preference_score(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> tuple[float, int]:
         """Sum of the scores of this rank's pairs, and their number."""
         scores = [sample.score for sample in self._preferences(policy, reference, beat)]
         return sum(scores), len(scores)
@@ -167,25 +169,26 @@ class Evaluator:
         return self._preferences(policy, (PolicyModel(reference) if reference else policy) if needed else None, beat)
 
     def _preferences(
-        self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
     ) -> list[EvaluationSample]:
         """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
         algorithm = self.spec.main_loop.algorithm
         rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
         at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
-        rated = rate_rows(
-            policy,
-            reference,
-            # A rank without a share rates the first row along, and forgets it.
-            rows or self.data.rows[:1],
-            prompts or self.data.token_ids[:1],
-            algorithm=algorithm,
-            tokenizer=self.tokenizer,
-            device=self.ranks.device,
-            rows_at_once=at_once,
-            num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
-            beat=beat,
-        )[: len(rows)]
+        with in_evaluation_mode(policy):
+            rated = rate_rows(
+                policy,
+                reference,
+                # A rank without a share rates the first row along, and forgets it.
+                rows or self.data.rows[:1],
+                prompts or self.data.token_ids[:1],
+                algorithm=algorithm,
+                tokenizer=self.tokenizer,
+                device=self.ranks.device,
+                rows_at_once=at_once,
+                num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
+                beat=beat,
+            )[: len(rows)]
         if algorithm.pairs:
             return [pair_sample(row, *rewards) for row, rewards in rated]
         own = [reward for row, (reward,) in rated if not row.desirable]
