@@ -47,6 +47,7 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.shell_words.UnclosedShell       a quote or bracket of a script is opened and not closed
     rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
+    rlhf_core.training.row_reader.MalformedRow   one row is not valid
     rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
     rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started

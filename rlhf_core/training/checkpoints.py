@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import DiskFull, FileSystemStalled
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.reports import FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.adapters import has_adapter
 from rlhf_core.training.background_save import (

@@ -286,7 +286,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
     else:
         model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     with reward_scorer(spec, ranks.rank) as scorer:
         rollouts = start_engine(context, ranks, tokenizer, checkpoint.model)
         evaluator = load_evaluator(spec, ranks, tokenizer, scorer, rollouts)
@@ -314,7 +314,7 @@ def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> Pr
         return None
     initial = initial_folder(spec, context.run_dir)
     model = load_causal_lm(reference_folder(context, ranks, spec.warm_start_steps, initial), spec.model.dtype, initial)
-    model.to(ranks.device)  # type: ignore[arg-type]  # as above
+    model.to(ranks.device)
     return model
 
 
@@ -325,7 +325,7 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
     if ranks.from_first("missing" if wanted else "") != "missing":
         return
     model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
-    model.to(ranks.device)  # type: ignore[arg-type]  # as below
+    model.to(ranks.device)
     reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
     write_reports(run_dir, reports, ranks)
 

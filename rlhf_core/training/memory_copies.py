@@ -21,7 +21,7 @@ from pydantic import Field
 
 from rlhf_core.private_files import FILE_MODE, make_folder
 from rlhf_core.schemas.base import Int32, Label, Schema, utc_now
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum, FileName
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum, FileName
 from rlhf_core.training.background_save import Content
 from rlhf_core.whole_files import read_model, write_model
 

@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
 from rlhf_core.training.adapters import base_of, is_adapter, merged
 from rlhf_core.training.gathering import whole_shape

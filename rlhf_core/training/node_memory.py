@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.private_files import FILE_MODE
-from rlhf_core.schemas.reports import FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.memory_copies import PEER, PLACES, MemoryCheckpoint, MemoryPart, newest_in_memory, parts_here
 from rlhf_core.training.peer_transfer import PeerRefused, receive_file

@@ -25,7 +25,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlhf_core.private_files import FILE_MODE, make_folder
-from rlhf_core.schemas.reports import FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.training.background_save import Content
 from rlhf_core.training.host_buffers import SPARE_SHARE, free_memory
 from rlhf_core.training.memory_copies import MemoryCopy, MemoryPart

@@ -15,7 +15,8 @@ from test_loop_runs import SUPERVISED, final_state, told
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.reports import AgentEvent, FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.schemas.reports import AgentEvent
 
 pytest.importorskip("torch")
 

@@ -13,7 +13,8 @@ from rank_launcher import launch, make_context, tiny_spec, values
 from rlhf_core.errors import RewardFailed, WorkerError
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.schemas.run import RunSpec, SuperviseSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 torch = pytest.importorskip("torch")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.schemas.reports import FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 
 pytest.importorskip("torch")
 

@@ -243,7 +243,7 @@ def _load_reward_model(
     model = load_reward_model(whole, spec.model.dtype, spec.seed, tokenizer.pad_token_id)
     if spec.model.lora is not None:
         return _with_adapter(model, folder, spec, ranks)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     return model
 
 
@@ -253,13 +253,13 @@ def _with_adapter(model: PreTrainedModel, folder: Path, spec: RunSpec, ranks: Ra
     add_adapter(model, spec.model.lora, spec.seed)
     if is_adapter(folder):
         load_adapter(model, folder)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     return model
 
 
 def _load(folder: Path, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> PreTrainedModel:
     model = load_causal_lm(folder, spec.model.dtype, base)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     return model
 
 
