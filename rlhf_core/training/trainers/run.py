@@ -1,5 +1,6 @@
 """Role ``trainer``: a whole training run, from the initial model to the last checkpoint."""
 
+import functools
 import random
 from pathlib import Path
 
@@ -85,9 +86,15 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     data = encode_prompts(rows, tokenizer, spec.data)
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
-    rollouts = start_engine(context, ranks, tokenizer, initial)
+    evaluator = load_evaluator(
+        spec,
+        ranks,
+        tokenizer,
+        scorer,
+        functools.partial(start_engine, context, ranks, tokenizer, initial),
+        trains_on_samples=any(loop.algorithm.samples for loop in spec.loops.named.values()),
+    )
     context.reporter.beat(Phase.SETUP, step)
-    evaluator = load_evaluator(spec, ranks, tokenizer, scorer, rollouts)
     training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
     try:
         result = _train_loops(context, training, model, initial, state)
