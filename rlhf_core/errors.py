@@ -33,6 +33,7 @@
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
         ├── StaleWeights            a rollout engine has another version of the weights than is asked for
+        ├── WeightSyncFailed        a version of the weights did not come into force; the one before it still is
         ├── TrainerIncomplete       another program that trains ended too early, or began anew
         └── ResumeMismatch          a checkpoint does not fit this run (model, spec)
 
@@ -218,6 +219,18 @@ class DegenerateRl(WorkerError):
 class StaleWeights(WorkerError):
     """A rollout engine has another version of the weights in force than the completions are to be made with, or other
     weights than the trainer has at that version."""
+
+
+class WeightSyncFailed(WorkerError):
+    """A version of the weights was not brought into force. The one before it stays in force on every engine.
+
+    Attributes:
+        peer: name of the process that is to blame; empty where none is.
+    """
+
+    def __init__(self, message: str, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class TrainerIncomplete(WorkerError):
