@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.files import UnfitFile, read_document
+from rlhf_core.private_files import FILE_MODE
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -96,6 +98,30 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     finally:
         temporary.unlink(missing_ok=True)
     return True
+
+
+SECRET_BYTES = 32
+_SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
+
+
+def shared_secret(path: Path) -> bytes:
+    """Read a random secret that several processes share; the first of them makes it. Only the owner may read the file.
+
+    Returns:
+        Hexadecimal digits, two for each of ``SECRET_BYTES``.
+
+    Raises:
+        OSError: it can be neither made nor read.
+        ValueError: the file holds something else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Before it is looked for: on a network file system that is what makes the one of another node seen.
+    create_once(path, secrets.token_hex(SECRET_BYTES), FILE_MODE)
+    with path.open("rb") as file:
+        content = file.read(4 * SECRET_BYTES)
+    if not _SECRET.fullmatch(content):
+        raise ValueError(f"{path} holds no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
+    return content
 
 
 RESERVE_BYTES = 64 << 10
