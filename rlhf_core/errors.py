@@ -50,11 +50,13 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.shell_words.UnclosedShell       a quote or bracket of a script is opened and not closed
     rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
     rlhf_core.training.rollouts.engine_client.EngineUnusable   another engine is asked
+    rlhf_core.training.row_reader.MalformedRow   one row is not valid
     rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
     rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started
     rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
     rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
+    rlhf_core.training.peer_transfer.PeerRefused     a part of a checkpoint is not sent to another node, or not kept
 
 Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
 program; `rlhf` then says that it is one.

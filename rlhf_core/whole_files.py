@@ -19,6 +19,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 _USUAL_MODE = 0o666
+SECRET_BYTES = 32
+_SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 
 
 def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
@@ -100,15 +102,11 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     return True
 
 
-SECRET_BYTES = 32
-_SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
+RESERVE_BYTES = 64 << 10
 
 
 def shared_secret(path: Path) -> bytes:
-    """Read a random secret that several processes share; the first of them makes it. Only the owner may read the file.
-
-    Returns:
-        Hexadecimal digits, two for each of ``SECRET_BYTES``.
+    """A random secret in a file of its owner alone, the same for all that ask; made by the first one.
 
     Raises:
         OSError: it can be neither made nor read.
@@ -122,9 +120,6 @@ def shared_secret(path: Path) -> bytes:
     if not _SECRET.fullmatch(content):
         raise ValueError(f"{path} holds no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
     return content
-
-
-RESERVE_BYTES = 64 << 10
 
 
 def is_disk_full(error: OSError) -> bool:

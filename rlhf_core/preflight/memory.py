@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from rlhf_core.schemas.run import ALL_LINEAR, LoraSpec, RunSpec, with_changes
+from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS, LIVE_ELEMENTS, LOGIT_CHUNK_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 GIB = 2**30

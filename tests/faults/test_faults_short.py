@@ -4,13 +4,23 @@ Where Slurm is not installed, the same on the local scheduler as one node, witho
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
-from campaign import Campaign
+from campaign import AGAIN_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
+from fault_inject import Place, ask_to_save
 from fault_measure import Row
+from fault_runs import CHECKPOINT_EVERY, DisturbedSite, steps
 from fault_services import Cluster
+from sites import last_step
 from slurm_cluster import WHY_NOT, missing_programs
+
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Placement
+from rlhf_core.whole_files import read_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 
@@ -72,6 +82,59 @@ def leaves_nodes(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row
     return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES), reference)}
 
 
+@dataclass(frozen=True)
+class SmallerRun:
+    """A run of two nodes that went on with one, and with two again."""
+
+    placements: list[Placement]
+    """Of its attempts."""
+    steps: list[list[MetricsLine]]
+    """Likewise."""
+    shown: str
+    """What `rlhf show` says of it."""
+    state: str
+
+
+@pytest.fixture(scope="module")
+def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
+    """The spare node is down from the beginning, another one goes at work; then all are back, and the run is asked to
+    save and end, as before a time limit."""
+    if campaign.cluster is None:
+        pytest.skip(WHY_NOT)
+    with campaign.site(two_nodes("resources.min_nodes=1")) as place:
+        site, cluster = place.site, place.slurm
+        cluster.node_down(cluster.nodes()[-1])
+        begin(place, two_nodes("resources.min_nodes=1"))
+        site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
+        cluster.node_down(cluster.allocated(place.job_id)[1])
+        site.wait_for(lambda: len(steps_of(place.run, 2)) > 1, "an attempt on one node to train", AGAIN_S)
+        cluster.back_in_service()
+        ask_to_save(place)
+        site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+        attempts = place.run.attempts()
+        return SmallerRun(
+            [found for one in attempts if (found := read_model(one.placement, Placement)) is not None],
+            [steps_of(place.run, one.number) for one in attempts],
+            site.rlhf("show", place.run.run_id).stdout,
+            read_record(place.run).state.value,
+        )
+
+
+def two_nodes(*overrides: str) -> Scenario:
+    return Scenario("fewer-nodes", (), 3 * SPACING, NUM_RANKS, NUM_RANKS, overrides)
+
+
+def begin(place: Place, scenario: Scenario) -> None:
+    """Start the run of a scenario, and wait until it is there."""
+    site = place.site
+    site.drive("run", site.prepare([], scenario.pace_s), "--no-prefect", *scenario.settings)
+    place.run = site.wait_for(lambda: site.run, "the run directory", START_S)
+
+
+def steps_of(run: RunDir, attempt: int) -> list[MetricsLine]:
+    return [line for restart, line in steps(run) if restart.attempt == attempt]
+
+
 def check(rows: dict[str, Row], name: str) -> Row:
     """What must hold of every fault. How long it took is for the campaign, not for a test."""
     assert name in rows, f"never came to it: {[(row.row, row.state) for row in rows.values()]}"
@@ -120,3 +183,37 @@ def test_a_lost_node_is_left_out_of_the_new_attempt(leaves_nodes: dict[str, Row]
 
 def test_a_job_that_somebody_cancelled_is_not_started_again(leaves_nodes: dict[str, Row]) -> None:
     assert check(leaves_nodes, "scancel from outside").state in ("failed", "cancelled")
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_with_all_of_them_when_they_are_back(smaller: SmallerRun) -> None:
+    assert [placement.num_nodes for placement in smaller.placements] == [2, 1, 2]
+    assert smaller.state == "completed"
+    reason = smaller.placements[1].size_reason
+    assert "the cluster cannot give 2 nodes" in reason
+    assert "going on with 1, at least resources.min_nodes = 1; the global batch stays" in reason
+    assert "the cluster cannot give 2 nodes" in smaller.shown
+
+
+def test_the_step_after_the_change_is_that_of_two_nodes(campaign: Campaign, smaller: SmallerRun) -> None:
+    """From the same weights: the same batch, seeds by content, and sums in another order."""
+    (undisturbed,) = (DisturbedSite(home).run for home in campaign.work.glob("reference-*"))
+    assert undisturbed is not None
+    expected = {line.step: line.metrics for _, line in steps(undisturbed)}
+    for lines in smaller.steps[1:]:
+        found = lines[0].metrics
+        for name in ("reward/mean", "rollout/length_mean", "train/loss", "train/grad_norm"):
+            assert found[name] == pytest.approx(expected[lines[0].step][name], rel=1e-3, abs=1e-5), name
+
+
+def test_without_min_nodes_the_run_waits_for_all_of_them_and_says_so(campaign: Campaign) -> None:
+    """The control."""
+    if campaign.cluster is None:
+        pytest.skip(WHY_NOT)
+    with campaign.site(two_nodes()) as place:
+        for node in place.slurm.nodes()[1:]:
+            place.slurm.node_down(node)
+        begin(place, two_nodes())
+        place.site.wait_for(
+            lambda: "ReqNodeNotAvail" in (place.site.home / "rlhf.log").read_text(), "the reason of waiting", START_S
+        )
+        assert steps(place.run) == []

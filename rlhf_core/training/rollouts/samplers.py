@@ -78,7 +78,7 @@ class TransformersSampler:
         """
         self._tokenizer = tokenizer
         self._model = random_causal_lm(folder, dtype)
-        self._model.to(device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+        self._model.to(device)
         self._waiting: dict[int, SamplerRequest] = {}
 
     @property
