@@ -34,6 +34,7 @@
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
         ├── StaleWeights            a rollout engine has another version of the weights than is asked for
         ├── WeightSyncFailed        a version of the weights did not come into force; the one before it still is
+        ├── EnginesLost             no rollout engine serves, and none came back in time
         ├── TrainerIncomplete       another program that trains ended too early, or began anew
         └── ResumeMismatch          a checkpoint does not fit this run (model, spec)
 
@@ -48,6 +49,7 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.shell_words.UnclosedShell       a quote or bracket of a script is opened and not closed
     rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
+    rlhf_core.training.rollouts.engine_client.EngineUnusable   another engine is asked
     rlhf_core.training.row_reader.MalformedRow   one row is not valid
     rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
@@ -231,6 +233,10 @@ class WeightSyncFailed(WorkerError):
     def __init__(self, message: str, peer: str = "") -> None:
         super().__init__(message)
         self.peer = peer
+
+
+class EnginesLost(WorkerError):
+    """No rollout engine of the group serves, and none came back in time; or all fail at the same request."""
 
 
 class TrainerIncomplete(WorkerError):
