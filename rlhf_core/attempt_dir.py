@@ -163,6 +163,20 @@ class AttemptDir:
         return self.root / "key"
 
     @property
+    def engines(self) -> Path:
+        """Folder of the addresses of rollout engines."""
+        return self.root / "engines"
+
+    def engine(self, rank: int) -> Path:
+        """Address of one rollout engine; that engine replaces it at every start."""
+        return self.engines / f"{rank}.json"
+
+    @property
+    def engine_key(self) -> Path:
+        """Token that rollout engines ask for; the first that needs it makes it. Only its owner may read it."""
+        return self.engines / "key"
+
+    @property
     def commands(self) -> Path:
         """Folder of orders from the control plane to agent 0."""
         return self.root / "commands"

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import BadInput
 from rlhf_core.schemas.cluster import ResourceSpec
-from rlhf_core.schemas.resources import GroupPlan, Inventory, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Inventory, Phases, Placement, Role, in_order
 from rlhf_core.schemas.run import RunSpec
 
 
@@ -25,6 +25,8 @@ def plan(
 ) -> Placement:
     """Place one attempt: a probe, the trainer's ranks on every node, then as many of the evaluator in the same places.
 
+    Rollout engines of their own lie beside the trainers, on the GPUs that come after those of the ranks.
+
     Args:
         attempt: its number, from 1.
         resume_from: the checkpoint to go on from; None starts from the beginning.
@@ -41,18 +43,11 @@ def plan(
     shortage = shortages(spec.resources, inventory, tuple(excluded))
     if shortage:
         raise BadInput(f"attempt {attempt} cannot be placed: {'; '.join(shortage)}")
-    resources = spec.resources
-    roles = [*([Role.PROBE] if spec.preflight.probe else []), Role.TRAINER]
-    roles += [Role.EVALUATOR] if spec.is_evaluated else []
-    groups = [
-        GroupPlan.on_all_nodes(role, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
-        for role in roles
-    ]
     return Placement(
         attempt=attempt,
         num_nodes=spec.resources.num_nodes,
         size_reason=size_reason,
-        phases=in_order(*groups),
+        phases=_phases(spec),
         gpus_per_node=spec.resources.gpus_per_node,
         excluded_nodes=tuple(excluded),
         exclusion_reasons=excluded,
@@ -62,6 +57,45 @@ def plan(
         resume_checkpoint=resume_from.root.name if resume_from else "",
         resumed_from_step=resume_from.step if resume_from else 0,
     )
+
+
+def _phases(spec: RunSpec) -> Phases:
+    resources = spec.resources
+
+    def everywhere(role: Role) -> GroupPlan:
+        return GroupPlan.on_all_nodes(role, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
+
+    probe = in_order(everywhere(Role.PROBE)) if spec.preflight.probe else ()
+    evaluator = in_order(everywhere(Role.EVALUATOR)) if spec.is_evaluated else ()
+    return (*probe, _training(spec, everywhere(Role.TRAINER)), *evaluator)
+
+
+def _training(spec: RunSpec, trainers: GroupPlan) -> tuple[GroupPlan, ...]:
+    """The trainers, and the rollout engines beside them.
+
+    Raises:
+        BadInput: the engines cannot be spread evenly, or there are too few GPUs for them.
+    """
+    if not spec.rollout.engines:
+        return (trainers,)
+    ranks, gpus = spec.resources.ranks_per_node, spec.resources.gpus_per_node
+    layout = spec.rollout.layout(spec.resources.num_nodes)
+    if layout is None:
+        raise BadInput(
+            f"rollout.engines = {spec.rollout.engines} cannot be spread evenly over {spec.resources.num_nodes} nodes"
+        )
+    if gpus and ranks + layout.per_node > gpus:
+        raise BadInput(
+            f"{ranks} trainer ranks and {layout.per_node} rollout engines on {gpus} GPUs of a node; expected one each"
+        )
+    engines = GroupPlan(
+        role=Role.ROLLOUT,
+        nodes=tuple(range(layout.num_nodes)),
+        workers_per_node=layout.per_node,
+        gpus=tuple(range(ranks, ranks + layout.per_node)) if gpus else (),
+        restart="alone",
+    )
+    return (trainers.model_copy(update={"gpus": trainers.gpus[:ranks]}), engines)
 
 
 def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()) -> list[str]:

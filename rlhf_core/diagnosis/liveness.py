@@ -21,7 +21,12 @@ from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 
 WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {
-    Role.TRAINER: {Phase.ROLLOUT: Role.ROLLOUT, Phase.WEIGHT_SYNC: Role.ROLLOUT, Phase.REWARD: Role.REWARD},
+    Role.TRAINER: {
+        Phase.ROLLOUT: Role.ROLLOUT,
+        Phase.WEIGHT_SYNC: Role.ROLLOUT,
+        Phase.EVALUATE: Role.ROLLOUT,
+        Phase.REWARD: Role.REWARD,
+    },
 }
 """Groups that a worker waits for in a phase, where they run beside it."""
 

@@ -54,7 +54,7 @@ def job_request(
         placement=placement,
         scheduler_dir=run_dir.attempt(placement.attempt).scheduler_dir,
         command=agent_command(run_dir, placement.attempt, compute_python),
-        cpus_per_node=resources.ranks_per_node * resources.cpus_per_rank,
+        cpus_per_node=spec.processes_per_node * resources.cpus_per_rank,
         memory_gb=resources.memory_gb,
         time_limit_s=resources.time_limit_s,
         slurm=slurm,

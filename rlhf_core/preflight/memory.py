@@ -419,6 +419,17 @@ def evaluator_estimate(spec: RunSpec, shape: Shape) -> Estimate:
     return Estimate(resident, {"sample": _sampling(spec, shape, _sequences_of_an_evaluation(spec))})
 
 
+def engine_estimate(spec: RunSpec, shape: Shape) -> Estimate:
+    """Memory of a rollout engine of its own without a GPU: the weights, those of the next version, and the cache."""
+    weights, loops = weight_bytes(shape, spec.model.dtype), spec.loops.named.values()
+    resident = {"weights": weights, "libraries": CPU_BASE_BYTES}
+    if spec.rollout.engine == "vllm":
+        resident["KV cache"] = spec.rollout.vllm.cpu_cache_gb * GIB
+        return Estimate(resident, {"sync": {"next weights": weights}})
+    sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
+    return Estimate(resident, {"sync": {"next weights": weights}, "sample": _sampling(spec, shape, sequences)})
+
+
 def _sampling(spec: RunSpec, shape: Shape, sequences: int) -> dict[str, int]:
     batch = max(1, min(spec.rollout.batch_size, sequences))
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens

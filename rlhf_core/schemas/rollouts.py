@@ -1,10 +1,19 @@
 """Settings of rollouts: what samples completions, and how."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
-from rlhf_core.schemas.base import Positive, Schema
+from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
+
+
+class EngineLayout(NamedTuple):
+    """Rollout engines on the nodes of an attempt."""
+
+    num_nodes: int
+    """Nodes with engines, the first of the allocation."""
+    per_node: int
+    """Engines on each of them; 0 where there are none."""
 
 
 class VllmSettings(Schema):
@@ -21,17 +30,49 @@ class VllmSettings(Schema):
     """Do without CUDA graphs: a quicker start and less memory, slower sampling."""
 
 
+class RemoteSettings(Schema):
+    """Settings of rollout engines in processes of their own (`rollout.engines`)."""
+
+    answer_timeout_s: PositiveFloat = 10.0
+    """Time in which an engine has to answer a question for its health. What one that does not was asked to sample goes
+    to the others."""
+    stall_timeout_s: PositiveFloat = 120.0
+    """Longest time without a new token of an engine that was asked to sample; its requests go to the others then."""
+    sync_timeout_s: PositiveFloat = 60.0
+    """Longest wait for the next part of the weights in a sync; it is made anew then, without the engine that failed."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest wait for an engine: at the start, and whenever none is left."""
+
+
 class RolloutSpec(Schema):
     """Settings of the completions that are sampled in training."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Program that samples: `transformers`, in the trainer's own process with its KV cache, or `vllm`, one engine in
-    the process of every trainer rank, which is given the weights of every step (needs the extra `vllm`)."""
+    """Program that samples: `transformers`, with its KV cache, or `vllm` (needs the extra `vllm`)."""
+    engines: NonNegative = 0
+    """Engines over all nodes, as processes of their own beside the trainers, each restarted alone when it fails. 0: in
+    the process of every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is
+    given those of every step."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities in training are taken at the same temperature."""
     max_new_tokens: Positive = 64
     """Longest completion in tokens."""
     batch_size: Positive = 256
-    """Sequences generated at once on one rank."""
+    """Sequences generated at once on one rank, or by one engine for one rank."""
     vllm: VllmSettings = VllmSettings()
     """Settings of vLLM."""
+    remote: RemoteSettings = RemoteSettings()
+
+    def layout(self, num_nodes: int) -> EngineLayout | None:
+        """Spread the engines evenly: the same number on each node, or one on each of the first nodes.
+
+        Args:
+            num_nodes: nodes of the allocation.
+
+        Returns:
+            None where they cannot be spread evenly: some nodes would sample more than others.
+        """
+        if self.engines <= num_nodes:
+            return EngineLayout(self.engines, 1 if self.engines else 0)
+        per_node, left = divmod(self.engines, num_nodes)
+        return None if left else EngineLayout(num_nodes, per_node)

@@ -137,7 +137,13 @@ class RunSpec(Schema):
         rows = [loop.algorithm.rows_per_step for loop in self.loops.named.values()]
         fewer = range(most - 1, least - 1, -1)
         divides = (n for n in fewer if not any(count % (n * self.resources.ranks_per_node) for count in rows))
-        return (most, *divides)
+        return (most, *(n for n in divides if self.rollout.layout(n) is not None))
+
+    @property
+    def processes_per_node(self) -> int:
+        """Trainer ranks and rollout engines that a node has at most."""
+        layout = self.rollout.layout(self.resources.num_nodes)
+        return self.resources.ranks_per_node + (layout.per_node if layout is not None else 0)
 
     @property
     def total_steps(self) -> int:

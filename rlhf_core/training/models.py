@@ -11,8 +11,16 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir
@@ -153,6 +161,26 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
         raise BadConfig(
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
+    return model
+
+
+def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
+    """The model that a folder describes, with random weights: for an engine, which is given its weights.
+
+    Raises:
+        BadConfig: there is no configuration of a causal language model.
+    """
+    try:
+        config = dropout_free_config(folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        if (folder / GENERATION_CONFIG_NAME).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise BadConfig(
+            f"{folder} describes no causal language model that transformers knows: {_first_lines(error)}"
+        ) from error
+    model.requires_grad_(False)
+    model.eval()
     return model
 
 

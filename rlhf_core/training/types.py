@@ -75,6 +75,10 @@ class WorkerContext:
     """Start of its group, where the workers run beside those whose restarts are counted; None for these."""
     damaged: frozenset[str] = frozenset()
     """Checkpoints that this attempt has found damaged: not to be used, whatever a file system still shows of them."""
+    address: str = "127.0.0.1"
+    """Address under which other nodes of the allocation reach this one."""
+    listening_address: str = "127.0.0.1"
+    """Address of an interface of this node to listen on for them; empty for all interfaces."""
     store: Path | None = None
     """File in which the ranks meet when all are on one node; without it they meet at MASTER_ADDR and MASTER_PORT."""
     memory: Path | None = None

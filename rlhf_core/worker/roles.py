@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TARGETS: dict[Role, str] = {
     Role.TRAINER: "rlhf_core.training.trainers.run:run_trainer",
     Role.EVALUATOR: "rlhf_core.training.evaluation:run_evaluator",
+    Role.ROLLOUT: "rlhf_core.training.rollouts.engine_process:run_engine",
 }
 """The native targets. Roles without one need a target given to the agent."""
 

@@ -27,6 +27,7 @@ from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker import processes
 from rlhf_core.worker.collectives import answer_in_background
 from rlhf_core.worker.heartbeat import Beat, memory_folder
+from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.roles import load_role, target_of
 
 SLOTS_VARIABLE = "RLHF_SLOTS"
@@ -147,6 +148,7 @@ def _run(
 ) -> RoleResult | BaseException:
     try:
         _make_importable(run_dir, arguments.import_paths)
+        nodes = Nodes.of()
         context = WorkerContext(
             run_dir=run_dir,
             attempt=arguments.attempt,
@@ -161,6 +163,8 @@ def _run(
             node=arguments.node,
             reporter=reporter or NullReporter(),
             damaged=frozenset(arguments.damaged),
+            address=nodes.address,
+            listening_address=nodes.listening_address,
             store=arguments.store,
             memory=memory_folder(Path(slots)) if (slots := os.environ.get(SLOTS_VARIABLE)) else None,
         )

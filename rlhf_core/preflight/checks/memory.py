@@ -11,6 +11,7 @@ from rlhf_core.preflight.memory import (
     GIB,
     Estimate,
     Shape,
+    engine_estimate,
     evaluator_estimate,
     gpu_memory_bytes,
     main_memory_bytes,
@@ -176,11 +177,13 @@ def _reward_models(facts: Facts) -> dict[str, Shape]:
 
 
 def _room(facts: Facts) -> int | str:
-    """Memory of one rank, or why it is not known."""
+    """Memory of one rank, or why it is not known. Without GPUs, the engines of its node are subtracted."""
     resources, inventory = facts.spec.resources, facts.inventory
     if not resources.gpus_per_node:
         node = resources.memory_gb or inventory.memory_gb
-        return int(node * GIB / resources.ranks_per_node) if node else "the memory of the nodes is not known"
+        if not node:
+            return "the memory of the nodes is not known"
+        return int(max(0, node * GIB - _engine_bytes(facts)) / resources.ranks_per_node)
     kinds = gpu_kinds(facts.spec, inventory)
     if not kinds:
         return "the type of GPU is not known; name it in slurm.gpu_type to have its memory checked"
@@ -188,6 +191,14 @@ def _room(facts: Facts) -> int | str:
     known = [size for size in sizes.values() if size is not None]
     # Any of them may be given; the smallest must do.
     return min(known) if known else f"the memory of {', '.join(sorted(sizes))} is not in the table of GPUs"
+
+
+def _engine_bytes(facts: Facts) -> int:
+    """Main memory of the rollout engines of a node; 0 as far as the config does not tell."""
+    spec, shape = facts.spec, _shape(facts)
+    if shape is None or not spec.rollout.engines:
+        return 0
+    return (spec.processes_per_node - spec.resources.ranks_per_node) * engine_estimate(spec, shape).peak_bytes
 
 
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:

@@ -71,7 +71,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources, there = facts.spec.resources, facts.inventory.gpus_per_node
-    asked, ranks = resources.gpus_per_node, resources.ranks_per_node
+    asked, ranks, users = resources.gpus_per_node, resources.ranks_per_node, facts.spec.processes_per_node
     if asked > there:
         yield blocked(
             f"resources.gpus_per_node = {asked}, the nodes have {there}",
@@ -84,11 +84,12 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             "a GPU for every rank",
             f"set resources.ranks_per_node={asked}",
         )
-    elif asked > ranks:
+    elif asked > users:
+        engines = f" and {users - ranks} rollout engines" if users > ranks else ""
         yield warning(
-            f"resources.gpus_per_node = {asked} for {ranks} ranks per node: {asked - ranks} GPUs idle",
+            f"resources.gpus_per_node = {asked} for {ranks} ranks{engines} per node: {asked - users} GPUs idle",
             "as many ranks as GPUs",
-            f"set resources.ranks_per_node={asked}, or resources.gpus_per_node={ranks}",
+            f"set resources.ranks_per_node={asked - users + ranks}, or resources.gpus_per_node={users}",
         )
     elif not asked and there:
         yield warning(
@@ -143,9 +144,12 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
 def cores(facts: Facts) -> Iterator[Finding]:
     """Ranks that share cores slow each other down, and every collective waits for the slowest."""
     resources, there = facts.spec.resources, facts.inventory.cpus_per_node
-    asked = resources.ranks_per_node * resources.cpus_per_rank
+    processes = facts.spec.processes_per_node
+    asked = processes * resources.cpus_per_rank
+    engines = f" and {processes - resources.ranks_per_node} engines" if processes > resources.ranks_per_node else ""
     found = (
-        f"{resources.ranks_per_node} ranks x {resources.cpus_per_rank} cores = {asked} cores per node, {there} there"
+        f"{resources.ranks_per_node} ranks{engines} x {resources.cpus_per_rank} cores = {asked} cores per node, "
+        f"{there} there"
     )
     if asked > there:
         yield warning(

@@ -54,6 +54,59 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         yield passed(shown)
 
 
+@check("rollout.engines")
+def engines(facts: Facts) -> Iterator[Finding]:
+    """Engines without a place, or without work, are found when the trainers wait for them."""
+    spec, resources = facts.spec, facts.spec.resources
+    asked, layout = spec.rollout.engines, spec.rollout.layout(resources.num_nodes)
+    if not asked:
+        return
+    said = f"rollout.engines = {asked}"
+    if spec.trainer.kind == "command":
+        yield blocked(
+            f'{said} with trainer.kind = "command"',
+            "the native trainer: another program starts its own engines",
+            "set rollout.engines=0",
+        )
+    elif not any(loop.algorithm.samples for loop in spec.loops.named.values()):
+        yield blocked(
+            f"{said}, and no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
+            "an algorithm with completions to sample",
+            "set rollout.engines=0: evaluations are sampled by the trainers themselves",
+        )
+    elif spec.model.lora is not None:
+        yield blocked(
+            f"{said} and model.lora",
+            "whole weights, or completions by the trainers themselves",
+            "set rollout.engines=0: adapters are not given to engines yet",
+        )
+    elif layout is None:
+        fewer = asked // resources.num_nodes * resources.num_nodes
+        yield blocked(
+            f"{said} on {resources.num_nodes} nodes: some would have more engines than others",
+            "a multiple of the nodes, or at most one engine a node",
+            f"set rollout.engines={fewer} or rollout.engines={fewer + resources.num_nodes}",
+        )
+    elif resources.gpus_per_node and spec.processes_per_node > resources.gpus_per_node:
+        yield blocked(
+            f"{said}: {resources.ranks_per_node} trainer ranks and {layout.per_node} engines on "
+            f"{resources.gpus_per_node} GPUs of a node",
+            "a GPU for every rank and every engine",
+            _room_for(facts, layout.per_node),
+        )
+    else:
+        where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on the node"
+        yield passed(f"{asked} engines of their own, {where}, beside {resources.ranks_per_node} trainer ranks")
+
+
+def _room_for(facts: Facts, per_node: int) -> str:
+    resources = facts.spec.resources
+    left = resources.gpus_per_node - per_node
+    if left < 1:
+        return "lower rollout.engines, or take more nodes"
+    return f"set resources.ranks_per_node={left}, or lower rollout.engines"
+
+
 def _head_size(config: Mapping[str, Any]) -> int | None:
     """Size of an attention head, as far as the config tells it."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")

@@ -1,6 +1,6 @@
 """The protocol of rollout engines, and how one token is drawn from logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,10 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
 from rlhf_core.training.seeds import uniforms
 from rlhf_core.training.types import Completion
+
+TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of a log-probability that rounding and other kernels explain, by number format of the weights.
+Wrong weights differ by nats."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class RolloutEngine(Protocol):
             StaleWeights: the engine has another version in force.
             ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
         """
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Metrics of this rank's calls since the last time: counts by name, added up over the ranks."""
 
     def sleep(self) -> None:
         """Give memory back that only sampling needs. The next thing asked of the engine may be to load a version."""

@@ -4,8 +4,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import RolloutEngine
+from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.types import WorkerContext
 
@@ -13,12 +15,14 @@ from rlhf_core.training.types import WorkerContext
 def start_engine(
     context: WorkerContext, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> RolloutEngine:
-    """Start the engine of ``rollout.engine``, without weights. Collective.
+    """Start the engine of ``rollout.engine``, without weights, or join those of the group. Collective.
 
     Args:
         folder: Hugging Face folder with the configuration of the model that is to sample.
     """
     spec = context.spec
+    if spec.rollout.engines and context.role is Role.TRAINER:  # the group serves trainers; evaluators come after it
+        return RemoteEngines(context, ranks)
     if spec.rollout.engine == "transformers":
         return TransformersEngine(tokenizer)
     # Only this engine needs vLLM.

@@ -5,7 +5,7 @@ would depend on its place in the batch. Here each prompt is read once, its cache
 sequences that have ended leave the batch as soon as that saves work.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,6 +65,10 @@ class TransformersEngine:
             beat=beat,
         )
         return [[replace(completion, weight_version=version) for completion in group] for group in groups]
+
+    def take_counts(self) -> Mapping[str, int]:
+        """None: an engine of this process is not lost alone."""
+        return {}
 
     def sleep(self) -> None:
         """Nothing to give back: the cache goes with every batch."""

@@ -12,24 +12,23 @@ copied into it bucket by bucket, through vLLM's own loader. Three traps of that,
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoint_state import kept_random_state
 from rlhf_core.training.gathering import gathered_weights, whole_model
-from rlhf_core.training.rollouts.base import Sampling, require_prompts, require_version
-from rlhf_core.training.rollouts.transformers_engine import end_token_ids
+from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, require_prompts, require_version
 from rlhf_core.training.types import Completion
 
 _PROBE_TOKENS = 16
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of a log-probability that rounding and other kernels explain. Wrong weights differ by nats."""
 
 
 class VllmEngine:
@@ -57,7 +56,7 @@ class VllmEngine:
         self._dtype = dtype
         self._on_gpu = on_gpu
         self._is_verified = False
-        self._end_ids: list[int] = []
+        self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
         os.environ.update({**_environment(settings, on_gpu), **variables})
         options: dict[str, Any] = {"dtype": dtype}
@@ -92,16 +91,26 @@ class VllmEngine:
         if self.version == version:
             return
         self.version = None
-        self._end_ids = sorted(end_token_ids(model, self._tokenizer))
-        self._wake("weights")
-        self._copy(_tensors(model, beat))
-        self._wake("kv_cache")
-        if not self._engine.reset_prefix_cache():
-            raise StaleWeights("vLLM keeps prefixes that older weights have cached: requests are still at work")
+        self.load_tensors(_tensors(model, beat))
         if not self._is_verified:
             self._verify(model)
         self._is_verified = True
         self.version = version
+
+    def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy weights into vLLM, and drop what older ones have cached.
+
+        Args:
+            tensors: all weights by name, valid until the last one has come. Gone through to the end whatever happens.
+
+        Raises:
+            StaleWeights: requests are still at work.
+        """
+        self._wake("weights")
+        self._copy(tensors)
+        self._wake("kv_cache")
+        if not self._engine.reset_prefix_cache():
+            raise StaleWeights("vLLM keeps prefixes that older weights have cached: requests are still at work")
 
     def sample(
         self,
@@ -120,14 +129,55 @@ class VllmEngine:
         waiting = [(index, place) for index, own in enumerate(seeds) for place in range(len(own))]
         made: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(waiting), sampling.batch_size):
-            requests = {
-                f"{index}.{place}": (prompts[index], self._parameters(seeds[index][place], sampling))
-                for index, place in waiting[start : start + sampling.batch_size]
-            }
-            for name, output in self._outputs(requests, beat):
-                index, place = map(int, name.split("."))
-                made[index, place] = self._completion(output.outputs[0], version)
+            for index, place in waiting[start : start + sampling.batch_size]:
+                self.submit(f"{index}.{place}", prompts[index], seeds[index][place], sampling)
+            while self.is_busy:
+                for name, completion in self.step():
+                    index, place = map(int, name.split("."))
+                    made[index, place] = replace(completion, weight_version=version)
+                beat()
         return [[made[index, place] for place in range(len(own))] for index, own in enumerate(seeds)]
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a completion was asked for and is not made."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
+        """Ask for one completion, which :meth:`step` will return by this name."""
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters(seed, sampling))
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Make one decoding step; completions that are done, by name, without a version."""
+        return [
+            (output.request_id, self._completion(output.outputs[0]))
+            for output in self._engine.step()
+            if output.finished
+        ]
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Drop completions that are not done."""
+        self._engine.abort_request(list(names))
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first, as vLLM computes it. While there are no other requests.
+
+        Args:
+            tokens: fewer than the longest sequence.
+        """
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._engine.add_request("probe", {"prompt_token_ids": list(tokens)}, parameters)
+        while True:
+            for output in self._engine.step():
+                if output.finished:
+                    rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+                    return [row[token].logprob for row, token in rows]
+
+    def take_counts(self) -> Mapping[str, int]:
+        """None: an engine of this process is not lost alone."""
+        return {}
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back until the next version is loaded. vLLM has no sleep on CPU."""
@@ -170,22 +220,14 @@ class VllmEngine:
         with whole_model(model), torch.no_grad():
             logits = model(torch.tensor([tokens], device=model.device)).logits[0, :-1].float()
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:], device=logits.device)[:, None])[:, 0]
-        found = torch.tensor(self._prompt_logprobs(tokens), device=expected.device)
+        found = torch.tensor(self.score(tokens), device=expected.device)
         difference = float((found - expected).abs().max())
-        if not difference <= _TOLERANCE[self._dtype]:
+        if not difference <= TOLERANCE[self._dtype]:
             raise StaleWeights(
                 f"vLLM and the trainer compute different log-probabilities with the same weights, by up to "
-                f"{difference:.3g}; expected at most {_TOLERANCE[self._dtype]}. vLLM has not taken over all weights of "
+                f"{difference:.3g}; expected at most {TOLERANCE[self._dtype]}. vLLM has not taken over all weights of "
                 f'this model, or its kernels are wrong for it: use rollout.engine = "transformers"'
             )
-
-    def _prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first, as vLLM computes it."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        ((_, output),) = self._outputs({"probe": (tokens, parameters)}, lambda: None)
-        return [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
 
     def _parameters(self, seed: int, sampling: Sampling) -> Any:
         from vllm import SamplingParams
@@ -199,19 +241,7 @@ class VllmEngine:
             detokenize=False,
         )
 
-    def _outputs(
-        self, requests: Mapping[str, tuple[Sequence[int], Any]], beat: Callable[[], None]
-    ) -> Iterator[tuple[str, Any]]:
-        """Outputs by request, as they end."""
-        for name, (tokens, parameters) in requests.items():
-            self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, parameters)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    yield output.request_id, output
-            beat()
-
-    def _completion(self, output: Any, version: int) -> Completion:
+    def _completion(self, output: Any) -> Completion:
         tokens = list(output.token_ids)
         finished = output.finish_reason == "stop"
         # Special tokens stay visible, as in the engine of transformers.
@@ -219,7 +249,16 @@ class VllmEngine:
             tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
-        return Completion(tokens, str(text), finished, logprobs, version)
+        return Completion(tokens, str(text), finished, logprobs)
+
+
+def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a completion: the tokenizer's, and those that the generation settings of the model name."""
+    named: object = None
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        named = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+    listed = named if isinstance(named, list) else [named]
+    return sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None})
 
 
 def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:

@@ -123,6 +123,8 @@ def train(
         step.metrics.mean("rollout/entropy", *updates.totals.read("entropy"))
         step.metrics.mean("rollout/train_gap", *updates.totals.read("train_gap"))
         _add_rollout_metrics(step.metrics, rollout)
+        for name, count in training.rollouts.take_counts().items():
+            step.metrics.total(name, count)
         add_signals(step.metrics, rollout.seeds, [len(made.token_ids) for made in rollout.flat], rollout.rewards)
         if spec.reward.on_failure == "zero":
             step.metrics.mean("reward/failed_share", rollout.scores.num_failed, len(rollout.flat))

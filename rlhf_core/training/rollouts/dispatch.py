@@ -1,0 +1,120 @@
+"""Dealing prompts to engines: the longest first, to the engine with the least work; each is answered exactly once."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.training.types import Completion
+
+
+@dataclass(frozen=True)
+class PromptTask:
+    """One prompt with the seeds of its completions."""
+
+    index: int
+    """Its place among the prompts."""
+    prompt: Sequence[int]
+    seeds: Sequence[int]
+
+
+class Dispatcher:
+    """The prompts of one rollout of a rank. Pure bookkeeping: who sends and receives asks it."""
+
+    def __init__(self, tasks: Sequence[PromptTask], max_new_tokens: int, window: int, first: int = 0) -> None:
+        """Args:
+        window: completions that an engine is asked for at once.
+        first: engine that comes first among equals: another one on every rank.
+        """
+        self.made: dict[int, list[Completion]] = {}
+        """Completions by prompt."""
+        self.num_moved = 0
+        """Prompts that were asked for again, from another engine."""
+        self.num_refused = 0
+        """Completions that came with other weights, or a second time."""
+        self._max_new_tokens = max_new_tokens
+        self._window = window
+        self._first = first
+        self._tasks = {task.index: task for task in tasks}
+        self._pending = sorted(self._tasks, key=lambda index: (-self._cost(index), index))
+        self._outstanding: dict[int, set[int]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """True once every prompt is answered."""
+        return len(self.made) == len(self._tasks)
+
+    @property
+    def has_pending(self) -> bool:
+        """True if a prompt waits for an engine."""
+        return bool(self._pending)
+
+    def outstanding(self, engine: int) -> frozenset[int]:
+        """Prompts that an engine was asked for and has not answered."""
+        return frozenset(self._outstanding.get(engine, ()))
+
+    def assign(self, engines: Collection[int]) -> dict[int, list[PromptTask]]:
+        """Deal the waiting prompts to the engines that are ready, as far as their windows have room.
+
+        An engine without work takes a prompt whatever its size.
+        """
+        dealt: dict[int, list[PromptTask]] = {}
+        load = {engine: sum(map(self._cost, self.outstanding(engine))) for engine in engines}
+        count = {engine: sum(map(self._size, self.outstanding(engine))) for engine in engines}
+        while self._pending:
+            index = self._pending[0]
+            size = self._size(index)
+            room = [engine for engine in engines if not count[engine] or count[engine] + size <= self._window]
+            if not room:
+                break
+            engine = min(room, key=lambda one: (load[one], (one - self._first) % (max(load) + 1)))
+            self._pending.pop(0)
+            self._outstanding.setdefault(engine, set()).add(index)
+            load[engine] += self._cost(index)
+            count[engine] += size
+            dealt.setdefault(engine, []).append(self._tasks[index])
+        return dealt
+
+    def answer(self, engine: int, index: int, completions: Sequence[Completion]) -> bool:
+        """Take the answer of an engine to one prompt.
+
+        Returns:
+            False if it is refused: the prompt was not asked of this engine, or is answered already.
+        """
+        if index not in self._outstanding.get(engine, ()):
+            self.num_refused += len(completions)
+            return False
+        self._outstanding[engine].discard(index)
+        self.made[index] = list(completions)
+        return True
+
+    def refuse(self, engine: int, index: int, num_completions: int) -> None:
+        """Take note of completions that were made with other weights; the prompt waits for an engine again."""
+        self.num_refused += num_completions
+        self.give_back(engine, [index])
+
+    def give_back(self, engine: int, indices: Collection[int] | None = None) -> None:
+        """Take prompts from an engine that does not answer them.
+
+        Args:
+            indices: the prompts; None for all that it was asked for.
+        """
+        own = self._outstanding.get(engine, set())
+        back = own & set(own if indices is None else indices)
+        own -= back
+        self.num_moved += len(back)
+        self._pending = sorted([*self._pending, *back], key=lambda index: (-self._cost(index), index))
+
+    def results(self) -> list[list[Completion]]:
+        """Completions of all prompts, in their order."""
+        return [self.made[index] for index in sorted(self._tasks)]
+
+    def counts(self) -> Mapping[str, int]:
+        """Metrics of the rollout."""
+        return {"rollout/moved_prompts": self.num_moved, "rollout/refused_completions": self.num_refused}
+
+    def _cost(self, index: int) -> int:
+        """Tokens of a prompt and its completions at most."""
+        task = self._tasks[index]
+        return len(task.prompt) + len(task.seeds) * self._max_new_tokens
+
+    def _size(self, index: int) -> int:
+        return len(self._tasks[index].seeds)

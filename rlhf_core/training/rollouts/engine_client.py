@@ -1,0 +1,227 @@
+"""A trainer rank's connection to one engine."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import httpx
+from pydantic import BaseModel
+
+from rlhf_core.errors import StaleWeights, WeightSyncFailed
+from rlhf_core.schemas.engines import (
+    CommitRequest,
+    Committed,
+    EngineAddress,
+    EngineHealth,
+    EngineRefusal,
+    SampledPrompt,
+    SampleRequest,
+    WeightsInForce,
+)
+from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+
+CONNECT_TIMEOUT_S = 5.0
+JSON = {"content-type": "application/json"}
+
+
+class EngineUnusable(Exception):
+    """An engine is gone, hangs, or refuses what it is asked: others are asked then."""
+
+
+class WeightProbe(BaseModel):
+    """Log-probabilities that show which weights an engine computes with."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of every token but the first, as the trainer computes them."""
+    tolerance: float
+    """Largest difference that rounding and other kernels explain."""
+
+
+def engine_name(rank: int) -> str:
+    """Name of an engine in messages, and in the links of a weight sync."""
+    return f"engine-{rank}"
+
+
+class EngineClient:
+    """Speaks with one start of an engine: with another one at the same place it fails."""
+
+    def __init__(self, address: EngineAddress, token: bytes, answer_timeout_s: float) -> None:
+        self.address = address
+        self._headers = {"authorization": f"Bearer {token.decode()}"}
+        self._url = f"http://{address.host}:{address.port}"
+        self._timeout = httpx.Timeout(answer_timeout_s, connect=min(CONNECT_TIMEOUT_S, answer_timeout_s))
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return engine_name(self.address.rank)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Sampling
+
+    async def health(self, http: httpx.AsyncClient) -> EngineHealth:
+        """State of the engine.
+
+        Raises:
+            EngineUnusable: it does not answer in time, or is another one.
+        """
+        try:
+            answer = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
+        except (httpx.HTTPError, OSError) as error:
+            raise EngineUnusable(f"{self.name} does not answer: {_shown(error)}") from error
+        return self._checked(answer)
+
+    async def sample(self, http: httpx.AsyncClient, request: SampleRequest) -> AsyncIterator[SampledPrompt]:
+        """Completions of prompts, each as soon as it is made.
+
+        Raises:
+            EngineUnusable: it refuses, or is lost on the way.
+        """
+        url, body = f"{self._url}/sample", request.model_dump_json()
+        # Without a limit: whether it still works is asked of its health.
+        unlimited = httpx.Timeout(None, connect=self._timeout.connect)
+        try:
+            async with http.stream(
+                "POST", url, content=body, headers={**self._headers, **JSON}, timeout=unlimited
+            ) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    await answer.aread()
+                    raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
+                async for line in answer.aiter_lines():
+                    yield _sampled(line, self.name)
+        except (httpx.HTTPError, OSError) as error:
+            raise EngineUnusable(f"{self.name} was lost: {_shown(error)}") from error
+
+    def _checked(self, answer: httpx.Response) -> EngineHealth:
+        if answer.status_code != httpx.codes.OK:
+            raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
+        health = EngineHealth.model_validate_json(answer.content)
+        if (health.rank, health.generation) != (self.address.rank, self.address.generation):
+            raise EngineUnusable(f"start {health.generation} of engine {health.rank} answers in place of {self.name}")
+        return health
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Weights
+
+    def control(self, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe) -> "HttpEngineControl":
+        """Control channel for the sync of one version."""
+        return HttpEngineControl(self, http, weights, probe)
+
+    def post(self, http: httpx.Client, path: str, body: str) -> str:
+        """Ask for something that may take a while, during which the engine gives signs of life.
+
+        Raises:
+            OSError: the engine is gone or silent.
+            WeightSyncFailed: it refuses.
+        """
+        with self._as_os_error():
+            url, headers = f"{self._url}{path}", {**self._headers, **JSON}
+            answer = http.post(url, content=body, headers=headers, timeout=self._timeout)
+        problem = _error_of(answer)
+        if problem:
+            raise WeightSyncFailed(f"{self.name}: {problem}", self.name)
+        return answer.text
+
+    def get(self, http: httpx.Client, path: str) -> str:
+        """Ask for something that is there.
+
+        Raises:
+            OSError: the engine is gone or silent.
+            WeightSyncFailed: it refuses.
+        """
+        with self._as_os_error():
+            answer = http.get(f"{self._url}{path}", headers=self._headers, timeout=self._timeout)
+        problem = _error_of(answer)
+        if problem:
+            raise WeightSyncFailed(f"{self.name}: {problem}", self.name)
+        return answer.text
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"{self.name} does not answer: {_shown(error)}") from error
+
+
+class HttpEngineControl:
+    """Control channel to one engine while a version is synced (``weight_sync.base.EngineControl``)."""
+
+    def __init__(self, client: EngineClient, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe) -> None:
+        self._client = client
+        self._http = http
+        self._weights = weights
+        self._probe = probe
+        self.is_stale = False
+        """True if it has acknowledged weights that it does not compute with."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self._client.name
+
+    def receive(self, offer: Offer) -> Receipt:
+        """Have the engine receive. It gives up itself when nothing comes any more."""
+        return Receipt.model_validate_json(self._post("/weights/receive", offer))
+
+    def is_ready(self, version: int) -> bool:
+        """True if the engine lives and has this version staged."""
+        return bool(json.loads(self._client.get(self._http, f"/weights/ready?version={version}")))
+
+    def commit(self, version: int) -> AppliedVersion:
+        """Have the engine load what it has staged, and let it serve once it is seen to compute with that.
+
+        Raises:
+            WeightSyncFailed: it computes with other weights than it was given; it does not serve.
+        """
+        request = CommitRequest(weights=self._weights, probe=self._probe.tokens)
+        committed = Committed.model_validate_json(self._post("/weights/commit", request))
+        try:
+            require_same(self.name, committed.probe_logprobs, self._probe)
+        except StaleWeights as error:
+            self.is_stale = True
+            raise WeightSyncFailed(str(error), self.name) from error
+        self._post("/weights/confirm", self._weights)
+        return AppliedVersion(receiver=self.name, version=version, apply_s=committed.apply_s)
+
+    def abort(self, version: int) -> None:
+        """Have the engine drop what it has staged."""
+        self._client.post(self._http, "/weights/abort", str(version))
+
+    def _post(self, path: str, message: BaseModel) -> str:
+        return self._client.post(self._http, path, message.model_dump_json())
+
+
+def require_same(name: str, found: Sequence[float], probe: WeightProbe) -> None:
+    """Refuse an engine that computes other log-probabilities than the trainer.
+
+    Raises:
+        StaleWeights: by more than rounding explains.
+    """
+    differences = [abs(one - other) for one, other in zip(found, probe.logprobs, strict=True)]
+    difference = max(differences, default=0.0)
+    if not difference <= probe.tolerance:  # also where it is no number
+        raise StaleWeights(
+            f"{name} and the trainer compute different log-probabilities with the same weights, by up to "
+            f"{difference:.3g}; expected at most {probe.tolerance}. The engine has not taken over all weights, or its "
+            f"kernels are wrong for this model"
+        )
+
+
+def _sampled(line: str, name: str) -> SampledPrompt:
+    content = json.loads(line)
+    if "error" in content:
+        raise EngineUnusable(f"{name}: {EngineRefusal.model_validate(content).error}")
+    return SampledPrompt.model_validate(content)
+
+
+def _error_of(answer: httpx.Response) -> str:
+    """The error in an answer; empty if there is none."""
+    with contextlib.suppress(ValueError):
+        return EngineRefusal.model_validate_json(answer.content).error
+    return "" if answer.status_code == httpx.codes.OK else f"HTTP status {answer.status_code}"
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

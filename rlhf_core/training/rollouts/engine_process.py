@@ -1,0 +1,82 @@
+"""Role ``rollout``: an engine in a process of its own, restarted alone (``rollout.engines``)."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from rlhf_core.errors import WorkerError
+from rlhf_core.schemas.engines import EngineAddress
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.checkpoint_soundness import initial_folder
+from rlhf_core.training.distributed import make_deterministic
+from rlhf_core.training.models import tokenizer_folder
+from rlhf_core.training.rollouts.engine_client import engine_name
+from rlhf_core.training.rollouts.engine_worker import EngineWorker
+from rlhf_core.training.rollouts.samplers import Sampler, TransformersSampler
+from rlhf_core.training.rollouts.server import EngineServer
+from rlhf_core.training.tokenizers import load_tokenizer
+from rlhf_core.training.types import RoleResult, WorkerContext
+from rlhf_core.weight_sync.receiver import Receiver
+from rlhf_core.whole_files import shared_secret, write_model
+
+POLL_S = 0.1
+
+
+def run_engine(context: WorkerContext) -> RoleResult:
+    """Serve completions until the agent ends this process.
+
+    Raises:
+        WorkerError: the server has ended.
+    """
+    disable_progress_bar()
+    spec, generation = context.spec, context.generation or 0
+    torch.set_num_threads(spec.resources.cpus_per_rank)
+    attempt = context.run_dir.attempt(context.attempt)
+    folder = _model_folder(context)
+    tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
+    sampler = _sampler(context, folder, tokenizer)
+    receiver = Receiver(engine_name(context.rank))
+    worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter)
+    with EngineServer(worker, receiver, shared_secret(attempt.engine_key), context.listening_address) as server:
+        address = EngineAddress(
+            rank=context.rank, generation=generation, node=context.node, host=context.address, port=server.port
+        )
+        write_model(attempt.engine(context.rank), address)
+        print(f"engine {context.rank} listens at {context.address}:{server.port}", flush=True)
+        worker.serve(lambda: server.is_alive)
+    raise WorkerError("the server of the engine has ended; its log says why")
+
+
+def _model_folder(context: WorkerContext) -> Path:
+    """Folder with the configuration of the model, which trainer rank 0 may be building."""
+    folder = initial_folder(context.spec, context.run_dir)
+    while not folder.is_dir():
+        context.reporter.beat(Phase.SETUP, 0)
+        time.sleep(POLL_S)
+    return folder
+
+
+def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    spec, on_gpu = context.spec, context.spec.resources.gpus_per_node > 0
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent shows it one GPU
+    if spec.rollout.engine == "transformers":
+        make_deterministic(device)
+        return TransformersSampler(folder, tokenizer, spec.model.dtype, device)
+    # Only this engine needs vLLM.
+    from rlhf_core.training.rollouts.vllm_sampler import VllmSampler
+
+    # vLLM takes a process group that is there, and opens a port for one otherwise.
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    return VllmSampler(
+        folder,
+        tokenizer,
+        spec.rollout.vllm,
+        dtype=spec.model.dtype,
+        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        on_gpu=on_gpu,
+    )

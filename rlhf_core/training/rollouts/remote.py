@@ -1,0 +1,253 @@
+"""Rollout engines of a group of their own, as a trainer rank uses them (``rollout.engines``).
+
+Rank 0 gives the weights of every version to all engines that live; every rank sends its own prompts to all of them. An
+engine that fails loses what it was asked for to the others, is restarted by its agent, and serves again once rank 0 has
+given it the weights.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import httpx
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
+from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.gathering import is_split, whole_model
+from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, require_prompts, require_version
+from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl, WeightProbe
+from rlhf_core.training.rollouts.remote_rollout import RemoteRollout
+from rlhf_core.training.rollouts.samplers import probe_logprobs
+from rlhf_core.training.rollouts.weights import WeightSync, gather_along
+from rlhf_core.training.types import Completion, WorkerContext
+from rlhf_core.whole_files import read_model, shared_secret
+
+MAX_SYNCS = 3
+"""Times that a version is sent before it is given up: an engine may be lost in each."""
+PROBE_TOKENS = 16
+"""Tokens that an engine is probed with, or one less than it takes at most."""
+POLL_S = 0.2
+
+
+class RemoteEngines:
+    """The engines of the group behind the protocol of one engine; see ``base.RolloutEngine``."""
+
+    def __init__(self, context: WorkerContext, ranks: Ranks) -> None:
+        spec = context.spec
+        self.version: int | None = None
+        self._spec = spec.rollout
+        self._dtype = spec.model.dtype
+        self._max_tokens = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+        self._start = context.restart
+        self._ranks = ranks
+        self._attempt = context.run_dir.attempt(context.attempt)
+        self._token = shared_secret(self._attempt.engine_key)
+        self._sync = WeightSync(context) if ranks.is_first else None
+        self._model: PreTrainedModel | None = None
+        self._probe: WeightProbe | None = None
+        self._num_rollouts = 0
+        self._was_complete = False
+        self._counts: dict[str, int] = {}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Weights
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+        """Bring a version into force on all engines that live. Collective.
+
+        Raises:
+            EnginesLost: there is none, and none came in time.
+            StaleWeights: every engine computes something else with the weights than the trainer does.
+        """
+        if self.version == version:
+            return
+        self.version = None
+        self._model = model
+        self._probe = _probe_of(model, min(PROBE_TOKENS, self._max_tokens - 1), TOLERANCE[self._dtype])
+        problem = ""
+        for _ in range(MAX_SYNCS):
+            found: list[EngineClient] = []
+            _raise(self._from_first(lambda found=found: found.extend(self._living(beat))))  # type: ignore[misc]
+            problem = self._send(found, model, version, beat)
+            if not problem:
+                self.version = version
+                return
+        _raise(problem)
+
+    def _send(
+        self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
+    ) -> str:
+        """One try to give a version to engines; the problem that rank 0 had with it. Collective."""
+        if self._sync is None:
+            gather_along(model, beat)
+        sync = self._sync
+        return self._from_first(
+            lambda: sync.send(self._controlled(engines, version), model, version, beat) if sync is not None else None
+        )
+
+    def _living(self, beat: Callable[[], None]) -> list[EngineClient]:
+        """Engines that answer. All are waited for at first, later one of them.
+
+        Raises:
+            EnginesLost: none does in time.
+        """
+        return asyncio.run(self._wait_for_engines(beat))
+
+    async def _wait_for_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._spec.remote.start_timeout_s
+        wanted = 1 if self._was_complete else self._spec.engines
+        async with httpx.AsyncClient() as http:
+            while True:
+                clients = self._clients()
+                answers = await asyncio.gather(*(client.health(http) for client in clients), return_exceptions=True)
+                living = [one for one, answer in zip(clients, answers, strict=True) if not _is_unusable(answer)]
+                if len(living) >= wanted or (living and loop.time() > deadline_s):
+                    self._was_complete = True
+                    beat()
+                    return living
+                if loop.time() > deadline_s:
+                    problems = "; ".join(str(one) for one in answers) or "none has registered"
+                    raise EnginesLost(
+                        f"no rollout engine answers within rollout.remote.start_timeout_s = "
+                        f"{self._spec.remote.start_timeout_s:g} ({problems}). The logs of the group rollout say why"
+                    )
+                await asyncio.sleep(POLL_S)
+
+    def _restore(self, version: int, beat: Callable[[], None], client: EngineClient) -> None:
+        """Give the weights in force to an engine that has come back meanwhile."""
+        assert self._sync is not None
+        assert self._model is not None
+        try:
+            self._sync.send(self._controlled([client], version), self._model, version, beat)
+        except (WeightSyncFailed, StaleWeights, OSError) as error:
+            self._ranks.log(f"{client.name} came back and was not given the weights of step {version}: {error}")
+        else:
+            self._ranks.log(f"{client.name} came back and has the weights of step {version}")
+
+    def _controlled(
+        self, engines: Iterable[EngineClient], version: int
+    ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
+        weights, probe = WeightsInForce(start=self._start, version=version), self._probe
+        assert probe is not None
+        return lambda http: [engine.control(http, weights, probe) for engine in engines]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Sampling
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        Raises:
+            EnginesLost: no engine serves, and none came back in time.
+        """
+        require_version(self.version, version)
+        require_prompts(prompts, seeds)
+        self._num_rollouts += 1
+        tasks = [PromptTask(index, *one) for index, one in enumerate(zip(prompts, seeds, strict=True))]
+        dispatcher = Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, first=self._ranks.rank)
+        # A model that is split cannot be read by one rank alone: its engines come back at the next version.
+        restores = self._ranks.is_first and self._model is not None and not is_split(self._model)
+        rollout = RemoteRollout(
+            dispatcher,
+            WeightsInForce(start=self._start, version=version),
+            sampling,
+            self._spec.remote,
+            self._clients,
+            beat=beat,
+            log=lambda message: print(message, flush=True),
+            restore=partial(self._restore, version, beat) if restores else None,
+            may_leave=self._leave_together(),
+        )
+        try:
+            asyncio.run(rollout.run())
+        finally:
+            for name, count in dispatcher.counts().items():
+                self._counts[name] = self._counts.get(name, 0) + count
+        return dispatcher.results()
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Prompts that were asked for again, and completions refused, since the last call."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+    def _leave_together(self) -> Callable[[], bool]:
+        """Rank 0 stays until all ranks have their completions: it alone can give weights to an engine that returns."""
+        key, store, num_ranks = f"rollout-{self._num_rollouts}", self._ranks.store, self._ranks.num_ranks
+        told = False
+
+        def may_leave() -> bool:
+            nonlocal told
+            if num_ranks == 1:
+                return True
+            done = store.add(key, 0 if told else 1)
+            told = True
+            return not self._ranks.is_first or done >= num_ranks
+
+        return may_leave
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """The engines have memory of their own."""
+
+    def close(self) -> None:
+        """Give back what the sync of weights holds; the engines end with their group."""
+        self.version = None
+        if self._sync is not None:
+            self._sync.close()
+
+    def _clients(self) -> list[EngineClient]:
+        """The engines that have registered, as they are now."""
+        found = (read_model(self._attempt.engine(rank), EngineAddress) for rank in range(self._spec.engines))
+        timeout_s = self._spec.remote.answer_timeout_s
+        return [EngineClient(address, self._token, timeout_s) for address in found if address is not None]
+
+    def _from_first(self, act: Callable[[], object]) -> str:
+        """Have rank 0 do something, and tell all ranks the problem that it had; empty for none. Collective."""
+        problem = ""
+        if self._ranks.is_first:
+            try:
+                act()
+            except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
+                problem = json.dumps([type(error).__name__, str(error)])
+        return self._ranks.from_first(problem)
+
+
+def _raise(problem: str) -> None:
+    """Raise on every rank what rank 0 was told."""
+    if problem:
+        name, message = json.loads(problem)
+        kinds = {kind.__name__: kind for kind in (EnginesLost, StaleWeights, WeightSyncFailed)}
+        raise kinds[name](message)
+
+
+def _is_unusable(answer: object) -> bool:
+    if isinstance(answer, BaseException) and not isinstance(answer, EngineUnusable):
+        raise answer
+    return isinstance(answer, EngineUnusable)
+
+
+def _probe_of(model: PreTrainedModel, num_tokens: int, tolerance: float) -> WeightProbe:
+    """What the trainer computes for a few tokens. Collective where the model is split."""
+    tokens = [position % model.config.vocab_size for position in range(1, num_tokens + 1)]
+    was_training = model.training
+    model.eval()
+    try:
+        with whole_model(model), torch.no_grad():
+            logits = model(torch.tensor([tokens], device=model.device)).logits[0]
+    finally:
+        model.train(was_training)
+    return WeightProbe(tokens=tuple(tokens), logprobs=tuple(probe_logprobs(logits, tokens)), tolerance=tolerance)

@@ -1,0 +1,198 @@
+"""Real rollout engines in processes of their own, and a trainer rank that uses them. Helpers, not fixtures."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from core_models import QWEN, char_tokenizer, tiny_model
+from fork_server import fork_server
+from rank_launcher import make_context, tiny_spec
+
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.engines import EngineAddress
+from rlhf_core.schemas.resources import Role
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts.engine_process import run_engine
+from rlhf_core.training.rollouts.engine_worker import EngineWorker
+from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.samplers import TransformersSampler
+from rlhf_core.training.types import NullReporter
+from rlhf_core.weight_sync.receiver import Receiver
+from rlhf_core.whole_files import read_model
+
+TIMEOUT_S = 120.0
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+
+def no_beat() -> None:
+    """A beat that goes nowhere."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A file that an engine obeys."""
+
+    path: Path
+
+    def close(self) -> "Gate":
+        """Have the engine wait when it comes here."""
+        self.reached.unlink(missing_ok=True)
+        self.path.touch()
+        return self
+
+    def open(self) -> None:
+        """Have it go on."""
+        self.path.unlink(missing_ok=True)
+
+    @property
+    def reached(self) -> Path:
+        """File that is there once the engine waits."""
+        return self.path.with_name(f"{self.path.name}.reached")
+
+
+@dataclass
+class EngineGroup:
+    """The engines of one run, each in a process that was forked; their restarts are the test's to make."""
+
+    root: Path
+    spec: dict[str, Any]
+    processes: dict[int, Any] = field(default_factory=dict)
+    generation: int = 0
+
+    @property
+    def num(self) -> int:
+        """Engines of the run."""
+        return int(self.spec["rollout"]["engines"])
+
+    def start(self, rank: int) -> int:
+        """Start an engine, again where it was started before; its process id."""
+        self.processes[rank] = fork_server().Process(
+            target=_engine, args=(str(self.root), self.spec, rank, self.generation)
+        )
+        self.processes[rank].start()
+        self.generation += 1
+        return int(self.processes[rank].pid)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of an engine."""
+        os.kill(self.processes[rank].pid, number)
+
+    def start_missing(self) -> None:
+        """Start the engines that do not live."""
+        for rank, process in self.processes.items():
+            if not process.is_alive():
+                self.start(rank)
+
+    def kill(self, rank: int) -> None:
+        """Kill an engine, and wait until it is gone."""
+        self.signal(rank, signal.SIGKILL)
+        self.processes[rank].join()
+
+    def gate(self, place: str, rank: int) -> "Gate":
+        """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
+
+        ``skip`` is none: the engine leaves weights out for as long as it is there.
+        """
+        return Gate(self.root / f"{place}-{rank}")
+
+    def address(self, rank: int) -> EngineAddress | None:
+        """Place at which an engine has registered."""
+        return read_model(RunDir(self.root).attempt(1).engine(rank), EngineAddress)
+
+    def trainer(self, restart: int = 0, num_engines: int = 0) -> RemoteEngines:
+        """The engines, or the first of them, as a trainer that is alone uses them."""
+        rollout = {**self.spec["rollout"], "engines": num_engines or self.num}
+        context = make_context(str(self.root), {**self.spec, "rollout": rollout}, 0, 1, restart=restart)
+        ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore())
+        return RemoteEngines(context, ranks)
+
+    def output(self, rank: int) -> str:
+        """Output of all starts of an engine."""
+        return (self.root / f"engine-{rank}.out").read_text(errors="replace")
+
+
+@contextmanager
+def engine_group(root: Path, num: int, config: dict[str, Any] = QWEN, **rollout: Any) -> Iterator[EngineGroup]:
+    """Start a group of engines of a tiny model; they are ended with the block."""
+    settings = {"engines": num, "max_new_tokens": 12, **rollout}
+    settings["remote"] = {"start_timeout_s": TIMEOUT_S, "sync_timeout_s": 2.0, **settings.get("remote", {})}
+    spec = tiny_spec(model={"config": config}, rollout=settings, data={"max_prompt_tokens": 32})
+    model = tiny_model(config)
+    folder = RunDir(root).initial_model
+    model.save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    group = EngineGroup(root, spec)
+    for rank in range(num):
+        group.start(rank)
+    try:
+        yield group
+    finally:
+        for process in group.processes.values():
+            process.kill()
+            process.join()
+
+
+def _engine(root: str, spec: dict[str, Any], rank: int, generation: int) -> None:
+    output = os.open(Path(root) / f"engine-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.path[:0] = PATHS
+    context = replace(
+        make_context(root, spec, rank, int(spec["rollout"]["engines"])), role=Role.ROLLOUT, generation=generation
+    )
+    _obey_files(Path(root), rank)
+    try:
+        run_engine(context)
+    finally:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _obey_files(root: Path, rank: int) -> None:
+    """Have an engine wait, or leave something out, for as long as a file says so: see :meth:`EngineGroup.gate`."""
+
+    def pass_gate(place: str) -> None:
+        gate = root / f"{place}-{rank}"
+        if gate.exists():
+            gate.with_name(f"{gate.name}.reached").touch()
+        while gate.exists():
+            time.sleep(0.01)
+
+    progressed, load = EngineWorker._progressed, TransformersSampler.load
+    receive = Receiver.receive
+
+    def gated_progress(self: EngineWorker) -> None:
+        pass_gate("decode")
+        progressed(self)
+
+    def gated_load(self: TransformersSampler, tensors: Any, beat: Any) -> None:
+        pass_gate("load")
+        if not (root / f"skip-{rank}").exists():
+            load(self, tensors, beat)
+
+    def gated_receive(self: Any, offer: Any, beat: Any) -> Any:
+        pass_gate("receive")
+        return receive(self, offer, beat)
+
+    EngineWorker._progressed = gated_progress  # type: ignore[method-assign]
+    TransformersSampler.load = gated_load  # type: ignore[method-assign]
+    Receiver.receive = gated_receive  # type: ignore[method-assign]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Wait until a condition holds, and return its value."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value

@@ -1,0 +1,311 @@
+"""Rollout engines in processes of their own, over real HTTP: the completions of one engine in the trainer's process."""
+
+import contextlib
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch.distributed as dist
+from core_models import QWEN, char_tokenizer, tiny_model
+from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from rank_launcher import launch, make_context, values
+
+from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.engines import EngineHealth
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.seeds import sample_seed
+from rlhf_core.training.types import Completion
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
+SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0, batch_size=8)
+DRAWN = Sampling(max_new_tokens=12, temperature=1.0, batch_size=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Of one rank: the trainer's."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def tokens_of(made: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in made]
+
+
+@pytest.fixture(scope="module")
+def shared_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
+    with engine_group(tmp_path_factory.mktemp("run"), 2, remote={"answer_timeout_s": 2.0}) as made:
+        yield made
+
+
+@pytest.fixture
+def group(shared_group: EngineGroup) -> EngineGroup:
+    """Two engines that live; a test may end them."""
+    shared_group.start_missing()
+    return shared_group
+
+
+@pytest.fixture
+def trainer(group: EngineGroup) -> RemoteEngines:
+    """A trainer with version 1 in force on both engines."""
+    trainer = group.trainer(restart=next(STARTS))
+    trainer.load(tiny_model(), 1, no_beat)
+    return trainer
+
+
+STARTS = itertools.count(1)
+
+
+def in_process(seeds: Sequence[Sequence[int]] = SEEDS, sampling: Sampling = DRAWN) -> list[list[list[int]]]:
+    """Completions of an engine in this process with the same weights."""
+    engine = TransformersEngine(char_tokenizer())
+    engine.load(tiny_model(), 1, no_beat)
+    return tokens_of(engine.sample(PROMPTS, seeds, sampling, 1, no_beat))
+
+
+def is_diverse(made: Sequence[Sequence[Sequence[int]]]) -> bool:
+    """True if no two completions of a prompt are the same."""
+    return all(len({tuple(tokens) for tokens in group}) == len(group) for group in made)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_version_is_that_of_the_trainer(group: EngineGroup, tied: bool, tmp_path: Path) -> None:
+    """Greedy completions, texts and log-probabilities are those of an engine in the trainer's process."""
+    with contextlib.ExitStack() as stack:
+        if not tied:
+            group = stack.enter_context(engine_group(tmp_path, 1, {**QWEN, "tie_word_embeddings": False}))
+        follows_the_trainer(group)
+
+
+def follows_the_trainer(group: EngineGroup) -> None:
+    remote, peer = group.trainer(restart=next(STARTS)), TransformersEngine(char_tokenizer())
+    answers = []
+    for version in range(3):
+        model = tiny_model(group.spec["model"]["config"], seed=version)
+        for one in (remote, peer):
+            one.load(model, version, no_beat)
+        found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
+        for made, right in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
+            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            assert made.weight_version == version
+        answers.append(tokens_of(found))
+    assert answers[0] != answers[1] != answers[2], "weights that change nothing would show nothing"
+
+
+def test_a_completion_follows_from_its_seed_on_any_number_of_engines(group: EngineGroup) -> None:
+    """Distinct and the same again, on one engine, on two, and after a restart; with the control, one seed for all."""
+    expected = in_process()
+    one, both = group.trainer(restart=next(STARTS), num_engines=1), group.trainer(restart=next(STARTS))
+    for trainer in (one, both):
+        trainer.load(tiny_model(), 1, no_beat)
+        made = tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat))
+        assert made == expected
+        assert is_diverse(made)
+    group.kill(1)
+    group.start(1)
+    assert tokens_of(both.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == expected
+    shared = [[7] * len(seeds) for seeds in SEEDS]
+    assert not is_diverse(tokens_of(both.sample(PROMPTS, shared, DRAWN, 1, no_beat)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_prompts_of_an_engine_that_fails_in_mid_rollout_go_to_the_others(
+    group: EngineGroup, trainer: RemoteEngines, number: int
+) -> None:
+    """No completion is lost, none comes twice, and all are those of an undisturbed rollout."""
+    gate = group.gate("decode", 1).close()
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
+        wait_for(gate.reached.exists)
+        group.signal(1, number)
+        gate.open()
+        assert tokens_of(made.result()) == in_process()
+    counts = trainer.take_counts()
+    assert counts["rollout/moved_prompts"] > 0
+    assert counts["rollout/refused_completions"] == 0
+    if number == signal.SIGSTOP:
+        group.signal(1, signal.SIGCONT)
+    else:
+        group.start_missing()
+    assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == in_process()
+
+
+def test_an_engine_that_answers_and_makes_no_step_is_given_up(group: EngineGroup) -> None:
+    """It lives, and its server answers: only that nothing comes of it shows."""
+    group.spec["rollout"]["remote"]["stall_timeout_s"] = 1.0
+    trainer = group.trainer(restart=next(STARTS))
+    trainer.load(tiny_model(), 1, no_beat)
+    gate = group.gate("decode", 0).close()
+    assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == in_process()
+    assert trainer.take_counts()["rollout/moved_prompts"] > 0
+    gate.open()
+    group.spec["rollout"]["remote"]["stall_timeout_s"] = 120.0
+
+
+def test_a_rollout_waits_for_engines_that_are_restarted(group: EngineGroup, trainer: RemoteEngines) -> None:
+    """All are killed in the middle of it; the first that is back is given the weights, and finishes."""
+    gates = [group.gate("decode", rank).close() for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
+        for rank, gate in enumerate(gates):
+            wait_for(gate.reached.exists)
+            group.kill(rank)
+            gate.open()
+        group.start(0)
+        assert tokens_of(made.result()) == in_process()
+
+
+def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer: RemoteEngines) -> None:
+    trainer._spec = trainer._spec.model_copy(
+        update={"remote": trainer._spec.remote.model_copy(update={"start_timeout_s": 1.0})}
+    )
+    for rank in range(2):
+        group.kill(rank)
+    with pytest.raises(EnginesLost, match=r"no rollout engine serves.*start_timeout_s = 1"):
+        trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)
+    with pytest.raises(EnginesLost, match=r"no rollout engine answers.*engine-0 does not answer"):
+        trainer.load(tiny_model(seed=2), 2, no_beat)
+
+
+def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, trainer: RemoteEngines) -> None:
+    """It says that it has taken the weights over; what it computes shows that it has not."""
+    skip = group.gate("skip", 1).close()
+    trainer.load(tiny_model(seed=5), 2, no_beat)
+    peer = TransformersEngine(char_tokenizer())
+    peer.load(tiny_model(seed=5), 2, no_beat)
+    gate = group.gate("decode", 1).close()
+    made = trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)
+    assert tokens_of(made) == tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
+    assert not gate.reached.exists(), "the engine that skipped the update was asked for nothing"
+    gate.open()
+    group.gate("skip", 0).close()
+    with pytest.raises(StaleWeights, match="different log-probabilities"):
+        trainer.load(tiny_model(seed=6), 3, no_beat)
+    skip.open()
+    group.gate("skip", 0).open()
+    trainer.load(tiny_model(seed=6), 4, no_beat)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("place", ["receive", "load"])
+def test_an_engine_that_fails_in_mid_sync_is_left_behind(
+    group: EngineGroup, trainer: RemoteEngines, place: str, number: int
+) -> None:
+    """Before or in its commit: the others have the new version, and it serves again once it was given it."""
+    gate = group.gate(place, 1).close()
+    with ThreadPoolExecutor() as pool:
+        loaded = pool.submit(trainer.load, tiny_model(seed=5), 2, no_beat)
+        wait_for(gate.reached.exists)
+        group.signal(1, number)
+        loaded.result()
+    assert weights_of(group, 0) == 2
+    gate.open()
+    if number == signal.SIGSTOP:
+        group.signal(1, signal.SIGCONT)
+    group.start_missing()
+    peer = TransformersEngine(char_tokenizer())
+    peer.load(tiny_model(seed=5), 2, no_beat)
+    expected = tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
+    wait_for(lambda: tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected and weights_of(group, 1))
+
+
+def test_a_sync_that_fails_leaves_the_old_version_in_force(
+    group: EngineGroup, trainer: RemoteEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trainer._sync is not None
+    outgoing = trainer._sync._sender._outgoing
+    send = outgoing.send
+
+    def broken(*arguments: Any) -> list[bytes]:
+        send(*arguments)
+        raise WeightSyncFailed("the last bucket was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outgoing, "send", broken)
+        with pytest.raises(WeightSyncFailed, match="the last bucket was lost"):
+            trainer.load(tiny_model(seed=5), 2, no_beat)
+    assert [weights_of(group, rank) for rank in range(2)] == [1, 1]
+    with pytest.raises(StaleWeights, match="no step"):
+        trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)
+    trainer.load(tiny_model(seed=5), 3, no_beat)
+    assert [weights_of(group, rank) for rank in range(2)] == [3, 3]
+
+
+def weights_of(group: EngineGroup, rank: int) -> int | None:
+    """Version that an engine has in force; None where it has none, or does not answer."""
+    address = group.address(rank)
+    assert address is not None
+    token = RunDir(group.root).attempt(1).engine_key.read_text()
+    try:
+        answer = httpx.get(
+            f"http://{address.host}:{address.port}/health", headers={"authorization": f"Bearer {token}"}, timeout=10.0
+        )
+    except httpx.HTTPError:
+        return None
+    weights = EngineHealth.model_validate_json(answer.content).weights
+    return None if weights is None else weights.version
+
+
+def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
+    """Two trainer ranks with prompts of their own, while an engine is killed under both of them and comes back; a
+    trainer that is restarted gives its own weights under the number of an older version."""
+    expected = in_process()
+    for restart in (next(STARTS), next(STARTS)):
+        gate = group.gate("decode", 1).close()
+        with ThreadPoolExecutor() as pool:
+            made = pool.submit(
+                launch,
+                sample_on_rank,
+                2,
+                tmp_path / str(restart),
+                root=str(group.root),
+                spec=group.spec,
+                restart=restart,
+            )
+            wait_for(gate.reached.exists)
+            group.kill(1)
+            gate.open()
+            group.start(1)
+            parts = values(made.result())
+        assert parts[0] + parts[1] == expected
+
+
+def sample_on_rank(rank: int, num_ranks: int, root: str, spec: dict[str, Any], restart: int) -> list[list[list[int]]]:
+    """Scenario of one trainer rank: its part of the prompts."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+
+    context = make_context(root, spec, rank, num_ranks, restart=restart)
+    ranks = init_process_group(context)
+    trainer = RemoteEngines(context, ranks)
+    trainer.load(tiny_model(), 1, no_beat)
+    made = trainer.sample(ranks.deal(PROMPTS), ranks.deal(SEEDS), DRAWN, 1, no_beat)
+    leave_process_group(ranks)
+    return tokens_of(made)
+
+
+def test_an_engine_answers_those_alone_that_know_the_token(group: EngineGroup, trainer: RemoteEngines) -> None:
+    """With the control, the right token. It stands in a file of the owner, and nowhere else."""
+    address = group.address(0)
+    assert address is not None
+    url = f"http://{address.host}:{address.port}/health"
+    key = RunDir(group.root).attempt(1).engine_key
+    assert key.stat().st_mode & 0o077 == 0
+    token = key.read_text()
+    for headers in ({}, {"authorization": "Bearer none"}, {"authorization": f"Bearer {token[:-1]}x"}):
+        assert httpx.get(url, headers=headers).status_code == 401
+    assert httpx.get(url, headers={"authorization": f"Bearer {token}"}).status_code == 200
+    assert token not in group.output(0)
+    assert token not in Path(f"/proc/{group.processes[0].pid}/cmdline").read_text()
