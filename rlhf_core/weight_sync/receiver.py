@@ -11,7 +11,9 @@ from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, Transport
 from rlhf_core.weight_sync.base import Beat, Incoming, StagedVersion
 from rlhf_core.weight_sync.broadcast import BroadcastIncoming
 from rlhf_core.weight_sync.delta import AppliedDelta, apply_delta, row_digest
+from rlhf_core.weight_sync.files import FilesIncoming
 from rlhf_core.weight_sync.layout import aliases_of, digest_of, tensors_of
+from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
 
 
 class Staged:
@@ -150,4 +152,8 @@ class Receiver:
             staged.delta.undo()
 
 
-_INCOMING: dict[Transport, type[Incoming]] = {Transport.BROADCAST: BroadcastIncoming}
+_INCOMING: dict[Transport, type[Incoming]] = {
+    Transport.BROADCAST: BroadcastIncoming,
+    Transport.SHARED_MEMORY: SharedMemoryIncoming,
+    Transport.FILES: FilesIncoming,
+}
