@@ -116,7 +116,7 @@ class SlotFile:
             os.close(descriptor)
         self._words[_MAGIC_AT] = MAGIC
         self._words[_NUM_SLOTS_AT] = num_slots
-        _free_memory_of_dead_agents(folder)
+        _free_memory_of_dead_agents(folder, run_id)
 
     def _take_over(self, earlier: Sequence[Path]) -> None:
         """Remove what earlier agents left, but for what the workers of the newest one left in memory."""
@@ -195,9 +195,12 @@ def memory_folder(slots: Path) -> Path | None:
     return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if MEMORY in slots.parents else None
 
 
-def _free_memory_of_dead_agents(folder: Path) -> None:
-    """Remove what workers have left in memory whose agent was killed: whose slot file is there and locked no more."""
+def _free_memory_of_dead_agents(folder: Path, run_id: str) -> None:
+    """Remove what workers of other runs have left in memory whose agent has gone: their slot file is locked no more.
+    That of this run is for the slot files that come next."""
     for left in folder.glob(f"rlhf-*.slots{_MEMORY_SUFFIX}"):
+        if left.name.startswith(f"rlhf-{run_id}-"):
+            continue
         try:
             descriptor = os.open(left.with_name(left.name.removesuffix(_MEMORY_SUFFIX)), os.O_RDWR)
         except FileNotFoundError:

@@ -168,7 +168,8 @@ def test_memory_of_a_dead_agent_is_given_back_and_that_of_a_living_one_stays() -
 def test_the_next_agent_of_a_run_takes_over_what_was_left_in_memory_and_that_of_another_run_frees_it() -> None:
     run = new_run_id("toy")
     for attempt in (1, 2, 3):
-        file = SlotFile(run, attempt, "here", 1)
+        SlotFile(run, attempt, "here", 1, "probe").remove()  # an agent has several: the first must not free it
+        file = SlotFile(run, attempt, "here", 1, "trainer")
         memory = memory_folder(file.path)
         assert memory is not None, "the tests run where /dev/shm may be written"
         # The second finds what the first has left, the third does not: another run has freed it.
