@@ -94,7 +94,7 @@ class SmallerRun:
     steps: list[list[MetricsLine]]
     """Likewise."""
     shown: str
-    """What `rlhf show` says of it."""
+    """Text of `rlhf show`."""
     state: str
 
 
