@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,12 +19,13 @@ from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
-from rlhf_core.whole_files import read_model
+from rlhf_core.whole_files import read_model, write_model
 
 pytestmark = [
     pytest.mark.end_to_end,
@@ -94,14 +96,15 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def start(run: AgentRun, own: str = "") -> Watcher:
+    def start(run: AgentRun, own: str = "", *, native: bool = False) -> Watcher:
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "sitecustomize.py").write_text(own)
         placement = read_model(run.dir.placement, Placement)
         assert placement is not None
         command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
         command += ["--attempt", "1", "--path", str(TARGETS)]
-        command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
+        if not native:
+            command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
         request = JobRequest(
             run_id=run.run_dir.run_id,
             placement=placement,
@@ -110,7 +113,11 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             cpus_per_node=1,
             memory_gb=0,
             time_limit_s=600,
-            environment={"PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}"},
+            environment={
+                "PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}",
+                "TOY_GO": str(run.run_dir.root / "go"),
+                "HF_HUB_OFFLINE": "1",
+            },
             slurm=SlurmSpec(),
         )
         scheduler = SlurmScheduler()
@@ -121,13 +128,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def at_the_end(watcher: Watcher, run: AgentRun) -> tuple[AttemptSnapshot, AttemptFailure]:
     """The attempt as the controller sees it when it has ended, and its diagnosis."""
-
-    def look() -> AttemptSnapshot | None:
-        one = watcher.poll()
-        time.sleep(0.5)
-        return one if one.ended else None
-
-    last: AttemptSnapshot = wait_for(look, 120.0)
+    last = at_its_end(watcher)
     return last, explain(run.run_dir, last, run.run_dir.read_spec().spec, first_attempt=1)
 
 
@@ -202,12 +203,7 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
     live = {rank: pid for _, pids in run.beside() for rank, pid in pids.items()}
     assert all(map(is_alive, live.values())), "trainers were restarted, and they live on"
 
-    def look() -> AttemptSnapshot | None:
-        one = watcher.poll()
-        time.sleep(0.5)
-        return one if one.ended else None
-
-    assert wait_for(look, 120.0).verdict.state is AttemptState.COMPLETED
+    assert at_its_end(watcher).verdict.state is AttemptState.COMPLETED
     paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
     found = [one for path in paths if (one := read_model(path, Incident)) is not None]
     assert [(one.number, one.role, one.failure_kind, one.suspect_ranks) for one in found] == [
@@ -223,6 +219,95 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
     # The trainers had one start until one of them was killed, and made every step of it once.
     assert len(run.pids(0)) == 6
     assert [line.step for line in read_models(run.restart(0).metrics, MetricsLine)] == [*range(1, 40)]
+
+
+def test_an_engine_that_is_killed_is_restarted_beside_real_training(agent_run: MakeRun, submit: Submit) -> None:
+    """Two trainers and two engines on two nodes. The trainers have one start and make every step once, the engine comes
+    back with the weights of the day."""
+    run = agent_run(num_nodes=2, **NATIVE)
+    on_each = [GroupPlan.on_all_nodes(role, 1, 2) for role in (Role.TRAINER, Role.ROLLOUT)]
+    engines = on_each[1].model_copy(update={"restart": "alone"})
+    write_model(run.dir.placement, Placement(attempt=1, num_nodes=2, phases=((on_each[0], engines),)))
+    watcher = submit(run, native=True)
+    wait_for(lambda: run.reached(0, 5), 240.0)
+    pids = {rank: pid for _, by_rank in run.beside() for rank, pid in by_rank.items()}
+    os.kill(pids[1], signal.SIGKILL)
+    address = wait_for(lambda: again if (again := engine_of(run, 1)) and again.generation > 0 else None, 240.0)
+    unharmed = engine_of(run, 0)
+    assert unharmed is not None
+    assert (unharmed.generation, address.rank) == (0, 1)
+    (run.run_dir.root / "go").touch()
+    assert at_its_end(watcher).verdict.state is AttemptState.COMPLETED
+    (incident,) = [read_model(path, Incident) for path in run.restart(0).incident_files()]
+    assert incident is not None
+    assert (incident.role, incident.failure_kind, incident.suspect_ranks) == (
+        Role.ROLLOUT,
+        FailureKind.WORKER_KILLED,
+        (1,),
+    )
+    assert [one.action for one in agent_decisions_of(run.restart(0))] == [Action.RESTART_WORKERS]
+    assert [restart.restart for restart in run.dir.restarts()] == [0]
+    assert len(run.pids(0)) == 2
+    lines = list(read_models(run.restart(0).metrics, MetricsLine))
+    assert [line.step for line in lines] == [*range(1, NATIVE["loops"]["main"]["num_steps"] + 1)]
+    assert all(line.metrics["rollout/refused_completions"] == 0 for line in lines)
+
+
+NATIVE: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        },
+        "tokenizer": "char",
+    },
+    "data": {
+        "generator": "rlhf_core.training.tasks:sort_digits",
+        "generator_args": {"num_digits": 3, "num_train": 64, "num_eval": 8},
+        "max_prompt_tokens": 8,
+    },
+    "loops": {
+        "main": {
+            "num_steps": 40,
+            "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4},
+            "optimizer": {"learning_rate": 1e-4},
+        }
+    },
+    "trainer": {"kind": "native"},
+    "rollout": {"engines": 2, "max_new_tokens": 5},
+    "reward": {"functions": ["waiting_rewards:until_go"], "timeout_s": 0},
+    "resources": {"num_nodes": 2},
+    "checkpoint": {"every_num_steps": 1000},
+    "supervise": {"floor_s": 300.0, "setup_floor_s": 300.0},
+    "health": {
+        "off": dict.fromkeys(
+            ("identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse"), "nothing to learn"
+        )
+    },
+}
+"""Real training of a tiny model, which waits from its tenth step on until the file ``go`` is there."""
+
+
+def engine_of(run: AgentRun, rank: int) -> EngineAddress | None:
+    """Place at which an engine has registered last."""
+    return read_model(run.dir.engine(rank), EngineAddress)
+
+
+def at_its_end(watcher: Watcher) -> AttemptSnapshot:
+    """The attempt as the controller sees it when it has ended."""
+
+    def look() -> AttemptSnapshot | None:
+        one = watcher.poll()
+        time.sleep(0.5)
+        return one if one.ended else None
+
+    last: AttemptSnapshot = wait_for(look, 240.0)
+    return last
 
 
 def agent_decisions_of(restart: RestartDir) -> list[Decision]:

@@ -77,8 +77,8 @@ class RolloutEngine(Protocol):
             ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
         """
 
-    def take_counts(self) -> Mapping[str, int]:
-        """Metrics of this rank's calls since the last time: counts by name, added up over the ranks."""
+    def take_counts(self) -> Mapping[str, float]:
+        """Metrics of this rank's calls since the last time: by name, added up over the ranks."""
 
     def sleep(self) -> None:
         """Give memory back that only sampling needs. The next thing asked of the engine may be to load a version."""

@@ -32,6 +32,14 @@ MAX_SYNCS = 3
 PROBE_TOKENS = 16
 """Tokens that an engine is probed with, or one less than it takes at most."""
 POLL_S = 0.2
+COUNTS = (
+    "rollout/moved_prompts",
+    "rollout/refused_completions",
+    "rollout/sync_bytes",
+    "time/weight_wire_s",
+    "time/weight_apply_s",
+)
+"""Metrics, the same on every rank; those of syncs are rank 0's."""
 
 
 class RemoteEngines:
@@ -52,7 +60,7 @@ class RemoteEngines:
         self._probe: WeightProbe | None = None
         self._num_rollouts = 0
         self._was_complete = False
-        self._counts: dict[str, int] = {}
+        self._counts = dict.fromkeys(COUNTS, 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
@@ -71,9 +79,7 @@ class RemoteEngines:
         self._probe = _probe_of(model, min(PROBE_TOKENS, self._max_tokens - 1), TOLERANCE[self._dtype])
         problem = ""
         for _ in range(MAX_SYNCS):
-            found: list[EngineClient] = []
-            _raise(self._from_first(lambda found=found: found.extend(self._living(beat))))  # type: ignore[misc]
-            problem = self._send(found, model, version, beat)
+            problem = self._send(self._living(beat), model, version, beat)
             if not problem:
                 self.version = version
                 return
@@ -83,20 +89,34 @@ class RemoteEngines:
         self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
     ) -> str:
         """One try to give a version to engines; the problem that rank 0 had with it. Collective."""
-        if self._sync is None:
-            gather_along(model, beat)
         sync = self._sync
-        return self._from_first(
-            lambda: sync.send(self._controlled(engines, version), model, version, beat) if sync is not None else None
-        )
+        if sync is None:
+            gather_along(model, beat)
+            return self._from_first(lambda: None)
+
+        def send() -> None:
+            report = sync.send(self._controlled(engines, version), model, version, beat)
+            self._count("time/weight_wire_s", report.wire_s)
+            self._count("time/weight_apply_s", report.apply_s)
+            self._count("rollout/sync_bytes", report.sent.bytes_sent)
+            for name, why in report.lost.items():
+                self._ranks.log(f"{name} does not serve at step {version}: {why}")
+
+        return self._from_first(send)
 
     def _living(self, beat: Callable[[], None]) -> list[EngineClient]:
-        """Engines that answer. All are waited for at first, later one of them.
+        """Engines that answer rank 0, on rank 0. All are waited for at first, later one of them. Collective.
 
         Raises:
             EnginesLost: none does in time.
         """
-        return asyncio.run(self._wait_for_engines(beat))
+        found: list[EngineClient] = []
+
+        def find() -> None:
+            found.extend(asyncio.run(self._wait_for_engines(beat)))
+
+        _raise(self._from_first(find))
+        return found
 
     async def _wait_for_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
         loop = asyncio.get_running_loop()
@@ -175,13 +195,16 @@ class RemoteEngines:
             asyncio.run(rollout.run())
         finally:
             for name, count in dispatcher.counts().items():
-                self._counts[name] = self._counts.get(name, 0) + count
+                self._count(name, count)
         return dispatcher.results()
 
-    def take_counts(self) -> Mapping[str, int]:
-        """Prompts that were asked for again, and completions refused, since the last call."""
-        counts, self._counts = self._counts, {}
+    def take_counts(self) -> Mapping[str, float]:
+        """Prompts that were asked for again, completions refused, and what syncs took, since the last call."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
         return counts
+
+    def _count(self, name: str, value: float) -> None:
+        self._counts[name] += value
 
     def _leave_together(self) -> Callable[[], bool]:
         """Rank 0 stays until all ranks have their completions: it alone can give weights to an engine that returns."""

@@ -66,7 +66,7 @@ class TransformersEngine:
         )
         return [[replace(completion, weight_version=version) for completion in group] for group in groups]
 
-    def take_counts(self) -> Mapping[str, int]:
+    def take_counts(self) -> Mapping[str, float]:
         """None: an engine of this process is not lost alone."""
         return {}
 

@@ -175,7 +175,7 @@ class VllmEngine:
                     rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
                     return [row[token].logprob for row, token in rows]
 
-    def take_counts(self) -> Mapping[str, int]:
+    def take_counts(self) -> Mapping[str, float]:
         """None: an engine of this process is not lost alone."""
         return {}
 
