@@ -10,6 +10,7 @@ copies nothing.
 
 import socket
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -21,12 +22,14 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
 from rlhf_core.weight_sync.layout import buckets_of, bytes_of, checksum, packed
-from rlhf_core.weight_sync.links import Link, Pending, listen, own_address, reach
+from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, Link, Pending, answers, listen, own_address, reach
 
-BUFFERS = 2
-"""Buckets in the sender's memory: one is packed while the other is on the wire."""
-AHEAD = 4
+BUFFERS = 8
+"""Buckets in the sender's memory: one is packed while the others are on the wire. More than two, so that the wire stays
+full while another process has the processor."""
+AHEAD = 8
 """Buckets that an engine is ready to receive before they are sent, so that none waits for a round trip."""
+POLL_INTERVAL_S = 0.002
 ABANDONED = -1
 """Index in the head that follows when a version is given up; no bucket follows it."""
 
@@ -89,12 +92,25 @@ class BroadcastOutgoing:
                 peer=self._receivers[0],
                 stall_timeout_s=self._timeout_s,
             )
+            self._await_chain(beat)
         self._reserve(min(manifest.bucket_bytes, manifest.total_bytes))
         try:
             return self._send_over(self._link, manifest, weights, beat)
         except BaseException:
             self._abandon(manifest)
             raise
+
+    def _await_chain(self, beat: Beat) -> None:
+        """Wait until every engine has its links, so that a loss from now on is seen as a closed connection."""
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        for place, name in enumerate(self._receivers):
+            while not self._store.check([_linked(self._session, place)]):
+                if self._cancelled.is_set() or time.monotonic() > deadline:
+                    self._link = None
+                    reason = "an engine has failed" if self._cancelled.is_set() else f"{name} has made no links"
+                    raise WeightSyncFailed(f"sending was given up: {reason}", "" if self._cancelled.is_set() else name)
+                beat()
+                time.sleep(POLL_INTERVAL_S)
 
     def _send_over(self, link: Link, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         found = []
@@ -303,7 +319,17 @@ def _connect(offer: Offer) -> tuple[Link, Link | None]:
             stall_timeout_s=offer.stall_timeout_s,
         )
 
-    upstream = link(offer.place, False, before(offer))
-    if offer.place + 1 == len(offer.receivers):
-        return upstream, None
-    return upstream, link(offer.place + 1, True, offer.receivers[offer.place + 1])
+    is_last = offer.place + 1 == len(offer.receivers)
+    try:
+        upstream = link(offer.place, False, before(offer))
+        downstream = None if is_last else link(offer.place + 1, True, offer.receivers[offer.place + 1])
+        store.set(_linked(offer.session, offer.place), "")
+    except (WeightSyncFailed, RuntimeError) as error:
+        if answers(store):
+            raise
+        raise WeightSyncFailed(f"{offer.sender} was lost while links were made", offer.sender) from error
+    return upstream, downstream
+
+
+def _linked(session: str, place: int) -> str:
+    return f"{session}/linked/{place}"

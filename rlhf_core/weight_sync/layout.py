@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import ALIGNMENT, Manifest, TensorEntry
 
-BUCKETS = 64
+BUCKETS = 32
 """Buckets that a version is cut into, within the limits below: a chain of ``n`` engines takes the time of ``n - 1``
 buckets longer than one engine."""
-SMALLEST_BUCKET_BYTES = 1 << 20
+SMALLEST_BUCKET_BYTES = 2 << 20
 """Below it, the messages around a bucket cost more than a shorter chain gains."""
-LARGEST_BUCKET_BYTES = 32 << 20
+LARGEST_BUCKET_BYTES = 16 << 20
 
 
 def entries_of(

@@ -18,7 +18,7 @@ from rlhf_core.errors import WeightSyncFailed
 
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the other end of a link to appear."""
-_GLOO_TIMEOUT_S = 4.0
+_GLOO_TIMEOUT_S = 2.0
 """Gloo waits five times as long for a connection. Messages have a limit of their own."""
 _LAST_MESSAGE_TIMEOUT_S = 2.0
 
@@ -121,6 +121,15 @@ def reach(address: str, port: int, owner: str) -> TCPStore:
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
         raise WeightSyncFailed(f"{owner} does not answer at {address}:{port}: {_first_line(error)}", owner) from error
+
+
+def answers(store: Store) -> bool:
+    """True if the process that keeps a store lives."""
+    try:
+        store.check(["alive"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def own_address(towards: str) -> str:

@@ -92,6 +92,9 @@ def _transfer(
         sent = sender.send(beat)
     except WeightSyncFailed as error:
         failures[offers[0].sender] = error
+    except BaseException:
+        _waited(receiving, beat)  # an engine is told nothing else before it has given up
+        raise
     receipts, refused = _waited(receiving, beat)
     failures |= refused
     if sent is None or failures:

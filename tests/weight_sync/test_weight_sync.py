@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from fork_server import fork_server
 from sync_processes import (
     EngineProcess,
@@ -20,8 +21,9 @@ from sync_processes import (
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import WeightSyncReport
+from rlhf_core.schemas.weight_sync import Manifest, WeightSyncReport
 from rlhf_core.weight_sync import broadcast
+from rlhf_core.weight_sync.layout import aliases_of, tied_names
 from rlhf_core.weight_sync.links import Link, Pending
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import culprit, synchronize
@@ -275,6 +277,31 @@ def test_weights_that_are_not_those_offered_are_refused(fleet: Fleet, change: ob
         synchronize(sender, engines, 1, layout_of(NEW), streamed(weights, read), beat)
     assert read == list(weights)
     assert engines[0].in_force() == (None, {})
+
+
+def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fleet) -> None:
+    engines, sender = fleet.start(2), new_sender()
+    sync(sender, engines, 0, OLD)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        yield from list(NEW.items())[:4]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        synchronize(sender, engines, 1, layout_of(NEW), gathered(), beat)
+    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    sync(sender, engines, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+
+
+def test_tied_names_come_with_the_version() -> None:
+    layer = torch.nn.Linear(2, 3, bias=False)
+    model = torch.nn.ModuleDict({"embed": layer, "head": layer})
+    tied = tied_names(model)
+    assert tied == {"head.weight": "embed.weight"}
+    layout = layout_of({"embed.weight": layer.weight}, tied)
+    assert [entry.num_bytes for entry in layout] == [24, 0]
+    assert aliases_of(Manifest(version=0, tensors=layout, bucket_bytes=64)) == tied
 
 
 @pytest.mark.parametrize(
