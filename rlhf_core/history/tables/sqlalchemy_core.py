@@ -27,6 +27,7 @@ STAGES = metadata.tables["stages"]
 STRIKES = metadata.tables["node_strikes"]
 TAGS = metadata.tables["run_tags"]
 TELEMETRY = metadata.tables["node_telemetry"]
+WEIGHT_SYNCS = metadata.tables["weight_syncs"]
 WEIGHTS = metadata.tables["weight_versions"]
 
 CURVE = ViewBase.metadata.tables["run_curve"]

@@ -1,5 +1,6 @@
 """Starts the rollout engine that a run asks for."""
 
+import functools
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -8,6 +9,8 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import RolloutEngine
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.training.weight_ledger import RecordedEngine
+from rlhf_core.training.worker_events import write_event
 
 
 def start_engine(
@@ -25,7 +28,7 @@ def start_engine(
     from rlhf_core.training.rollouts.vllm_engine import VllmEngine
 
     ranks.log("starting a vLLM engine on every rank")
-    return VllmEngine(
+    engine = VllmEngine(
         folder,
         tokenizer,
         spec.rollout.vllm,
@@ -37,4 +40,11 @@ def start_engine(
             "LOCAL_RANK": str(context.local_rank),
             "WORLD_SIZE": str(context.num_ranks),
         },
+    )
+    return RecordedEngine(
+        engine,
+        ranks,
+        context.restart_dir.weight_syncs,
+        num_engines=ranks.num_ranks,
+        on_loss=functools.partial(write_event, context, "file"),
     )
