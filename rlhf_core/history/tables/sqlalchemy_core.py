@@ -31,5 +31,6 @@ WEIGHT_SYNCS = metadata.tables["weight_syncs"]
 WEIGHTS = metadata.tables["weight_versions"]
 
 CURVE = ViewBase.metadata.tables["run_curve"]
+FIGURES = ViewBase.metadata.tables["node_figures"]
 GOODPUT = ViewBase.metadata.tables["run_goodput"]
 LOST_TIME = ViewBase.metadata.tables["run_lost_time"]
