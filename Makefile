@@ -17,11 +17,11 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
-.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint faults clean
+.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint bench-sync faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | vllm | bench | bench-history | bench-health | bench-train | bench-checkpoint | faults | clean"
+	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | vllm | bench | bench-history | bench-health | bench-train | bench-checkpoint | bench-sync | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -139,6 +139,11 @@ bench-train: $(VENV)/.test-ready $(PEERS)/.trl-ready
 # Stall and step time of checkpoints beside training. Options: make bench-checkpoint CHECKPOINT="--folder FOLDER"
 bench-checkpoint: $(VENV)/.test-ready
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py $(CHECKPOINT)
+
+# Weight sync on the loopback and over limited links (as root), and the bytes of deltas. Options: make bench-sync SYNC="--models tiny"
+bench-sync: $(VENV)/.test-ready
+	$(BIN)/python tests/benchmarks/bench_sync.py $(SYNC)
+	$(BIN)/python tests/benchmarks/bench_delta.py
 
 $(PEERS)/.trl-ready:
 	$(PYTHON) -m venv $(PEERS)/trl

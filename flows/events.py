@@ -19,7 +19,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import JournalLine, PromotionMoved, RunMoved
 from rlhf_core.schemas.regression import regression_text
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.evidence import regressed
 
 MAX_AGE = timedelta(days=3)

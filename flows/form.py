@@ -18,7 +18,8 @@ from rlhf_core.run_dir import is_run_id
 from rlhf_core.schemas.base import Schema, label_problem
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.loops import MAX_STEPS
-from rlhf_core.schemas.run import MAX_TAGS, RunSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.stored_spec import MAX_TAGS
 from rlhf_core.toml_files import shortened
 
 

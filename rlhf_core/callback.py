@@ -23,7 +23,7 @@ PHASES = ("setup", "rollout", "reward", "train", "weight_sync", "checkpoint", "e
 """Phases in the order of their numbers, as ``rlhf_core.schemas.reports.Phase`` has them."""
 
 
-class SupervisionCallback(TrainerCallback):
+class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
     """Beats at every event of the trainer, and saves when the run asks for it."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.errors import CheckpointCorrupt
 from rlhf_core.files import open_regular, read_document
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.whole_files import read_model
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

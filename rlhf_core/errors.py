@@ -33,6 +33,7 @@
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
         ├── StaleWeights            a rollout engine has another version of the weights than is asked for
+        ├── WeightSyncFailed        a version of the weights did not come into force; the one before it still is
         ├── TrainerIncomplete       another program that trains ended too early, or began anew
         └── ResumeMismatch          a checkpoint does not fit this run (model, spec)
 
@@ -47,11 +48,13 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.shell_words.UnclosedShell       a quote or bracket of a script is opened and not closed
     rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
+    rlhf_core.training.row_reader.MalformedRow   one row is not valid
     rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
     rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started
     rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
     rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
+    rlhf_core.training.peer_transfer.PeerRefused     a part of a checkpoint is not sent to another node, or not kept
 
 Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
 program; `rlhf` then says that it is one.
@@ -216,6 +219,18 @@ class DegenerateRl(WorkerError):
 class StaleWeights(WorkerError):
     """A rollout engine has another version of the weights in force than the completions are to be made with, or other
     weights than the trainer has at that version."""
+
+
+class WeightSyncFailed(WorkerError):
+    """A version of the weights was not brought into force. The one before it stays in force on every engine.
+
+    Attributes:
+        peer: name of the process that is to blame; empty where none is.
+    """
+
+    def __init__(self, message: str, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class TrainerIncomplete(WorkerError):

@@ -21,7 +21,7 @@ from rlhf_core.attempt_dir import AttemptDir, numbered_folders
 from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import RunDirError
 from rlhf_core.files import UnfitFile, read_document
-from rlhf_core.schemas.run import READABLE_VERSIONS, StoredSpec
+from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
 
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
 _ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")

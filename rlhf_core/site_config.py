@@ -16,7 +16,7 @@ from rlhf_core import private_files
 from rlhf_core.config_problems import explain
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.base import Schema, storable_text
-from rlhf_core.schemas.run import SlurmSpec
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
 from rlhf_core.toml_files import read_toml
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.files import UnfitFile, read_document
+from rlhf_core.private_files import FILE_MODE
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 _USUAL_MODE = 0o666
+SECRET_BYTES = 32
+_SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 
 
 def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
@@ -99,6 +103,23 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
 
 
 RESERVE_BYTES = 64 << 10
+
+
+def shared_secret(path: Path) -> bytes:
+    """A random secret in a file of its owner alone, the same for all that ask; made by the first one.
+
+    Raises:
+        OSError: it can be neither made nor read.
+        ValueError: the file holds something else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Before it is looked for: on a network file system that is what makes the one of another node seen.
+    create_once(path, secrets.token_hex(SECRET_BYTES), FILE_MODE)
+    with path.open("rb") as file:
+        content = file.read(4 * SECRET_BYTES)
+    if not _SECRET.fullmatch(content):
+        raise ValueError(f"{path} holds no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
+    return content
 
 
 def is_disk_full(error: OSError) -> bool:

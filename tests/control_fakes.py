@@ -14,6 +14,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind, Incident
 from rlhf_core.schemas.probe import ProbeReport
@@ -21,7 +22,6 @@ from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
     AttemptOutcome,
-    CheckpointManifest,
     EvaluationReport,
     MetricsLine,
     Phase,

@@ -10,6 +10,7 @@ PRELOADED = (
     "rlhf_core.worker.groups.elastic",
     "rlhf_core.training.evaluation",
     "rlhf_core.training.trainers.run",
+    "rlhf_core.weight_sync.session",
 )
 """All in one list: a test process has one such server, and who asks first starts it."""
 

@@ -28,7 +28,9 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.data import DataSpec
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import (
     AttemptMoved,
@@ -43,23 +45,23 @@ from rlhf_core.schemas.journal import (
     StageStarted,
 )
 from rlhf_core.schemas.loops import LoopsSpec
+from rlhf_core.schemas.model import ModelSpec
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed, ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
     AttemptOutcome,
-    CheckpointManifest,
     EvaluationReport,
     EvaluationSample,
-    FileChecksum,
     MetricsLine,
     Phase,
     RankStatus,
     TelemetryLine,
 )
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
-from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, StoredSpec
-from rlhf_core.schemas.weight_syncs import WeightSyncLine
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.whole_files import write_model
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)

@@ -6,7 +6,7 @@ from generators.shared import GENERATED, cell, code, strings_under_names
 from rlhf_core.diagnosis import classify, code_locations, exceptions, log_diagnosis, policy, signatures
 from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 FAILURES = """\
 # Failures and recovery

@@ -6,8 +6,9 @@ from pydantic import JsonValue
 
 from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import BadInput
+from rlhf_core.schemas.cluster import ResourceSpec
 from rlhf_core.schemas.resources import GroupPlan, Inventory, Placement, Role, in_order
-from rlhf_core.schemas.run import ResourceSpec, RunSpec
+from rlhf_core.schemas.run import RunSpec
 
 
 def plan(

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.allocation.planner import shortages
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.site_config import Site
 from rlhf_core.watchdog.missing_run import Presence
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record

@@ -11,7 +11,8 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.regression import Regression
 from rlhf_core.schemas.reports import AgentStatus, RankStatus
-from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.evidence import AttemptProgress, regressed
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 from rlhf_core.whole_files import read_model

@@ -34,7 +34,7 @@ from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 
 POLICY = "promote.when=always"
 """Approver where no approval is asked for."""

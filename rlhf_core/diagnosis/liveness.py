@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from rlhf_core.schemas.reports import STOPPED_STATES, Phase, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {
     Role.TRAINER: {Phase.ROLLOUT: Role.ROLLOUT, Phase.WEIGHT_SYNC: Role.ROLLOUT, Phase.REWARD: Role.REWARD},

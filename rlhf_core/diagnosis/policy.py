@@ -12,7 +12,8 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import RunSpec, SuperviseSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
 
 ALLOWED_BY_SPEC = 1_000_000

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.probe import ProbeReport
@@ -10,14 +11,13 @@ from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
     AttemptOutcome,
-    CheckpointManifest,
     EvaluationReport,
     MetricsLine,
     ReconcileNote,
     TelemetryLine,
 )
-from rlhf_core.schemas.run import StoredSpec
-from rlhf_core.schemas.weight_syncs import WeightSyncLine
+from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from rlhf_core.run_dir import RunDir, new_run_id
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
 from rlhf_core.schemas.journal import RunCreated
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
+from rlhf_core.schemas.stored_spec import MAX_TAGS, StoredSpec
 from rlhf_core.schemas.trainers import Trainer
 from rlhf_core.whole_files import remove_tree, write_model, write_text
 

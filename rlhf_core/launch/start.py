@@ -8,9 +8,10 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, Scheduler
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission
-from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.whole_files import read_model, write_model
 
 

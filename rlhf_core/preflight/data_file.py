@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.data_files import KINDS, READERS, Malformed, label_of, pair_problem
 from rlhf_core.preflight.facts import DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
-from rlhf_core.schemas.run import DataKind, DataSpec
+from rlhf_core.schemas.data import DataKind, DataSpec
 
 SHOWN = 5
 """Number of problems of one kind that are shown; all are counted."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,12 @@ from rlhf_core.preflight.facts import (
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
+from rlhf_core.schemas.model import BUILT_TOKENIZERS, ModelSpec
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
 
 CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")

@@ -20,9 +20,10 @@ from rlhf_core.launch_line import LaunchLine, normalized, read_launch_line
 from rlhf_core.preflight.ask_program import Tick, ask
 from rlhf_core.preflight.facts import TrainerSide
 from rlhf_core.presets import drivers_folder
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
-from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 
 _DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 _SCRIPTS = (".py", ".sh")

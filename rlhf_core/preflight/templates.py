@@ -3,7 +3,7 @@
 from collections.abc import Set as AbstractSet
 
 from rlhf_core.data_files import template_columns
-from rlhf_core.schemas.run import DataKind, DataSpec
+from rlhf_core.schemas.data import DataKind, DataSpec
 
 ALIASES = ("prompt", "answer", "chosen", "rejected")
 """Names in templates that stand for the columns which ``data.prompt_column`` and so on name."""

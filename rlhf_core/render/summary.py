@@ -17,7 +17,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 
 
 @dataclass(frozen=True)

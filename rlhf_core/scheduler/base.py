@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory, Placement, Submission
-from rlhf_core.schemas.run import SlurmSpec
 
 
 class JobState(StrEnum):

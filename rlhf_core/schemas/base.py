@@ -66,6 +66,11 @@ Label = Annotated[str, _storable(LABEL_CHARACTERS)]
 Message = Annotated[str, _storable(MESSAGE_CHARACTERS)]
 """Message or path."""
 
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""Python object of a module, as `module:function`."""
+OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
+"""The same, or nothing."""
+
 
 class Schema(BaseModel):
     """Immutable data. An unknown key is an error; the string under a field is its meaning.

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import JsonValue
 
 from rlhf_core.schemas.base import Int32, Int64, Label, Message, Moment, Schema
-from rlhf_core.schemas.reports import EvaluationReport, FileChecksum, FileName
+from rlhf_core.schemas.checkpoint_files import FileChecksum, FileName
+from rlhf_core.schemas.reports import EvaluationReport
 
 
 class PromotionAnswer(Schema):

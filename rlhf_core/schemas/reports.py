@@ -1,14 +1,12 @@
 """What workers and agents say of themselves, in files of the run directory."""
 
 from enum import StrEnum
-from pathlib import PurePosixPath
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, AliasChoices, Field, JsonValue
 
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import (
-    LABEL_CHARACTERS,
     Finite,
     Int32,
     Int64,
@@ -16,7 +14,6 @@ from rlhf_core.schemas.base import (
     Message,
     Moment,
     Schema,
-    storable_text,
 )
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
@@ -279,52 +276,6 @@ class AttemptOutcome(Schema):
     """Signal that ended agent 0 from outside, for instance ``SIGTERM``; why it came is for the scheduler to say."""
     time: Moment
     """When (UTC)."""
-
-
-def _inside_its_folder(name: str) -> str:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or storable_text(name, LABEL_CHARACTERS * 4) != name:
-        raise ValueError(f"found the file name {name[:200]!r}, expected a path inside of the folder")
-    return name
-
-
-FileName = Annotated[str, AfterValidator(_inside_its_folder)]
-"""Path of a file in the folder that it is listed for. One that leads out of it is refused, and the list with it."""
-
-
-class FileChecksum(Schema):
-    """Size and hash of one file."""
-
-    bytes: Int64
-    """Size."""
-    sha256: Label
-    """Hash, hexadecimal."""
-
-
-class BaseModelRecord(Schema):
-    """Content of ``base_model.json``: the base model that the adapter beside it was trained on."""
-
-    files: dict[FileName, FileChecksum]
-    """Its configuration and weights."""
-
-
-class CheckpointManifest(Schema):
-    """Content of ``COMPLETE``, the file written last into a checkpoint."""
-
-    step: Int32
-    """Optimizer steps done."""
-    loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
-    """Algorithm of the loop that wrote it. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
-    loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
-    """Whether that loop was at its end."""
-    num_ranks: Int32
-    """Ranks that wrote it; optimizer state is split among them."""
-    spec_hash: Label
-    """Hash of the part of the spec that training depends on."""
-    files: dict[FileName, FileChecksum]
-    """Every file of the checkpoint, by its path in it."""
-    time: Moment
-    """When it was complete (UTC)."""
 
 
 class EvaluationSample(Schema):

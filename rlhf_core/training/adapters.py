@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.checkpoint_dir import ADAPTER_WEIGHTS, BASE_RECORD, checksum
 from rlhf_core.errors import BadConfig, ResumeMismatch
-from rlhf_core.schemas.reports import BaseModelRecord, FileChecksum
-from rlhf_core.schemas.run import ALL_LINEAR, LoraSpec
+from rlhf_core.schemas.checkpoint_files import BaseModelRecord, FileChecksum
+from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 from rlhf_core.training.gathering import weights_of_first
 from rlhf_core.whole_files import read_model, write_text
 

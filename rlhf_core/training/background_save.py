@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from rlhf_core.files import bring_to_disk
-from rlhf_core.schemas.reports import FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.training.checkpoint_parts import comes_from_full_disk, in_words
 from rlhf_core.training.tensor_files import chunks
 

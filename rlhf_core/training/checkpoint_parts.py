@@ -16,7 +16,7 @@ from rlhf_core.errors import DiskFull, WorkerError
 from rlhf_core.files import bring_to_disk
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoint_soundness import spec_hash, training_part
 from rlhf_core.training.checkpoint_state import Progress

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import CheckpointCorrupt, ResumeMismatch
 from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_settings
-from rlhf_core.schemas.reports import CheckpointManifest
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.adapters import is_adapter, require_base
 from rlhf_core.training.distributed import Ranks

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import DiskFull, FileSystemStalled
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.reports import FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.adapters import has_adapter
 from rlhf_core.training.background_save import (
@@ -50,6 +50,7 @@ from rlhf_core.training.distributed import Ranks, collective_timeout
 from rlhf_core.training.gathering import whole_bytes
 from rlhf_core.training.host_buffers import HostBuffers
 from rlhf_core.training.memory_copies import MemoryCopy, MemoryPart
+from rlhf_core.training.peer_copies import PeerCopies
 from rlhf_core.training.snapshots import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
 from rlhf_core.whole_files import remove_tree
 
@@ -72,6 +73,7 @@ class CheckpointWriter:
         beat: Callable[[], None],
         is_superseded: Callable[[], bool] = lambda: False,
         memory: MemoryCopy | None = None,
+        peer: PeerCopies | None = None,
     ) -> None:
         """Make a writer. Collective.
 
@@ -79,6 +81,7 @@ class CheckpointWriter:
             beat: called for every sign of progress while the step waits.
             is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
             memory: where the snapshot outlives this process; None where it need not.
+            peer: brings what is in memory to another node; None where it need not.
         """
         self._publication = CheckpointPublication(run_dir, spec, ranks.num_ranks, is_superseded)
         self._direct = DirectSave(ranks, tokenizer, self._publication, beat, initial_folder(spec, run_dir))
@@ -88,6 +91,7 @@ class CheckpointWriter:
         self._ranks = ranks
         self._beat = beat
         self._memory = memory
+        self._peer = peer
         self._buffers = HostBuffers(None if memory is None else memory.folder, ranks.device)
         # Of this writer alone: the store may have served another one.
         self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8) if ranks.is_first else '')}"
@@ -98,18 +102,6 @@ class CheckpointWriter:
 
     # -----------------------------------------------------------------------------------------------------------------
     # For the step
-
-    def save(
-        self,
-        progress: Progress,
-        model: PreTrainedModel,
-        engine_state: dict[str, Any],
-        critic: SavedModel | None = None,
-    ) -> CheckpointDir:
-        """Write one checkpoint and wait until it is complete: :meth:`begin` and :meth:`finish`."""
-        final = self.begin(progress, model, engine_state, critic)
-        self.finish()
-        return final
 
     def begin(
         self,
@@ -173,6 +165,12 @@ class CheckpointWriter:
     def is_writing(self) -> bool:
         """True while one is being written in the background."""
         return self._on_its_way is not None and self._on_its_way.verdict is None
+
+    def close(self) -> None:
+        """Wait as :meth:`finish` does, and end what received from other nodes."""
+        self.finish()
+        if self._peer is not None:
+            self._peer.close()
 
     def leave(self) -> None:
         """Let the checkpoint that is on its way end well, if it can, after an error that ends this process."""
@@ -272,6 +270,12 @@ class CheckpointWriter:
 
     def _in_background(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
         """Everything that the thread of this rank does; the verdict over all ranks."""
+        verdict = self._written_by_all(part, content, key, save)
+        if self._peer is not None:
+            self._peer.finish()  # after that the buffers may change
+        return verdict
+
+    def _written_by_all(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
         own = reported(
             lambda: write_content(
                 part.partial.root, content, save.advance, lambda files: self._keep_in_memory(part, content, files)
@@ -299,6 +303,7 @@ class CheckpointWriter:
         progress, ranks = part.progress, self._ranks
         own = MemoryPart(
             save=f"{self._topic} {progress.step}",
+            attempt=self._memory.attempt,
             step=progress.step,
             loop=progress.loop,
             loop_finished=progress.loop_finished,
@@ -311,6 +316,8 @@ class CheckpointWriter:
             self._memory.keep(own, content)
         except OSError as error:
             ranks.log(f"no copy of {part.final.root.name} in memory: {error}")
+        if self._peer is not None:
+            self._peer.begin(own, content)
 
     def _publish(self, part: CheckpointPart, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
         self._publication.publish(part.partial, part.final, self._publication.manifest(part.progress, files))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
 from rlhf_core.training.chat import rendered
 from rlhf_core.training.data import Split, completion_tokens, completions_of, load_data, prompt_tokens

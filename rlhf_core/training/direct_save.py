@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.files import bring_to_disk
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.training.adapters import has_adapter, save_adapter
 from rlhf_core.training.checkpoint_parts import CheckpointPart, CheckpointPublication, comes_from_full_disk, in_words
 from rlhf_core.training.checkpoint_soundness import settings_file

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlhf_core.errors import WorkerError
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.types import Reporter, WorkerContext
 
 Item = TypeVar("Item")

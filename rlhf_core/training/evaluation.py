@@ -26,12 +26,13 @@ from rlhf_core.training.distributed import Ranks, init_process_group, leave_proc
 from rlhf_core.training.examples import Scorer
 from rlhf_core.training.intervals import mean_interval
 from rlhf_core.training.merged_models import write_merged
-from rlhf_core.training.models import PolicyModel, load_causal_lm
+from rlhf_core.training.models import PolicyModel, in_evaluation_mode, load_causal_lm
 from rlhf_core.training.ranking import desirable_sample, pair_sample, rate_rows
 from rlhf_core.training.resume import newest_checkpoint
 from rlhf_core.training.reward_models import RewardModel, load_reward_model
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.start import start_engine
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.scoring import RewardScorer, reward_scorer
 from rlhf_core.training.seeds import sample_seed
 from rlhf_core.training.tokenizers import load_tokenizer
@@ -64,12 +65,7 @@ class Evaluator:
     @property
     def names(self) -> tuple[EvaluationName, ...]:
         """Evaluations that are made: completions are scored where the held-out rows have answers."""
-        kinds, column = self.spec.data_kinds, self.spec.data.answer_column
-        answered = (
-            all(column in row.columns for row in self.data.rows) if kinds == {"pair"} else self.spec.has_references
-        )
-        completed = answered and not self._makes_reward_model
-        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completed else ()
+        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes(self.spec, self.data) else ()
         return (*made, "preference") if self.prefers else made
 
     @property
@@ -81,10 +77,6 @@ class Evaluator:
         """True if completions are ranked while this algorithm trains: it is that of the main loop, by whose rewards
         they are."""
         return algorithm == self.spec.main_loop.algorithm and (algorithm.pairs or algorithm.labelled)
-
-    @property
-    def _makes_reward_model(self) -> bool:
-        return not isinstance(self.spec.trainer, CommandTrainer) and self.spec.main_loop.algorithm.ranks_completions
 
     def run(
         self,
@@ -114,7 +106,9 @@ class Evaluator:
         scores = [sample.score for samples in self._samples(model, step, "greedy", beat) for sample in samples]
         return sum(scores), len(scores)
 
-    def preference_score(self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]) -> tuple[float, int]:
+    def preference_score(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> tuple[float, int]:
         """Sum of the scores of this rank's pairs, and their number."""
         scores = [sample.score for sample in self._preferences(policy, reference, beat)]
         return sum(scores), len(scores)
@@ -160,32 +154,33 @@ class Evaluator:
     def _preferences_of_models(
         self, model: PreTrainedModel, reference: PreTrainedModel | None, beat: Callable[[], None]
     ) -> list[EvaluationSample]:
-        if self._makes_reward_model:
+        if _makes_reward_model(self.spec):
             return self._preferences(RewardModel(model), None, beat)
         policy = PolicyModel(model)
         needed = self.spec.main_loop.algorithm.reference
         return self._preferences(policy, (PolicyModel(reference) if reference else policy) if needed else None, beat)
 
     def _preferences(
-        self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
     ) -> list[EvaluationSample]:
         """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
         algorithm = self.spec.main_loop.algorithm
         rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
         at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
-        rated = rate_rows(
-            policy,
-            reference,
-            # A rank without a share rates the first row along, and forgets it.
-            rows or self.data.rows[:1],
-            prompts or self.data.token_ids[:1],
-            algorithm=algorithm,
-            tokenizer=self.tokenizer,
-            device=self.ranks.device,
-            rows_at_once=at_once,
-            num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
-            beat=beat,
-        )[: len(rows)]
+        with in_evaluation_mode(policy):
+            rated = rate_rows(
+                policy,
+                reference,
+                # A rank without a share rates the first row along, and forgets it.
+                rows or self.data.rows[:1],
+                prompts or self.data.token_ids[:1],
+                algorithm=algorithm,
+                tokenizer=self.tokenizer,
+                device=self.ranks.device,
+                rows_at_once=at_once,
+                num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
+                beat=beat,
+            )[: len(rows)]
         if algorithm.pairs:
             return [pair_sample(row, *rewards) for row, rewards in rated]
         own = [reward for row, (reward,) in rated if not row.desirable]
@@ -230,10 +225,33 @@ class Evaluator:
         ]
 
 
+def _makes_reward_model(spec: RunSpec) -> bool:
+    return not isinstance(spec.trainer, CommandTrainer) and spec.main_loop.algorithm.ranks_completions
+
+
+def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
+    """True if completions of held-out prompts are sampled and scored."""
+    column = spec.data.answer_column
+    only_pairs = spec.data_kinds == {"pair"}
+    answered = all(column in row.columns for row in data.rows) if only_pairs else spec.has_references
+    return answered and not _makes_reward_model(spec)
+
+
 def load_evaluator(
-    spec: RunSpec, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, scorer: RewardScorer, rollouts: RolloutEngine
+    spec: RunSpec,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    scorer: RewardScorer,
+    start: Callable[[], RolloutEngine],
+    *,
+    trains_on_samples: bool,
 ) -> Evaluator:
-    """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used."""
+    """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used. Collective.
+
+    Args:
+        start: starts the rollout engine of the run; called only where something is sampled.
+        trains_on_samples: whether something is also where no evaluation samples.
+    """
     rows = load_rows(spec, "eval")
     limit = spec.evaluate.num_prompts or len(rows)
     encoded = encode_prompts(rows, tokenizer, spec.data)
@@ -243,7 +261,11 @@ def load_evaluator(
             f"found held-out rows of one label only (data.{spec.data.label_column} of {len(data.rows)} rows), expected "
             f"desirable and undesirable ones: how the model ranks them is measured"
         )
-    return Evaluator(spec, ranks, tokenizer, data, scorer, rollouts)
+    if trains_on_samples or completes(spec, data):
+        return Evaluator(spec, ranks, tokenizer, data, scorer, start())
+    if spec.rollout.engine != "transformers":
+        ranks.log(f"nothing is sampled in this run: rollout.engine = {spec.rollout.engine!r} is not started")
+    return Evaluator(spec, ranks, tokenizer, data, scorer, TransformersEngine(tokenizer))
 
 
 def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: Ranks) -> None:
@@ -283,10 +305,10 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
     else:
         model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     with reward_scorer(spec, ranks.rank) as scorer:
-        rollouts = start_engine(context, ranks, tokenizer, checkpoint.model)
-        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, rollouts)
+        start = functools.partial(start_engine, context, ranks, tokenizer, checkpoint.model)
+        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False)
         _evaluate_start(context, ranks, evaluator)
         reports = evaluator.run(
             model,
@@ -295,7 +317,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
             functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step),
             _reference(context, ranks, evaluator),
         )
-    rollouts.close()
+    evaluator.rollouts.close()
     if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
         beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
         write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
@@ -311,7 +333,7 @@ def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> Pr
         return None
     initial = initial_folder(spec, context.run_dir)
     model = load_causal_lm(reference_folder(context, ranks, spec.warm_start_steps, initial), spec.model.dtype, initial)
-    model.to(ranks.device)  # type: ignore[arg-type]  # as above
+    model.to(ranks.device)
     return model
 
 
@@ -322,7 +344,7 @@ def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) 
     if ranks.from_first("missing" if wanted else "") != "missing":
         return
     model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
-    model.to(ranks.device)  # type: ignore[arg-type]  # as below
+    model.to(ranks.device)
     reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
     write_reports(run_dir, reports, ranks)
 

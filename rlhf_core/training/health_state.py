@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.run import HealthSpec
+from rlhf_core.schemas.health import HealthSpec
 
 NATS_PER_CHANCE = 25.0
 """A sampled token with an entropy of h nats differs from another sample's with a chance of at least h / 25.

@@ -1,4 +1,4 @@
-"""Restart in place from the main memory of the nodes, where that holds a checkpoint at least as new as the disk's."""
+"""Restart from the main memory of the nodes, where that holds a checkpoint at least as new as the disk's."""
 
 import contextlib
 import mmap
@@ -11,7 +11,8 @@ from rlhf_core.training.checkpoint_parts import CheckpointPublication
 from rlhf_core.training.checkpoint_soundness import spec_hash
 from rlhf_core.training.direct_save import together
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.memory_copies import MemoryCheckpoint, NodeMemory
+from rlhf_core.training.memory_copies import MemoryCheckpoint
+from rlhf_core.training.node_memory import NodeMemory
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.training.worker_events import write_event
 from rlhf_core.whole_files import remove_tree
@@ -29,7 +30,10 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     Raises:
         DiskFull, WorkerError: it could not be brought to the disk; raised by every rank.
     """
-    if context.restart == 0 or context.memory is None or context.spec.checkpoint.memory == "off":
+    if not _may_have_copies(context, on_disk):
+        return None
+    without = ranks.sum([float(context.memory is None)])[0]  # of all: a node alone would wait for the others
+    if without or context.memory is None:
         return None
 
     def beat() -> None:
@@ -37,26 +41,43 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
 
     memory = NodeMemory(context.memory, context.node, ranks, beat)
     found = memory.find(spec_hash(context.spec))
-    reason = refusal(context, found, on_disk)
+    reason = refusal(context, found, on_disk, lambda found: _is_on_disk(context, ranks, found, on_disk))
     if found is None or reason:
         _tell(context, ranks, f"going on from files: {reason}")
         return None
-    checkpoint, damage = memory.bring(found)
+    brought = memory.bring(found)
+    checkpoint = brought.checkpoint
     if checkpoint is None:
         _tell(
             context,
             ranks,
-            f"going on from files: the copy of step {found.manifest.step} in memory is damaged: {damage}",
+            f"going on from files: the copy of step {found.manifest.step} in memory is damaged: {brought.problem}",
         )
         return None
     if on_disk is None or found.manifest.step > on_disk:
         _bring_to_disk(context, ranks, found, checkpoint, beat)
-    _tell(context, ranks, f"going on from the copy of step {checkpoint.step} in the memory of the nodes")
+    from_peers = f"; files from peer nodes: {brought.num_from_peers}" if brought.num_from_peers else ""
+    _tell(context, ranks, f"going on from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}")
     return checkpoint
 
 
-def refusal(context: WorkerContext, found: MemoryCheckpoint | None, on_disk: int | None) -> str:
-    """Reason not to use what is in memory; empty where there is none."""
+def _may_have_copies(context: WorkerContext, on_disk: int | None) -> bool:
+    """True for a restart in place; with copies on peers also for an attempt that goes on from a checkpoint."""
+    kind = context.spec.checkpoint.memory
+    return kind != "off" if context.restart > 0 else kind == "peer" and on_disk is not None
+
+
+def refusal(
+    context: WorkerContext,
+    found: MemoryCheckpoint | None,
+    on_disk: int | None,
+    is_on_disk: Callable[[MemoryCheckpoint], bool],
+) -> str:
+    """Reason not to use what is in memory; empty where there is none.
+
+    Args:
+        is_on_disk: whether the checkpoint that the disk has is the same, byte by byte.
+    """
     if found is None:
         return "the nodes have no copy in memory that all ranks have a part of"
     step = found.manifest.step
@@ -64,7 +85,19 @@ def refusal(context: WorkerContext, found: MemoryCheckpoint | None, on_disk: int
         return f"the copy in memory is of step {step}, they are of step {on_disk}"
     if context.run_dir.checkpoint(step).root.name in context.damaged:
         return f"the checkpoint of step {step} was found damaged"
+    if found.attempt != context.attempt and not is_on_disk(found):
+        # The controller chose where this attempt goes on, perhaps further back: only the same bytes will do.
+        return f"the copy in memory is of step {step} of attempt {found.attempt}, and not what this one goes on from"
     return ""
+
+
+def _is_on_disk(context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, on_disk: int | None) -> bool:
+    """True if all files are those of the checkpoint of the disk, by their checksums. Rank 0 looks, for all."""
+    is_same = False
+    if ranks.is_first and on_disk is not None:
+        manifest = context.run_dir.checkpoint(on_disk).manifest()
+        is_same = manifest is not None and manifest.files == found.manifest.files
+    return ranks.from_first("same" if is_same else "") == "same"
 
 
 def _bring_to_disk(

@@ -1,8 +1,9 @@
 """Language models: built from a configuration or loaded from a folder, and wrapped for training."""
 
+import contextlib
 import difflib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
 from rlhf_core.training.adapters import base_of, is_adapter, merged
 from rlhf_core.training.gathering import whole_shape
@@ -208,6 +210,18 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 class _Head(Protocol):
     def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have a model compute without dropout, so that it draws no random number; then put each of its parts back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 class PolicyModel(nn.Module):

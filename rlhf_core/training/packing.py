@@ -170,7 +170,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: ``[1, heads, N, D]`` -> ``[1, N, heads, D]``."""
     if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+        return plain
     row = [tensor.transpose(1, 2)[0] for tensor in (query, key, value)]
     outputs = []
     for block in packing.blocks:

@@ -95,7 +95,7 @@ class RewardModel(nn.Module):
         last = _last_places(input_ids, attention_mask, self.classifier.config.pad_token_id)
         # The head is called as a whole, over the last states alone: elsewhere nothing is scored.
         chosen = hidden[torch.arange(len(input_ids), device=input_ids.device), last]
-        head: Callable[[Tensor], Tensor] = self.classifier.score  # type: ignore[assignment]  # a module, checked above
+        head: Callable[[Tensor], Tensor] = self.classifier.score  # a module, checked above
         scores = head(chosen).squeeze(-1)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.schemas.run import BUILT_TOKENIZERS
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
 
 VOCAB_MULTIPLE = 64
 """Vocabularies are rounded up to this: matrix kernels like it."""

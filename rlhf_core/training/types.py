@@ -18,7 +18,8 @@ from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement, Role
-from rlhf_core.schemas.run import RunSpec, StoredSpec, with_changes
+from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.stored_spec import StoredSpec
 
 
 class Reporter(Protocol):

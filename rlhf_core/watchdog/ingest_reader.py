@@ -34,19 +34,19 @@ from rlhf_core.history.batch import (
 from rlhf_core.journal_reader import read_journal, scan_journal
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS, storable_text, utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
     AttemptOutcome,
-    CheckpointManifest,
     EvaluationReport,
     MetricsLine,
     ReconcileNote,
     TelemetryLine,
 )
-from rlhf_core.schemas.weight_syncs import WeightSyncLine
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.whole_files import read_model
 
 BLOCK_BYTES = 2 << 20

@@ -56,6 +56,9 @@ MISPLACED_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.05
 """Interval at which the groups of a phase are polled."""
 
+LOSSES_OF_A_NODE = (FailureKind.NODE_LOST, FailureKind.AGENT_KILLED)
+"""Ends after which the nodes that are left keep their copies of checkpoints in memory, for the next attempt."""
+
 
 class Agent:
     """One node of one attempt."""
@@ -116,15 +119,18 @@ class Agent:
         self._supervisor.enter(job.placement.groups[0].role, self._restart_dir)
         self._supervisor.start()
         self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")
+        leaves_copies = False
         try:
-            return self._run_all()
+            ending = self._run_all()
+            leaves_copies = job.spec.checkpoint.memory == "peer" and ending.kind in LOSSES_OF_A_NODE
+            return ending
         finally:
             self._supervisor.stop()
             if self._warm is not None:
                 self._warm.close()
             self._end_descendants()
             for slots in self._slots.values():
-                slots.remove()
+                slots.remove(keep_memory=leaves_copies)
 
     def _run_all(self) -> Ending:
         placement = self._job.placement

@@ -20,7 +20,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, job_marker
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import read_model
+from rlhf_core.whole_files import read_model, shared_secret
 from rlhf_core.worker import node_facts
 from rlhf_core.worker.agent import Agent, try_to_write
 from rlhf_core.worker.agent_channel import AgentChannel
@@ -39,7 +39,7 @@ from rlhf_core.worker.leader import OUTCOME_TIMEOUT_S, Leader
 from rlhf_core.worker.nodes import Nodes, NodesError
 from rlhf_core.worker.roles import COMMAND
 from rlhf_core.worker.signals import ENDING, SignalInbox
-from rlhf_core.worker.signing import MessageSigner, attempt_secret
+from rlhf_core.worker.signing import MessageSigner
 
 NO_LEADER_TIMEOUT_S = 15.0
 """After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
@@ -162,7 +162,7 @@ def _signer(site: AgentSite) -> MessageSigner | None:
     """
     if site.nodes.num == 1:
         return None
-    secret = attempt_secret(site.run_dir.attempt(site.attempt).key)
+    secret = shared_secret(site.run_dir.attempt(site.attempt).key)
     return MessageSigner(secret, job_marker(site.run_dir.run_id, site.attempt), site.nodes.index)
 
 

@@ -17,6 +17,7 @@ between looks as if it had been silent since the machine was started. ``multipro
 either: on Python 3.11 the first worker that exits removes it for all.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -93,19 +94,18 @@ class SlotFile:
     """The agent's end: creates the file, reads slots, asks workers to save or stop."""
 
     def __init__(self, run_id: str, attempt: int, node: str, num_slots: int, role: str = "") -> None:
-        """Create the file. One that an earlier, killed agent of the same run left on this node is removed.
+        """Create the file. One that an earlier agent of the same run left on this node is removed; what its workers
+        left in memory is taken over.
 
         Args:
             role: Role of the group of workers that it is for; empty where there is only one.
         """
         folder = slots_folder()
         name = f"{node}.{role}" if role else node
-        for stale in list(_slot_files(folder, run_id, name)):
-            _remove(stale)
         self.path = folder / f"rlhf-{run_id}-{attempt}-{name}.slots"
+        self._take_over(sorted(_slot_files(folder, run_id, name), key=lambda path: (len(path.name), path.name)))
         self.num_slots = num_slots
         size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
-        _free_memory_of_dead_agents(folder)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
             os.ftruncate(descriptor, size)
@@ -116,6 +116,18 @@ class SlotFile:
             os.close(descriptor)
         self._words[_MAGIC_AT] = MAGIC
         self._words[_NUM_SLOTS_AT] = num_slots
+        _free_memory_of_dead_agents(folder, run_id)
+
+    def _take_over(self, earlier: Sequence[Path]) -> None:
+        """Remove what earlier agents left, but for what the workers of the newest one left in memory."""
+        _remove(self.path)
+        for stale in earlier:
+            left, own = memory_folder(stale), memory_folder(self.path)
+            if left is not None and own is not None and left.is_dir():
+                shutil.rmtree(own, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):  # another agent has freed it just now
+                    left.rename(own)
+            _remove(stale)
 
     def clear(self) -> None:
         """Forget the workers of the restart before, and what was asked of them but for a stop."""
@@ -167,9 +179,14 @@ class SlotFile:
         """Meeting place of the workers of a start that are all on this node: a file of this user alone, no port."""
         return self.path.with_name(f"{self.path.name}.store-{restart}")
 
-    def remove(self) -> None:
-        """Remove the file and what lies beside it; workers that still have it open are not disturbed."""
-        _remove(self.path)
+    def remove(self, *, keep_memory: bool = False) -> None:
+        """Remove the file and what lies beside it; workers that still have it open are not disturbed.
+
+        Args:
+            keep_memory: leave what workers have left in memory to the next agent of the run on this node. The next one
+                of another run of this user frees it.
+        """
+        _remove(self.path, keep_memory=keep_memory)
 
 
 def memory_folder(slots: Path) -> Path | None:
@@ -178,9 +195,12 @@ def memory_folder(slots: Path) -> Path | None:
     return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if MEMORY in slots.parents else None
 
 
-def _free_memory_of_dead_agents(folder: Path) -> None:
-    """Remove what workers have left in memory whose agent was killed: whose slot file is there and locked no more."""
+def _free_memory_of_dead_agents(folder: Path, run_id: str) -> None:
+    """Remove what workers of other runs have left in memory whose agent has gone: their slot file is locked no more.
+    That of this run is for the slot files that come next."""
     for left in folder.glob(f"rlhf-*.slots{_MEMORY_SUFFIX}"):
+        if left.name.startswith(f"rlhf-{run_id}-"):
+            continue
         try:
             descriptor = os.open(left.with_name(left.name.removesuffix(_MEMORY_SUFFIX)), os.O_RDWR)
         except FileNotFoundError:
@@ -195,13 +215,18 @@ def _free_memory_of_dead_agents(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, *, keep_memory: bool = False) -> None:
+    memory = memory_folder(path)
+    keeps = keep_memory and memory is not None and memory.is_dir()
     for beside in path.parent.glob(f"{path.name}.*"):
+        if keeps and beside == memory:
+            continue
         if beside.is_dir():
             shutil.rmtree(beside, ignore_errors=True)
         else:
             beside.unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
+    if not keeps:  # the slot file stays with the memory: that it is not locked tells that its agent has gone
+        path.unlink(missing_ok=True)
 
 
 def _slot_files(folder: Path, run_id: str, node: str) -> Iterator[Path]:

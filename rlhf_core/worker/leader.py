@@ -20,7 +20,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.whole_files import Reserve, claim, is_disk_full, read_model, write_model
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_reports import Failure

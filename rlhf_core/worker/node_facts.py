@@ -23,8 +23,9 @@ from rlhf_core.diagnosis.node_checks import blocked, warning
 from rlhf_core.fingerprints import fingerprint
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.probe import NodeFacts
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
 from rlhf_core.worker import trainer_facts
 from rlhf_core.worker.gpu_telemetry import GpuTelemetry

@@ -10,40 +10,16 @@ import hashlib
 import hmac
 import itertools
 import re
-import secrets
 import time
-from pathlib import Path
-
-from rlhf_core.private_files import FILE_MODE
-from rlhf_core.whole_files import create_once
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Longest message that is looked at. The longest of our own carries the ends of the logs of one node, 32 KiB each."""
-SECRET_BYTES = 32
 
 _MESSAGE = re.compile(r"rlhf-1 (\d{1,6}) (\d{1,20}) ([0-9a-f]{64})\n(.*)", re.DOTALL | re.ASCII)
-_SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 
 
 class MessageRefused(Exception):
     """A text in the store that is no new message of the agent it would have to come from."""
-
-
-def attempt_secret(path: Path) -> bytes:
-    """The secret of an attempt, the same on all of its nodes; made by the first agent that comes.
-
-    Raises:
-        OSError: it can be neither made nor read.
-        ValueError: the file holds something else.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Before it is looked for: on a network file system that is what makes the one of another node seen.
-    create_once(path, secrets.token_hex(SECRET_BYTES), FILE_MODE)
-    with path.open("rb") as file:
-        content = file.read(4 * SECRET_BYTES)
-    if not _SECRET.fullmatch(content):
-        raise ValueError(f"{path} holds no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
-    return content
 
 
 class MessageSigner:

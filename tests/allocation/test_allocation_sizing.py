@@ -7,7 +7,8 @@ from control_fakes import FakeScheduler, make_spec
 from pydantic import ValidationError
 
 from rlhf_core.allocation.sizing import Size, size_of
-from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 
 NODES = ("a", "b", "c", "d")
 

@@ -86,6 +86,9 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "training imports history": _wrong(
         "rlhf_core/training/data.py", "from rlhf_core.history import store", "compute-has-no-database"
     ),
+    "weight sync climbs to its trainers": _wrong(
+        "rlhf_core/weight_sync/base.py", "from rlhf_core.training import gathering", "floors"
+    ),
     "worker imports the scheduler": _wrong(
         "rlhf_core/worker/roles.py", "import rlhf_core.scheduler", "compute-has-no-database"
     ),
@@ -227,7 +230,7 @@ def test_the_exports_import_only_what_their_extra_declares(graph: grimp.ImportGr
 
 
 def test_the_compute_tower_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, "rlhf_core.training", "rlhf_core.worker")
+    libraries = _libraries_of(graph, "rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker")
     known = _declared("training") | {"rlhf_rank_file"}  # lies beside its importer, on the path of other programs
     further = {library: by for library, by in libraries.items() if library not in known}
     assert further == {"vllm": "rlhf_core.training.rollouts.vllm_engine"}

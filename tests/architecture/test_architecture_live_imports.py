@@ -49,7 +49,8 @@ def _import_all(packages: list[str], left_out: list[str], blocked: tuple[str, ..
 
 
 def test_the_control_plane_imports_without_torch() -> None:
-    left_out = ["rlhf_core.training", "rlhf_core.worker", "rlhf_core.callback"]  # the last is for other trainers
+    other_tower = ["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"]
+    left_out = [*other_tower, "rlhf_core.callback"]  # the last is for other trainers
     done = _import_all(["rlhf_core", "flows"], left_out, TORCH_AND_KIN)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
@@ -59,7 +60,7 @@ def test_the_control_plane_imports_without_torch() -> None:
 @pytest.mark.training
 def test_the_compute_tower_imports_without_the_control_libraries() -> None:
     left_out = ["rlhf_core.worker.command.in_rank"]  # loaded by the ranks of other programs
-    done = _import_all(["rlhf_core.training", "rlhf_core.worker"], left_out, CONTROL_LIBRARIES)
+    done = _import_all(["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"], left_out, CONTROL_LIBRARIES)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
     assert {"rlhf_core.training.trainers.online", "rlhf_core.worker.agent"} <= imported

@@ -4,17 +4,24 @@
     python tests/benchmarks/bench_checkpoint.py [--small] [--steps 17] [--every 4] [--threads 2] [--folder FOLDER]
 
 Whole runs of supervised training in one process, of the model of 50 million parameters of ``bench_train.py``: without
-checkpoints, with checkpoints that the step waits for, and with checkpoints in the background, with and without a copy
-that outlives the workers. The stall is what training waited (``time/checkpoint_s``) without the last checkpoint, which
-any run waits for, and without the first, for which memory is taken. With other work beside it ratios of medians hold.
+checkpoints, with checkpoints that the step waits for, and with checkpoints in the background, without a copy that
+outlives the workers, with one, and with one more in the memory of a peer. The peer is another process of this machine,
+which receives as a rank of another node does; it takes cores from training here that it would not take there.
+
+The stall is what training waited (``time/checkpoint_s``) without the last checkpoint, which any run waits for, and
+without the first, for which memory is taken. With other work beside it ratios of medians hold.
 """
 
 import argparse
+import contextlib
+import multiprocessing
 import os
+import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,14 +33,20 @@ from rank_launcher import TINY_MODEL, make_context
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.training.distributed import init_process_group
+from rlhf_core.training.distributed import Ranks, init_process_group
+from rlhf_core.training.memory_copies import PEER
+from rlhf_core.training.peer_copies import PeerCopies
+from rlhf_core.training.peer_transfer import PartReceiver
+from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.run import train_run
+from rlhf_core.training.types import WorkerContext
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
     "waiting": {"background": False, "memory": "off"},
     "background": {"background": True, "memory": "off"},
     "background, copy": {"background": True, "memory": "own"},
+    "background, copy on a peer": {"background": True, "memory": "peer"},
 }
 """Settings of ``[checkpoint]``, beside the interval."""
 
@@ -71,6 +84,37 @@ def measured(lines: Sequence[MetricsLine], every: int) -> dict[str, float]:
     return found | ({"write": median(writes)} if writes else {})
 
 
+@contextlib.contextmanager
+def peer_process(memory: Path) -> Iterator[None]:
+    """Stand in for the rank of another node: a process that receives what this one sends to its peer."""
+    key = secrets.token_bytes(32)
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=receive, args=(memory / PEER, key, its), daemon=True)
+    process.start()
+    address = ours.recv()
+
+    def peer_copies(worker: WorkerContext, ranks: Ranks) -> PeerCopies | None:
+        if worker.spec.checkpoint.memory != "peer":
+            return None
+        return PeerCopies(PartReceiver(memory / "unused", key, "127.0.0.1", print), address, "peer", key)
+
+    plain, saving.peer_copies = saving.peer_copies, peer_copies
+    try:
+        yield
+    finally:
+        saving.peer_copies = plain
+        ours.close()  # the process waits for that
+        process.join()
+
+
+def receive(folder: Path, key: bytes, connection: Connection) -> None:
+    """Receive parts until the other side closes."""
+    connection.send(PartReceiver(folder, key, "127.0.0.1", print).address)
+    with contextlib.suppress(EOFError):
+        connection.recv()
+
+
 def main() -> None:
     """Run all ways and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,6 +130,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        peer_process(Path(memory)),
     ):
         ranks = None
         for name, way in WAYS.items():
@@ -95,6 +140,8 @@ def main() -> None:
             )
             ranks = ranks or init_process_group(context)
             train_run(context, ranks)
+            if way.get("memory") == "peer" and not list((Path(memory) / PEER / "parts").iterdir()):
+                raise RuntimeError("no copy came to the peer")
             results[name] = measured(list(read_models(context.restart_dir.metrics, MetricsLine)), arguments.every)
     synchronous = results["waiting"]["wait"]
     print("| checkpoints | step | waited | of the synchronous | of it in the queue | written in | steps and waits |")

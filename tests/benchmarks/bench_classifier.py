@@ -31,7 +31,7 @@ from rlhf_core.diagnosis import log_diagnosis
 from rlhf_core.diagnosis.policy import ALLOWED_BY_SPEC, RULES, decide_in_place, decide_next
 from rlhf_core.diagnosis.raised_errors import TABLES, Tables
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = "healthy"

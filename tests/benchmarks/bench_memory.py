@@ -40,7 +40,7 @@ def measured(
 
     from rlhf_core.preflight import memory
     from rlhf_core.schemas.loops import OptimizerSpec
-    from rlhf_core.schemas.run import LoraSpec
+    from rlhf_core.schemas.model import LoraSpec
     from rlhf_core.schemas.trainers import NativeTrainer
     from rlhf_core.training.adapters import add_adapter
     from rlhf_core.training.batches import collate

@@ -35,9 +35,9 @@ from rlhf_core import config
 from rlhf_core.appended_files import read_models
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.health import HealthRule
 from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.run import HealthRule
 from rlhf_core.whole_files import write_model
 from rlhf_core.worker.heartbeat import Beat, SlotFile
 from rlhf_core.worker.inspection import inspect_workers

@@ -10,7 +10,9 @@ from sqlalchemy import insert, text
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
-from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec
+from rlhf_core.schemas.data import DataSpec
+from rlhf_core.schemas.model import ModelSpec
+from rlhf_core.schemas.run import RunSpec
 
 DENSE_KEYS = (
     *("time/step_s", "time/rollout_s", "time/train_s", "reward/mean"),

@@ -12,7 +12,7 @@ from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 from rlhf_core.whole_files import write_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.schemas.run import SlurmSpec
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.site_config import load_site
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker, judge
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 FLOOR_S, SETUP_S, FACTOR = 10.0, 100.0, 5.0
 _sequence = itertools.count(1)

@@ -16,7 +16,8 @@ from rlhf_core.diagnosis.policy import (
     rollback_step,
 )
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import SuperviseSpec, with_changes
+from rlhf_core.schemas.run import with_changes
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.checkpoint_soundness import training_part
 
 SPEC = SuperviseSpec(max_restarts=3, max_attempts=3, backoff_s=30.0, max_backoff_s=600.0)

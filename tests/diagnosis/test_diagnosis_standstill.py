@@ -16,7 +16,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 SILENT_S = 11.0
 WAITS_FOR_TIME_OR_OUTSIDE = (Wait.TIME, Wait.OUTSIDE, Wait.KERNEL, Wait.RUNNING, Wait.TRACED, Wait.COLLECTIVE)

@@ -100,7 +100,7 @@ class Campaign:
             plain = Scenario("reference", (), LONGEST_RUN, self.num_ranks, self.num_ranks, overrides)
             if self.cluster is None:
                 plain = on_one_node(plain)
-            with self._site(plain) as place:
+            with self.site(plain) as place:
                 config = place.site.prepare([], pace_s=0.0)
                 place.site.drive("run", config, "--no-prefect", *plain.settings)
                 run = place.site.wait_for(lambda: place.site.run if place.site.ended else None, "the reference", 600)
@@ -117,7 +117,7 @@ class Campaign:
         return dict(json.loads(self.reference_file.read_text()))
 
     @contextmanager
-    def _site(self, scenario: Scenario) -> Iterator[Place]:
+    def site(self, scenario: Scenario) -> Iterator[Place]:
         """A fresh home, with all that the scenario needs; ended and removed afterwards."""
         home = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.work))
         with ExitStack() as stack:
@@ -150,7 +150,7 @@ class Campaign:
 
     def disturb(self, scenario: Scenario, reference: dict[str, str]) -> list[Row]:
         """Make one run, do everything to it, and measure."""
-        with self._site(scenario) as place:
+        with self.site(scenario) as place:
             site = place.site
             inside = [dict(fault.inside) for fault in scenario.faults if fault.inside]
             for row in inside:

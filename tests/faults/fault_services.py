@@ -261,6 +261,17 @@ class Cluster:
         """Take a node out of service; its job ends with NODE_FAIL."""
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
 
+    def back_in_service(self) -> None:
+        """Have all nodes that were taken out of service take jobs again."""
+        for node, state in self._states().items():
+            if state.startswith(("down", "drain")):
+                with contextlib.suppress(RuntimeError):  # a node that has just come back by itself
+                    self.command("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def nodes(self) -> list[str]:
+        """Names of all nodes."""
+        return list(self._states())
+
     def kill_node(self, node: str, agent: int) -> None:
         """SIGKILL a node's slurmd and everything of the job on it: to the others, as if the node had lost power."""
         doomed = _of_the_job(agent)
@@ -326,10 +337,7 @@ class Cluster:
         for node in sorted(self._without_slurmd):
             self._slurm.start(f"slurmd-{node}")
         self._without_slurmd.clear()
-        for node, state in self._states().items():
-            if state.startswith(("down", "drain")):
-                with contextlib.suppress(RuntimeError):  # a node that has just come back by itself
-                    self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        self.back_in_service()
         until(lambda: set(self._states().values()) == {"idle"}, "all nodes to be idle", 60)
 
     def _states(self) -> dict[str, str]:

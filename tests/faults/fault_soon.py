@@ -10,7 +10,7 @@ from typing import Any
 
 from fault_cases import NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
 
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 PREFIX = "default floors"
 STEPS_BEFORE = 20

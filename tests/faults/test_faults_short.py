@@ -1,22 +1,34 @@
-"""Every mechanism of recovery once, on a real Slurm: three runs, one of them undisturbed. `make faults` has it all.
+"""Every mechanism of recovery once, on a real Slurm: four runs, one of them undisturbed. `make faults` has it all.
 
 Where Slurm is not installed, the same on the local scheduler as one node, without what only a cluster can suffer.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
-from campaign import Campaign
+from campaign import AGAIN_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
+from fault_inject import Place, ask_to_save
 from fault_measure import Row
+from fault_runs import CHECKPOINT_EVERY, DisturbedSite, events, steps
 from fault_services import Cluster
+from sites import last_step
 from slurm_cluster import WHY_NOT, missing_programs
+
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Placement
+from rlhf_core.whole_files import read_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 
 NUM_RANKS = 2
 """Enough for each mechanism: a rank and its peer, the agent of the first node and another. The campaign has four."""
 SPARE_NODES = 1
+NUM_COMPARED = 3
+"""Steps on fewer nodes that are compared with those of all nodes."""
 EXPECTED = {kind.row: kind.expected for kind in KINDS}
 GOES_ON = (
     ("SIGKILL a rank", "kill_rank"),
@@ -35,7 +47,8 @@ def chain(name: str, faults: tuple[tuple[str, str], ...]) -> Scenario:
         Fault(row, EXPECTED.get(row, saved), SPACING * (number + 1) + 2, outside=outside)
         for number, (row, outside) in enumerate(faults)
     )
-    return Scenario(name, made, SPACING * (len(faults) + 1), NUM_RANKS, NUM_RANKS)
+    copies = ('checkpoint.memory="peer"',)
+    return Scenario(name, made, SPACING * (len(faults) + 1), NUM_RANKS, NUM_RANKS, copies)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +83,59 @@ def leaves_nodes(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES), reference)}
+
+
+@dataclass(frozen=True)
+class SmallerRun:
+    """A run of two nodes that went on with one, and with two again."""
+
+    placements: list[Placement]
+    """Of its attempts."""
+    steps: list[list[MetricsLine]]
+    """Likewise."""
+    shown: str
+    """What `rlhf show` says of it."""
+    state: str
+
+
+@pytest.fixture(scope="module")
+def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
+    """The spare node is down from the beginning, another one goes at work; then all are back, and the run is asked to
+    save and end, as before a time limit."""
+    if campaign.cluster is None:
+        pytest.skip(WHY_NOT)
+    with campaign.site(two_nodes("resources.min_nodes=1")) as place:
+        site, cluster = place.site, place.slurm
+        cluster.node_down(cluster.nodes()[-1])
+        begin(place, two_nodes("resources.min_nodes=1"))
+        site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
+        cluster.node_down(cluster.allocated(place.job_id)[1])
+        site.wait_for(lambda: len(steps_of(place.run, 2)) >= NUM_COMPARED, "an attempt on one node to train", AGAIN_S)
+        cluster.back_in_service()
+        ask_to_save(place)
+        site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+        attempts = place.run.attempts()
+        return SmallerRun(
+            [found for one in attempts if (found := read_model(one.placement, Placement)) is not None],
+            [steps_of(place.run, one.number) for one in attempts],
+            site.rlhf("show", place.run.run_id).stdout,
+            read_record(place.run).state.value,
+        )
+
+
+def two_nodes(*overrides: str) -> Scenario:
+    return Scenario("fewer-nodes", (), 3 * SPACING, NUM_RANKS, NUM_RANKS, overrides)
+
+
+def begin(place: Place, scenario: Scenario) -> None:
+    """Start the run of a scenario, and wait until it is there."""
+    site = place.site
+    site.drive("run", site.prepare([], scenario.pace_s), "--no-prefect", *scenario.settings)
+    place.run = site.wait_for(lambda: site.run, "the run directory", START_S)
+
+
+def steps_of(run: RunDir, attempt: int) -> list[MetricsLine]:
+    return [line for restart, line in steps(run) if restart.attempt == attempt]
 
 
 def check(rows: dict[str, Row], name: str) -> Row:
@@ -109,6 +175,22 @@ def test_a_new_controller_adopts_the_job_of_a_killed_one(goes_on: dict[str, Row]
     assert row.submitted_twice == 0
 
 
+def test_restarts_and_the_next_attempt_go_on_from_the_memory_of_the_nodes(
+    campaign: Campaign, goes_on: dict[str, Row]
+) -> None:
+    """Of two agents, one was killed and one ended with it: what they left is there for those of the next attempt."""
+    if campaign.cluster is None:
+        pytest.skip(WHY_NOT)
+    (run,) = (DisturbedSite(home).run for home in campaign.work.glob("goes-on-*"))
+    assert run is not None
+    told = [event.message for _, event in events(run) if event.kind == "checkpoint"]
+    assert len(told) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
+    for message in told[:3]:
+        assert message.startswith("going on from the copy of step"), message
+    assert "files from peer nodes: " in told[2], "the node whose agent was killed is not taken again"
+    assert told[3].startswith("going on from files"), "a run that saved and ended leaves nothing in memory"
+
+
 def test_after_all_that_the_parameters_are_those_of_the_undisturbed_run(goes_on: dict[str, Row]) -> None:
     assert {row.state for row in goes_on.values()} == {"completed"}
     assert {row.same_numbers for row in goes_on.values()} == {True}
@@ -120,3 +202,38 @@ def test_a_lost_node_is_left_out_of_the_new_attempt(leaves_nodes: dict[str, Row]
 
 def test_a_job_that_somebody_cancelled_is_not_started_again(leaves_nodes: dict[str, Row]) -> None:
     assert check(leaves_nodes, "scancel from outside").state in ("failed", "cancelled")
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_with_all_of_them_when_they_are_back(smaller: SmallerRun) -> None:
+    assert [placement.num_nodes for placement in smaller.placements] == [2, 1, 2]
+    assert smaller.state == "completed"
+    reason = smaller.placements[1].size_reason
+    assert "the cluster cannot give 2 nodes" in reason
+    assert "going on with 1, at least resources.min_nodes = 1; the global batch stays" in reason
+    assert "the cluster cannot give 2 nodes" in smaller.shown
+
+
+def test_the_steps_on_one_node_are_those_of_two(campaign: Campaign, smaller: SmallerRun) -> None:
+    """From the same weights: the same batch, seeds by content, and sums in another order. Then on two nodes again."""
+    (undisturbed,) = (DisturbedSite(home).run for home in campaign.work.glob("reference-*"))
+    assert undisturbed is not None
+    expected = {line.step: line.metrics for _, line in steps(undisturbed)}
+    compared = [*smaller.steps[1][:NUM_COMPARED], smaller.steps[2][0]]
+    for line in compared:
+        for name in ("reward/mean", "rollout/length_mean", "train/loss", "train/grad_norm"):
+            assert line.metrics[name] == pytest.approx(expected[line.step][name], rel=1e-3, abs=1e-5), name
+    assert any(line.metrics["train/grad_norm"] > 0 for line in compared), "equal zeros would show nothing"
+
+
+def test_without_min_nodes_the_run_waits_for_all_of_them_and_says_so(campaign: Campaign) -> None:
+    """The control."""
+    if campaign.cluster is None:
+        pytest.skip(WHY_NOT)
+    with campaign.site(two_nodes()) as place:
+        for node in place.slurm.nodes()[1:]:
+            place.slurm.node_down(node)
+        begin(place, two_nodes())
+        place.site.wait_for(
+            lambda: "ReqNodeNotAvail" in (place.site.home / "rlhf.log").read_text(), "the reason of waiting", START_S
+        )
+        assert steps(place.run) == []

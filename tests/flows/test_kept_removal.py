@@ -25,8 +25,8 @@ from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.schemas.site import RetentionSite
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.watcher import record
 from rlhf_core.whole_files import read_model, remove_tree, write_model
 

@@ -31,9 +31,10 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.journal import JournalLine, PromotionMoved
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
-from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport
+from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.whole_files import read_model, write_model, write_text
 

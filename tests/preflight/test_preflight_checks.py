@@ -363,6 +363,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         'trainer.offload="none"',
     ),
     ("memory.snapshot", WARNING, with_spec(resources={"memory_gb": 0.5}), "training waits for the disk"),
+    ("memory.peer_copy", WARNING, with_spec(checkpoint={"memory": "peer"}), "there is one node"),
+    (
+        "memory.peer_copy",
+        WARNING,
+        with_spec(checkpoint={"memory": "peer"}, resources={"memory_gb": 0.5, "num_nodes": 2}),
+        "no copy on another node",
+    ),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),

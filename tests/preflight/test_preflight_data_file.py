@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_core.data_files import template_columns
 from rlhf_core.preflight.data_file import SHOWN, scan
-from rlhf_core.schemas.run import DataSpec
+from rlhf_core.schemas.data import DataSpec
 
 DATA = DataSpec(train="x.jsonl")
 GOOD = {"prompt": "12>", "answer": "12"}

@@ -11,7 +11,8 @@ from rlhf_core.preflight import ask_program, gather_facts
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.preflight.size_estimates import decoder_parameters
-from rlhf_core.schemas.run import ModelSpec, RunSpec
+from rlhf_core.schemas.model import ModelSpec
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 

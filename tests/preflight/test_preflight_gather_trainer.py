@@ -17,7 +17,8 @@ from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.schemas.checks import CheckStatus
-from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.run import RunSpec
 
 
 def spec_of(argv: list[str], **trainer: Any) -> RunSpec:

@@ -8,7 +8,7 @@ import pytest
 from test_preflight_checks import found, with_spec
 
 from rlhf_core.schemas.checks import CheckStatus
-from rlhf_core.schemas.run import SlurmSpec
+from rlhf_core.schemas.cluster import SlurmSpec
 
 CANARY = "c4nary7Zq9Lw2Xv8"
 

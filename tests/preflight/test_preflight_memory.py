@@ -14,7 +14,7 @@ from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.run import LoraSpec
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 QWEN3_8B = {

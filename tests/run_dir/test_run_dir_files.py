@@ -7,7 +7,8 @@ import pytest
 from rlhf_core.appended_files import LineWriter, read_blocks, read_lines, read_models, read_tail
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
+from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.whole_files import RESERVE_BYTES, Reserve, claim, write_model
 
 

@@ -18,8 +18,8 @@ from rlhf_core.launch.start import record_plan, submit_once
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler import JobRequest, JobState, slurm, slurm_queue
 from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
-from rlhf_core.schemas.run import SlurmSpec
 
 pytestmark = [
     pytest.mark.end_to_end,

@@ -13,8 +13,8 @@ from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
-from rlhf_core.schemas.run import SlurmSpec
 
 pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)]
 

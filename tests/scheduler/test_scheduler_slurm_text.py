@@ -9,8 +9,8 @@ from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, refusal, status_of
 from rlhf_core.scheduler.slurm_queue import QueuedJob
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.run import SlurmSpec
 
 
 def request(gpus: int = 0, excluded: tuple[str, ...] = (), time_limit_s: int = 3600, **slurm: object) -> JobRequest:

@@ -35,8 +35,8 @@ from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.journal import TrialPlanned
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.site_config import load_site
 from rlhf_core.toml_files import MAX_CONFIG_BYTES, read_toml

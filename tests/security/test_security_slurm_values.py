@@ -21,8 +21,8 @@ from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.script_quoting import one_line
 from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.run import SlurmSpec
 
 OPTIONS = ("partition", "account", "qos", "constraint", "gpu_type", "gres", "reservation")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -200,7 +200,8 @@ def make_context(
     """A worker's context without an agent."""
     from rlhf_core.run_dir import RunDir
     from rlhf_core.schemas.resources import Placement, Role
-    from rlhf_core.schemas.run import RunSpec, StoredSpec
+    from rlhf_core.schemas.run import RunSpec
+    from rlhf_core.schemas.stored_spec import StoredSpec
     from rlhf_core.training.types import NullReporter, WorkerContext
 
     spec = {**spec, "resources": {**spec.get("resources", {}), "ranks_per_node": num_ranks}}

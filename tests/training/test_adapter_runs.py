@@ -1,5 +1,6 @@
 """Runs that train an adapter, on two real processes: every loop and stage, exact resume, and what is promoted."""
 
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -45,12 +46,15 @@ RUNS: dict[str, dict[str, Any]] = {
         spec_of({"name": "dpo"}, zero_stage=3), model={"dtype": "bfloat16"}, trainer={"gradient_checkpointing": True}
     ),
 }
+EVALUATED = adapted(spec_of({"name": "dpo"}), model={"lora": {**LORA, "dropout": 0.3}}, evaluate={"every_num_steps": 1})
+"""Trains with dropout, and ranks pairs after every step."""
 RUNS["ppo"]["loops"]["main"]["algorithm"].pop("batch_size")
 RESUMED = ("stage-0", "ranker", "grpo", "ppo")
 """One of each stage and loop."""
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    from rlhf_core.training import evaluation
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.trainers import run as run_module
 
@@ -83,6 +87,11 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     train("forgetful", RUNS["stage-1"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
     with mock.patch.object(run_module, "load_adapter"), mock.patch.object(run_module.Engine, "load_state"):
         results["forgetful"] = train("forgetful", RUNS["stage-1"], restart=1)
+    train("evaluated", EVALUATED)
+    train("not-evaluated", adapted(EVALUATED, evaluate={"every_num_steps": 0}, model=EVALUATED["model"]))
+    # Negative control: pairs are ranked with dropout.
+    with mock.patch.object(evaluation, "in_evaluation_mode", contextlib.nullcontext):
+        train("with-dropout", EVALUATED)
     train("for-one", RUNS["stage-3"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
     leave_process_group(ranks)
     return results
@@ -150,6 +159,21 @@ def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], f
     """Negative control of the test above."""
     assert [result["forgetful"] for result in results] == ["done", "done"]
     assert told(folder, "forgetful", restart=1)[6] != told(folder, "stage-1")[6]
+
+
+def without_evaluation(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("eval/")}
+
+
+def test_an_evaluation_changes_nothing_of_a_training_with_dropout(results: list[dict[str, Any]], folder: Path) -> None:
+    """It draws no random number. The control ranks with dropout: from its second step on it is another training."""
+    shares = {name: told(folder, name) for name in ("evaluated", "with-dropout", "not-evaluated")}
+    assert all(
+        line.pop("eval/preference") >= 0 for name in ("evaluated", "with-dropout") for line in shares[name].values()
+    )
+    assert shares["evaluated"] == shares["not-evaluated"]
+    assert shares["with-dropout"][1] == shares["not-evaluated"][1]
+    assert shares["with-dropout"][2] != shares["not-evaluated"][2]
 
 
 def test_every_stage_of_zero_learns_the_same(results: list[dict[str, Any]], folder: Path) -> None:

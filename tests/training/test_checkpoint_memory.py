@@ -15,7 +15,8 @@ from test_loop_runs import SUPERVISED, final_state, told
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.reports import AgentEvent, FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.schemas.reports import AgentEvent
 
 pytest.importorskip("torch")
 
@@ -149,6 +150,7 @@ def part(rank: int, step: int = 4, save: str = "a", num_ranks: int = 2, spec_has
     files = {name: FileChecksum(bytes=1, sha256="0" * 64) for name in names}
     return MemoryPart(
         save=save,
+        attempt=1,
         step=step,
         loop="sft",
         loop_finished=False,
@@ -160,29 +162,28 @@ def part(rank: int, step: int = 4, save: str = "a", num_ranks: int = 2, spec_has
 
 
 @pytest.mark.parametrize(
-    ("parts_of", "step"),
+    ("parts", "step"),
     [
-        ({0: [part(0)], 1: [part(1)]}, 4),
-        ({0: [part(0), part(1)], 1: []}, 4),
-        ({0: [part(0)], 1: []}, None),
-        ({0: [part(0, 6, "b")], 1: [part(1)]}, None),
-        ({0: [part(0, 4, "b")], 1: [part(1)]}, None),
-        ({0: [part(0, 6, "b"), part(1)], 1: [part(1, 6, "b"), part(0)]}, 6),
-        ({0: [part(0, num_ranks=3)], 1: [part(1, num_ranks=3)]}, None),
-        ({0: [part(0, spec_hash="other")], 1: [part(1, spec_hash="other")]}, None),
+        ([part(0), part(1)], 4),
+        ([part(0), part(1), part(1), part(0)], 4),
+        ([part(0)], None),
+        ([part(0, 6, "b"), part(1)], None),
+        ([part(0, 4, "b"), part(1)], None),
+        ([part(0, 6, "b"), part(1), part(1, 6, "b"), part(0)], 6),
+        ([part(0, num_ranks=3), part(1, num_ranks=3)], None),
+        ([part(0, spec_hash="other"), part(1, spec_hash="other")], None),
     ],
-    ids=["whole", "on one node", "a part lacks", "of two steps", "of two saves", "newest", "ranks", "settings"],
+    ids=["whole", "twice", "a part lacks", "of two steps", "of two saves", "newest", "ranks", "settings"],
 )
-def test_a_copy_counts_that_all_ranks_have_a_part_of(parts_of: dict[int, list[MemoryPart]], step: int | None) -> None:
-    found = newest_in_memory(parts_of, 2, "spec")
+def test_a_copy_counts_that_all_ranks_have_a_part_of(parts: list[MemoryPart], step: int | None) -> None:
+    found = newest_in_memory(parts, 2, "spec")
     assert (found.manifest.step if found else None) == step
 
 
 def test_a_node_needs_the_state_of_its_ranks_and_what_belongs_to_all() -> None:
-    found = newest_in_memory({0: [part(0)], 1: [part(1)]}, 2, "spec")
+    found = newest_in_memory([part(0), part(1)], 2, "spec")
     assert found is not None
     assert found.needed([1]) == ["model/config.json", "trainer_state/rank-00001.safetensors"]
-    assert found.owners["model/config.json"] == [0]
 
 
 @pytest.mark.parametrize(
@@ -197,5 +198,14 @@ def test_a_node_needs_the_state_of_its_ranks_and_what_belongs_to_all() -> None:
 )
 def test_a_stale_copy_is_refused(tmp_path: Path, on_disk: int | None, damaged: frozenset[str], words: str) -> None:
     context = dataclasses.replace(context_of(0, 2, str(tmp_path), "run", 1), damaged=damaged)
-    found = newest_in_memory({0: [part(0)], 1: [part(1)]}, 2, "spec")
-    assert memory_resume.refusal(context, found, on_disk) == words
+    found = newest_in_memory([part(0), part(1)], 2, "spec")
+    assert memory_resume.refusal(context, found, on_disk, lambda _: False) == words
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_copy_of_an_earlier_attempt_has_to_be_what_the_controller_chose(tmp_path: Path, is_same: bool) -> None:
+    context = dataclasses.replace(context_of(0, 2, str(tmp_path), "run"), attempt=2)
+    found = newest_in_memory([part(0), part(1)], 2, "spec")
+    refused = memory_resume.refusal(context, found, 4, lambda _: is_same)
+    whole = "the copy in memory is of step 4 of attempt 1, and not what this one goes on from"
+    assert refused == ("" if is_same else whole)

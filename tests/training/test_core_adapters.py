@@ -14,7 +14,8 @@ from pydantic import ValidationError  # noqa: E402
 
 from rlhf_core.checkpoint_dir import BASE_RECORD  # noqa: E402
 from rlhf_core.errors import BadConfig, ResumeMismatch  # noqa: E402
-from rlhf_core.schemas.run import LoraSpec, RunSpec  # noqa: E402
+from rlhf_core.schemas.model import LoraSpec  # noqa: E402
+from rlhf_core.schemas.run import RunSpec  # noqa: E402
 from rlhf_core.training.adapters import (  # noqa: E402
     AdapterReference,
     add_adapter,

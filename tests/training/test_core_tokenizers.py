@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.schemas.run import BUILT_TOKENIZERS
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.training

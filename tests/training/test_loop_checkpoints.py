@@ -86,6 +86,13 @@ def writer(run_dir: RunDir, ranks: Ranks, spec: RunSpec | None = None) -> Checkp
     return CheckpointWriter(run_dir, spec or spec_with(), build_tokenizer("char", [], 0), ranks, lambda: None)
 
 
+def save_whole(saver: CheckpointWriter, *part: Any) -> CheckpointDir:
+    """Save, and wait until the checkpoint is complete."""
+    saved = saver.begin(*part)
+    saver.finish()
+    return saved
+
+
 def progress(step: int, loop: Any = "grpo", loop_finished: bool = False) -> Progress:
     return Progress(step=step, loop=loop, loop_finished=loop_finished, position=8 * step)
 
@@ -99,7 +106,7 @@ def content(checkpoint: CheckpointDir) -> dict[str, bytes]:
 
 
 def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     verify_checkpoint(saved, spec_with(), ranks)
     manifest = saved.manifest()
     assert manifest is not None
@@ -119,7 +126,7 @@ def test_newest_warm_start_and_last_are_kept(run_dir: RunDir, ranks: Ranks, mode
     saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 2}, health={"window_steps": 1}))
     kept = []
     for step in (1, 2, 3, 4, 5):
-        saver.save(progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, ENGINE_STATE)
         kept.append([checkpoint.step for checkpoint in run_dir.checkpoints()])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]  # the warm start ends at step 2
     assert not list(run_dir.checkpoints_dir.glob(".*"))
@@ -144,8 +151,8 @@ def test_one_from_before_the_window_that_is_judged_is_always_there(every: int, w
 
 def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saver = writer(run_dir, ranks)
-    saver.save(progress(4), model, ENGINE_STATE)
-    saver.save(progress(4, loop_finished=True), model, ENGINE_STATE)
+    save_whole(saver, progress(4), model, ENGINE_STATE)
+    save_whole(saver, progress(4, loop_finished=True), model, ENGINE_STATE)
     (found,) = run_dir.checkpoints()
     manifest = found.manifest()
     assert manifest is not None
@@ -157,13 +164,13 @@ def test_a_rank_that_wakes_up_after_a_newer_attempt_began_replaces_no_checkpoint
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
     """Its node was frozen between writing and publishing; the control is the test above."""
-    kept = writer(run_dir, ranks).save(progress(4, loop_finished=True), model, ENGINE_STATE)
+    kept = save_whole(writer(run_dir, ranks), progress(4, loop_finished=True), model, ENGINE_STATE)
     before = content(kept)
     spec, tokenizer = spec_with(), build_tokenizer("char", [], 0)
     woken = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, lambda: run_dir.is_superseded(1))
     write_model(run_dir.attempt(2).placement, Placement(attempt=2, num_nodes=1, phases=()))
     with pytest.raises(WorkerError, match="a newer attempt has begun"):
-        woken.save(progress(4), model, ENGINE_STATE)
+        save_whole(woken, progress(4), model, ENGINE_STATE)
     assert content(kept) == before
     verify_checkpoint(kept, spec, ranks)
 
@@ -173,7 +180,7 @@ def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: R
         (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)
     (run_dir.checkpoints_dir / "step-000004").mkdir()  # without COMPLETE it does not count
     assert run_dir.checkpoints() == []
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
     verify_checkpoint(saved, spec_with(), ranks)
 
@@ -217,7 +224,7 @@ def test_a_checkpoint_counts_whole_or_not_at_all(
 ) -> None:
     """Killed at any point of a save, what was complete before is there as it was, and the new one does not count."""
     spec = spec_with(checkpoint={"background": background})
-    first = writer(run_dir, ranks, spec).save(progress(4), model, ENGINE_STATE)
+    first = save_whole(writer(run_dir, ranks, spec), progress(4), model, ENGINE_STATE)
     before = content(first)
     killed = threading.Event()
 
@@ -234,7 +241,7 @@ def test_a_checkpoint_counts_whole_or_not_at_all(
     assert killed.is_set()
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [4]
     assert content(first) == before
-    again = writer(run_dir, ranks, spec).save(progress(6), model, ENGINE_STATE)
+    again = save_whole(writer(run_dir, ranks, spec), progress(6), model, ENGINE_STATE)
     verify_checkpoint(again, spec, ranks)
     assert sorted(path.name for path in run_dir.checkpoints_dir.iterdir()) == ["step-000004", "step-000006"]
 
@@ -244,7 +251,7 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
 ) -> None:
     """Training goes on with the weights while they are written; the control is a save that copies nothing."""
     straight = writer(run_dir, ranks, spec_with(checkpoint={"background": False}))
-    expected = straight.save(progress(4), model, ENGINE_STATE).manifest()
+    expected = save_whole(straight, progress(4), model, ENGINE_STATE).manifest()
     go_on = threading.Event()
     write = background_save.write_files
 
@@ -280,9 +287,9 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
 
 def test_memory_of_a_snapshot_is_used_again(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saver = writer(run_dir, ranks)
-    saver.save(progress(4), model, ENGINE_STATE)
+    save_whole(saver, progress(4), model, ENGINE_STATE)
     before = dict(saver._buffers._buffers)
-    saver.save(progress(6), model, ENGINE_STATE)
+    save_whole(saver, progress(6), model, ENGINE_STATE)
     assert len(before) == 2
     assert saver._buffers._buffers == before
     assert all(saver._buffers[name] is memory for name, memory in before.items())
@@ -325,11 +332,11 @@ def test_a_file_system_that_takes_nothing_is_found(
 def test_no_room_is_noticed_before_anything_is_written(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    first = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     before = content(first)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))  # type: ignore[attr-defined]
     with pytest.raises(DiskFull, match=r"step 6: it needs about 2\.\d MB, .* has 1\.0 kB free\. Older checkpoints"):
-        writer(run_dir, ranks).save(progress(6), model, ENGINE_STATE)
+        save_whole(writer(run_dir, ranks), progress(6), model, ENGINE_STATE)
     assert content(first) == before
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
 
@@ -344,7 +351,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_older_checkpoints(
 ) -> None:
     spec = spec_with(checkpoint={"background": background})
     saver = writer(run_dir, ranks, spec)
-    first = saver.save(progress(4), model, ENGINE_STATE)
+    first = save_whole(saver, progress(4), model, ENGINE_STATE)
     before = content(first)
 
     def hidden(*_: object, **__: object) -> None:
@@ -356,10 +363,10 @@ def test_a_disk_that_fills_up_while_writing_leaves_older_checkpoints(
     with monkeypatch.context() as patch:
         patch.setattr(*WRITERS[background], hidden)
         with pytest.raises(DiskFull, match="became full while checkpoint 6 was written"):
-            saver.save(progress(6), model, ENGINE_STATE)
+            save_whole(saver, progress(6), model, ENGINE_STATE)
     assert content(first) == before
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
-    verify_checkpoint(saver.save(progress(6), model, ENGINE_STATE), spec, ranks)
+    verify_checkpoint(save_whole(saver, progress(6), model, ENGINE_STATE), spec, ranks)
 
 
 @pytest.mark.parametrize("background", WRITERS)
@@ -372,7 +379,7 @@ def test_another_failure_to_write_is_not_called_a_full_disk(
     monkeypatch.setattr(*WRITERS[background], refuse)
     saver = writer(run_dir, ranks, spec_with(checkpoint={"background": background}))
     with pytest.raises(WorkerError, match="could not be written: rank 0: PermissionError") as caught:
-        saver.save(progress(6), model, ENGINE_STATE)
+        save_whole(saver, progress(6), model, ENGINE_STATE)
     assert not isinstance(caught.value, DiskFull)
 
 
@@ -388,7 +395,7 @@ def save_on_a_small_disk(rank: int, num_ranks: int, run_dir: str) -> list[str]:
     seen = []
     for step in range(1, 100):
         try:
-            saver.save(progress(step), model, ENGINE_STATE)
+            save_whole(saver, progress(step), model, ENGINE_STATE)
         except DiskFull as error:
             seen.append(str(error))
             break
@@ -428,7 +435,7 @@ def launch_ok(folder: Path) -> bool:
 
 
 def test_a_damaged_checkpoint_is_refused(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     weights = saved.model / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -497,7 +504,7 @@ def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
     """Both ways: the placement names it (a new attempt), and it is the newest (a restart in place)."""
     saver = writer(run_dir, ranks)
     for step in (4, 6):
-        saver.save(progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, ENGINE_STATE)
     damage, words = DAMAGE[how]
     damage(run_dir.checkpoint(6))
 
@@ -524,7 +531,7 @@ def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
 def test_a_checkpoint_is_read_again_before_it_is_given_up(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     failures = [OSError(errno.EIO, "Input/output error")]
 
     def read(path: Path) -> Any:
@@ -542,14 +549,14 @@ def test_a_restart_goes_on_after_the_checkpoint_that_the_attempt_began_from_was_
 ) -> None:
     saver = writer(run_dir, ranks, spec_with(sft={"num_steps": 0}, checkpoint={"keep_last": 1}))
     for step in (4, 30, 60, 90):  # more than a window of training's health apart, for which older ones are kept
-        saver.save(progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, ENGINE_STATE)
     assert 4 not in [one.step for one in run_dir.checkpoints()]
     found = resume_point(make_context(str(run_dir.root), tiny_spec(), 0, 1, 1, resume_checkpoint="step-000004"))
     assert found == run_dir.checkpoint(90)
 
 
 def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     changed = spec_with(seed=4, train={"learning_rate": 0.5})
     with pytest.raises(ResumeMismatch, match=r"optimizer\.learning_rate was 0\.003 and is 0\.5; seed was 3"):
         verify_checkpoint(saved, changed, ranks)
@@ -576,7 +583,7 @@ def as_of_0_1(saved: CheckpointDir) -> None:
 def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     as_of_0_1(saved)
     verify_checkpoint(saved, spec_with(), ranks)
     assert spec_hash(spec_with()) not in saved.complete.read_text(), "the hash alone would refuse it"
@@ -588,7 +595,7 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
     health = HealthState(fingerprints=(1.0, 2.0), same_ranks=Repetition(ranks=(0, 1)), num_steps=4)
-    saved = writer(run_dir, ranks).save(progress(4).model_copy(update={"health": health}), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4).model_copy(update={"health": health}), model, ENGINE_STATE)
     assert load_trainer_state(saved, ranks).progress.health == health
     manifest = saved.manifest()
     assert manifest is not None
@@ -607,7 +614,7 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
 
 def test_a_state_file_cannot_run_code(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     """One of an earlier version, either: those were pickled."""
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     state = saved.trainer_state / "rank-00000.safetensors"
     state.unlink()
     torch.save({"progress": progress(4).model_dump(), "engine": Path("x")}, state.with_suffix(".pt"))
@@ -695,7 +702,7 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
     assert point(0, "") is None
     assert point(3, "") is None
     for step in (2, 4, 6):
-        saver.save(progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, ENGINE_STATE)
     shutil.rmtree(run_dir.checkpoint(6).root)
     assert point(0, "") is None  # the control plane says where an attempt begins
     assert point(1, "") == 4
@@ -707,7 +714,7 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
 
 
 def test_settings_of_a_checkpoint_can_be_read(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     settings = json.loads((saved.trainer_state / "settings.json").read_bytes())
     main = settings["loops"]["main"]
     assert main["optimizer"]["learning_rate"] == 3e-3

@@ -1,5 +1,6 @@
 """Evaluation: the same on one rank and on two, in prompt order, with the same noise before and after."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_launcher import launch, make_context, tiny_spec, values
+from test_preference_runs import spec_of
 
 from rlhf_core.errors import RewardFailed, WorkerError
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.schemas.run import RunSpec, SuperviseSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 
 torch = pytest.importorskip("torch")
 
@@ -48,7 +51,8 @@ def evaluate(ranks: Ranks, step: int = 6, seed: int = 0, **settings: Any) -> lis
     spec = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF, "keep_samples": 7, **settings}))
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(spec.model.config, tokenizer, seed)
-    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), TransformersEngine(tokenizer))
+    start = functools.partial(TransformersEngine, tokenizer)
+    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
     return evaluator.run(model, "after", step, lambda: None)
 
 
@@ -96,6 +100,38 @@ def test_reports_hold_what_was_measured(alone: Ranks) -> None:
     (more,) = [report for report in evaluate(alone, keep_samples=99) if report.name == "sampled"]
     assert more.value == pytest.approx(sum(sample.score for sample in more.samples) / 20)
     assert [sample.prompt for sample in more.samples[::2]][:7] == [sample.prompt for sample in greedy.samples]
+
+
+@pytest.mark.parametrize(
+    ("content", "trains_on_samples", "num_started"),
+    [
+        (spec_of({"name": "reward_model"}), False, 0),
+        (spec_of({"name": "dpo"}), False, 0),
+        (spec_of({"name": "dpo"}), True, 1),
+        (spec_of({"name": "dpo"}, data={"generator": "rlhf_core.training.tasks:sorted_pairs"}), False, 1),
+        (tiny_spec(), False, 1),
+    ],
+    ids=["reward model", "pairs", "pairs after a warm start on samples", "pairs with answers", "answers"],
+)
+def test_an_engine_is_started_where_something_is_sampled(
+    alone: Ranks,
+    capsys: pytest.CaptureFixture[str],
+    content: dict[str, Any],
+    trains_on_samples: bool,
+    num_started: int,
+) -> None:
+    """An engine of vLLM costs time, and the memory of a second model."""
+    spec = RunSpec.model_validate({**content, "rollout": {"engine": "vllm", "max_new_tokens": 5}})
+    tokenizer = build_tokenizer("char", [], 0)
+    started: list[TransformersEngine] = []
+
+    def start() -> TransformersEngine:
+        started.append(TransformersEngine(tokenizer))
+        return started[-1]
+
+    load_evaluator(spec, alone, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
+    assert len(started) == num_started
+    assert ("'vllm' is not started" in capsys.readouterr().out) is (num_started == 0)
 
 
 def test_samples_of_a_prompt_differ_and_noise_does_not_depend_on_the_step(alone: Ranks) -> None:

@@ -88,7 +88,8 @@ def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0)
     writer = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None)
-    saved = writer.save(Progress(step=4, loop="grpo", loop_finished=True, position=32), model, {})
+    saved = writer.begin(Progress(step=4, loop="grpo", loop_finished=True, position=32), model, {})
+    writer.finish()
     provenance = origin(run_dir.run_id, spec)
     write_model_directory(saved, target, model_card(provenance, spec), provenance, lambda: None)
     return model

@@ -13,14 +13,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import torch
 import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
+from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
+from test_loop_runs import Interrupting, final_state, kill_once_saved, told
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.rollouts import vllm_engine
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm_engine import VllmEngine
+from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion
 
 pytestmark = [pytest.mark.training]
@@ -159,3 +163,41 @@ def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
         broken.load(model, 0, no_beat)
     assert broken.version is None
     broken.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
+
+
+def trained(rank: int, num_ranks: int, run_dir: str, restart: int, killed: bool) -> str:
+    """GRPO with samples of vLLM; killed with SIGKILL in the update of step 5, or gone on with after that."""
+    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if killed else None
+    spec = tiny_spec(
+        model={"config": {**TINY_MODEL, "head_dim": 32}, "tokenizer": "char"},
+        rollout={"engine": "vllm", "max_new_tokens": 5},
+        evaluate={"num_prompts": 4, "samples_per_prompt": 1},
+    )
+    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart, kill)))
+
+
+@pytest.mark.end_to_end
+def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    """Samples and weights are those of the run that was never killed: an engine that starts anew draws the same."""
+    starts = {"straight": [(0, False)], "killed": [(0, True), (1, False)]}
+    for name, parts in starts.items():
+        for restart, killed in parts:
+            (ended,) = launch(
+                trained,
+                1,
+                tmp_path / f"{name}-{restart}",
+                300,
+                run_dir=f"{tmp_path}/{name}",
+                restart=restart,
+                killed=killed,
+            )
+            assert (ended.exit_code, ended.value) == ((-9, None) if killed else (0, "done")), ended
+    straight, again = told(tmp_path, "straight"), told(tmp_path, "killed", restart=1)
+    assert min(again) == 5
+    assert told(tmp_path, "killed") | again == straight
+    assert len({line["rollout/completion_digest"] for step, line in straight.items() if step > 2}) > 1
+    assert final_state(tmp_path, "killed") == final_state(tmp_path, "straight")

@@ -22,7 +22,8 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role
-from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker.heartbeat import slots_folder
 

@@ -12,8 +12,9 @@ from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
+from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.whole_files import write_model
 from rlhf_core.worker.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.exit_reports import Failure

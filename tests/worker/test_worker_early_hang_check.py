@@ -12,7 +12,7 @@ from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.early_hang_check import (
     ANSWER_TIMEOUT_S,
     INSPECTION_INTERVAL_S,

@@ -165,6 +165,25 @@ def test_memory_of_a_dead_agent_is_given_back_and_that_of_a_living_one_stays() -
     assert memory_folder(Path("/var/tmp/x.slots")) is None
 
 
+def test_the_next_agent_of_a_run_takes_over_what_was_left_in_memory_and_that_of_another_run_frees_it() -> None:
+    run = new_run_id("toy")
+    for attempt in (1, 2, 3):
+        SlotFile(run, attempt, "here", 1, "probe").remove()  # an agent has several: the first must not free it
+        file = SlotFile(run, attempt, "here", 1, "trainer")
+        memory = memory_folder(file.path)
+        assert memory is not None, "the tests run where /dev/shm may be written"
+        # The second finds what the first has left, the third does not: another run has freed it.
+        assert [path.name for path in memory.glob("*")] == (["1"] if attempt == 2 else [])
+        (memory / str(attempt)).mkdir(parents=True)
+        file._words = memoryview(bytearray(8)).cast("q")  # its process ends, and the lock with it
+        file.remove(keep_memory=attempt < 3)
+        assert memory.is_dir() is (attempt < 3)
+        if attempt == 2:
+            SlotFile(f"{run}-other", 1, "here", 1).remove()
+            assert not memory.exists()
+    assert not list(slots_folder().glob(f"rlhf-{run}*"))
+
+
 def test_a_foreign_file_is_refused(tmp_path: Path, slots: SlotFile) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_bytes(bytes(1024))

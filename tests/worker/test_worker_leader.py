@@ -11,8 +11,9 @@ from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, CheckpointManifest, MetricsLine
+from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.whole_files import read_model, write_model, write_text
 from rlhf_core.worker.leader import Leader, RestartBudget
 

@@ -17,10 +17,10 @@ from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
-from rlhf_core.schemas.run import SlurmSpec
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 from rlhf_core.whole_files import read_model

@@ -14,7 +14,7 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.heartbeat import slots_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]

@@ -13,7 +13,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.whole_files import read_model, write_model, write_text
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.roles import load, uncollected

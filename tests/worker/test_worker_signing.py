@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.worker.signing import MAX_MESSAGE_BYTES, MessageRefused, MessageSigner, attempt_secret
+from rlhf_core.whole_files import shared_secret
+from rlhf_core.worker.signing import MAX_MESSAGE_BYTES, MessageRefused, MessageSigner
 
 SECRET, OTHER = b"0" * 64, b"1" * 64
 
@@ -48,9 +49,9 @@ def test_everything_else_is_refused() -> None:
 
 def test_the_key_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "attempts" / "1" / "key"
-    assert attempt_secret(path) == attempt_secret(path)
+    assert shared_secret(path) == shared_secret(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert attempt_secret(path.with_name("other")) != attempt_secret(path)
+    assert shared_secret(path.with_name("other")) != shared_secret(path)
     path.write_text("short", encoding="utf-8")
     with pytest.raises(ValueError, match="found 5 bytes, expected 64 hex digits"):
-        attempt_secret(path)
+        shared_secret(path)

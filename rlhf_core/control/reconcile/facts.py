@@ -7,7 +7,7 @@ from rlhf_core.diagnosis.reconcile_facts import LeaseState, RunFacts
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.launch.lease import TTL_S, Owner
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 
 
 def run_facts(

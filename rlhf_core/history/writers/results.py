@@ -16,7 +16,8 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     WEIGHTS,
 )
 from rlhf_core.history.writers.upserts import Row, insert_or_replace
-from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
+from rlhf_core.schemas.reports import EvaluationReport
 
 _MAX_BYTES = 2**63 - 1
 

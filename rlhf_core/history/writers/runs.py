@@ -6,7 +6,8 @@ from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS
 from rlhf_core.history.writers.upserts import CHUNK, Row, as_json, insert_new, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
-from rlhf_core.schemas.run import StoredSpec, shape_key
+from rlhf_core.schemas.run import shape_key
+from rlhf_core.schemas.stored_spec import StoredSpec
 
 _CACHED = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
 

@@ -153,21 +153,49 @@ def offload(facts: Facts) -> Iterator[Finding]:
 @check("memory.snapshot", trainer="native")
 def snapshot(facts: Facts) -> Iterator[Finding]:
     """Without room for a snapshot in main memory, training stands still while a checkpoint is written."""
-    spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
-    node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
-    if shape is None or not node or not spec.checkpoint.background:
+    known = _snapshot_and_room(facts)
+    if known is None:
         return
-    held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
-    if not resources.gpus_per_node:
-        held = trainer_estimate(spec, shape).peak_bytes
-    needed = _snapshot_bytes(spec, shape)
-    free = node - resources.ranks_per_node * held
+    needed, free = known
     text = f"a snapshot of what the ranks of a node save takes {_gib(needed)} GiB of its main memory"
     if needed > TIGHT * free:
-        found = f"{text}, beside the ranks it has {_gib(max(0, free))} GiB: training waits for the disk instead"
+        found = f"{text}, beside the ranks it has {_gib(free)} GiB: training waits for the disk instead"
         yield warning(found, "room for it", 'take nodes with more memory, or set "checkpoint.background=false"')
     else:
         yield passed(text)
+
+
+@check("memory.peer_copy", trainer="native")
+def peer_copy(facts: Facts) -> Iterator[Finding]:
+    """A copy on the next node takes as much again, and needs a next node: otherwise a lost memory is a lost copy."""
+    known = _snapshot_and_room(facts)
+    if known is None or facts.spec.checkpoint.memory != "peer":
+        return
+    own = 'set checkpoint.memory="own"'
+    if facts.spec.resources.num_nodes == 1:
+        text = 'checkpoint.memory is "peer", and there is one node: the copy of the newest checkpoint stays on it'
+        yield warning(text, "two nodes or more", own)
+        return
+    needed, free = known
+    text = f"a snapshot, and the copy of that of another node, take {_gib(2 * needed)} GiB of the main memory of a node"
+    if 2 * needed > TIGHT * free:
+        found = f"{text}, beside the ranks it has {_gib(free)} GiB: there may be no copy on another node"
+        yield warning(found, "room for both", f"take nodes with more memory, or {own}")
+    else:
+        yield passed(text)
+
+
+def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
+    """Bytes of the snapshots of a node, and of its main memory beside its ranks; None where they are not known, or
+    where checkpoints are written without."""
+    spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
+    node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
+    if shape is None or not node or not spec.checkpoint.background:
+        return None
+    held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
+    if not resources.gpus_per_node:
+        held = trainer_estimate(spec, shape).peak_bytes
+    return _snapshot_bytes(spec, shape), max(0, node - resources.ranks_per_node * held - _engine_bytes(facts))
 
 
 def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:

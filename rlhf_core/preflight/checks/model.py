@@ -15,7 +15,7 @@ from rlhf_core.preflight.size_estimates import (
     run_files,
     vocabulary_size,
 )
-from rlhf_core.schemas.run import ALL_LINEAR
+from rlhf_core.schemas.model import ALL_LINEAR
 
 
 @check("model.folder")

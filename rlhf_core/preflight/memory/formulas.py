@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_core.preflight.memory.gpus import GIB
 from rlhf_core.preflight.memory.shapes import Shape, targets_of, trained_shape
-from rlhf_core.schemas.run import LoraSpec
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS, LIVE_ELEMENTS, LOGIT_CHUNK_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 GPU_BASE_BYTES = int(1.5 * GIB)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core.schemas.run import ALL_LINEAR, LoraSpec
+from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 
 
 @dataclass(frozen=True)

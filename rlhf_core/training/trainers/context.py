@@ -162,7 +162,7 @@ class TrainingContext:
         Raises:
             DiskFull, WorkerError: it could not be written; raised by every rank.
         """
-        self._saving.finish()
+        self._saving.close()
         self.rollouts.close()
         for file in (self._metrics_file, self._samples_file):
             if file is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.loops import OptimizerSpec
-from rlhf_core.schemas.run import LoraSpec
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.training.adapters import add_adapter
 from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.algorithms.objective import MicroBatch, StepSums

@@ -1,5 +1,6 @@
 """Role ``trainer``: a whole training run, from the initial model to the last checkpoint."""
 
+import functools
 import random
 from pathlib import Path
 
@@ -85,9 +86,15 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     data = encode_prompts(rows, tokenizer, spec.data)
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
-    rollouts = start_engine(context, ranks, tokenizer, initial)
+    evaluator = load_evaluator(
+        spec,
+        ranks,
+        tokenizer,
+        scorer,
+        functools.partial(start_engine, context, ranks, tokenizer, initial),
+        trains_on_samples=any(loop.algorithm.samples for loop in spec.loops.named.values()),
+    )
     context.reporter.beat(Phase.SETUP, step)
-    evaluator = load_evaluator(spec, ranks, tokenizer, scorer, rollouts)
     training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
     try:
         result = _train_loops(context, training, model, initial, state)
@@ -243,7 +250,7 @@ def _load_reward_model(
     model = load_reward_model(whole, spec.model.dtype, spec.seed, tokenizer.pad_token_id)
     if spec.model.lora is not None:
         return _with_adapter(model, folder, spec, ranks)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     return model
 
 
@@ -253,13 +260,13 @@ def _with_adapter(model: PreTrainedModel, folder: Path, spec: RunSpec, ranks: Ra
     add_adapter(model, spec.model.lora, spec.seed)
     if is_adapter(folder):
         load_adapter(model, folder)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     return model
 
 
 def _load(folder: Path, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> PreTrainedModel:
     model = load_causal_lm(folder, spec.model.dtype, base)
-    model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
+    model.to(ranks.device)
     return model
 
 

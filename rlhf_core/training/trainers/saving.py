@@ -11,6 +11,7 @@ from rlhf_core.training.checkpoint_state import Progress
 from rlhf_core.training.checkpoints import CheckpointWriter
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.memory_copies import MemoryCopy
+from rlhf_core.training.peer_copies import peer_copies
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.types import WorkerContext
 
@@ -46,6 +47,7 @@ class Saving:
             lambda: beat(Phase.CHECKPOINT),
             lambda: context.run_dir.is_superseded(context.attempt),
             memory=_memory_of(context, ranks),
+            peer=peer_copies(context, ranks),
         )
 
     def request(self) -> str:
@@ -97,6 +99,14 @@ class Saving:
         """
         self._writer.finish()
 
+    def close(self) -> None:
+        """Wait likewise, at the end of all loops.
+
+        Raises:
+            DiskFull, WorkerError: as :meth:`finish`.
+        """
+        self._writer.close()
+
     def leave(self) -> None:
         """Let it end well, if it can, after an error that ends this process."""
         self._writer.leave()
@@ -105,4 +115,4 @@ class Saving:
 def _memory_of(context: WorkerContext, ranks: Ranks) -> MemoryCopy | None:
     if context.memory is None or context.spec.checkpoint.memory == "off":
         return None
-    return MemoryCopy(context.memory, ranks.rank)
+    return MemoryCopy(context.memory, ranks.rank, context.attempt)

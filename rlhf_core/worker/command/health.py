@@ -15,7 +15,7 @@ from statistics import fmean, variance
 from typing import Self
 
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.run import HealthRule, HealthSpec
+from rlhf_core.schemas.health import HealthRule, HealthSpec
 
 SURE_GAIN = 3.0
 """Standard errors by which a mean must be above another to be higher. This and the next two are those of the native

@@ -25,8 +25,8 @@ from rlhf_core.errors import CheckpointCorrupt, WorkerError
 from rlhf_core.files import bring_to_disk
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.whole_files import remove_tree, write_model

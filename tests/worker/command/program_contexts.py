@@ -10,7 +10,7 @@ from rlhf_core.run_dir import RunDir, new_run_id
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.training.types import NullReporter, WorkerContext
 from rlhf_core.whole_files import write_model
 

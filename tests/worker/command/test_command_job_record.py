@@ -13,8 +13,8 @@ from rlhf_core.appended_files import read_models
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.health import HealthSpec
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.run import HealthSpec
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import OWN_NAME

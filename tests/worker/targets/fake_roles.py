@@ -19,7 +19,8 @@ from rlhf_core.appended_files import LineWriter
 from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine, Phase
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
+from rlhf_core.schemas.reports import MetricsLine, Phase
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.whole_files import remove_tree, write_model

@@ -1,0 +1,119 @@
+"""Settings of what a run takes of a cluster."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, Schema
+from rlhf_core.schemas.site import is_private
+from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
+
+
+class ResourceSpec(Schema):
+    """What the run needs of the cluster."""
+
+    num_nodes: Positive = 1
+    """Nodes."""
+    min_nodes: NonNegative = 0
+    """Fewest nodes that an attempt goes on with where the cluster cannot give `num_nodes` (nodes are down, drained or
+    excluded). It asks for as many as there are and the batch divides by; the global batch stays, and a later attempt
+    asks for all nodes again when they are back. 0 always waits for all of them."""
+    ranks_per_node: Positive = 1
+    """Trainer ranks on every node: one per GPU, or per group of cores on CPU."""
+    gpus_per_node: NonNegative = 0
+    """GPUs on every node; 0 trains on CPU with gloo."""
+    cpus_per_rank: Positive = 1
+    """Processor cores per rank."""
+    memory_gb: NonNegativeFloat = 0.0
+    """Main memory per node in GiB; 0 leaves it to the scheduler."""
+    time_limit_s: Positive = 86_400
+    """Longest life of one attempt in seconds."""
+
+    @model_validator(mode="after")
+    def _least_is_least(self) -> Self:
+        if self.min_nodes > self.num_nodes:
+            raise ValueError(
+                f"found resources.min_nodes = {self.min_nodes} and resources.num_nodes = {self.num_nodes}; expected no "
+                f"more than these"
+            )
+        return self
+
+
+class SlurmSpec(Schema):
+    """What a Slurm job asks for besides nodes, GPUs, cores, memory and time. The site's own values come first."""
+
+    partition: OneLine = ""
+    """Partition; empty for the cluster's default."""
+    account: OneLine = ""
+    """Account that pays."""
+    qos: OneLine = ""
+    """Quality of service."""
+    constraint: OneLine = ""
+    """Features that nodes must have, as `sbatch --constraint` takes them."""
+    gpu_type: OneLine = ""
+    """Type of GPU, as in `gpu:h100:8`; empty for any."""
+    gres: OneLine = ""
+    """Further generic resources, as `sbatch --gres` takes them."""
+    reservation: OneLine = ""
+    """Reservation to run in."""
+    exclude: tuple[NodeName, ...] = ()
+    """Nodes never to be used; suspects of failures are added by themselves."""
+    setup: tuple[Lines, ...] = ()
+    """Shell lines run on every job before its agents, for instance `module load cuda`."""
+    container_kind: Literal["", "pyxis", "apptainer"] = ""
+    """Run the agents in a container: through `srun --container-image` (pyxis) or `apptainer exec`."""
+    container_image: OneLine = ""
+    """Image of that container."""
+    container_mounts: tuple[OneLine, ...] = ()
+    """Mounts, each `from:to`; the run directory is mounted by itself."""
+    environment: dict[VariableName, Lines] = {}
+    """Variables set for the agents and workers; they are stored and shown like any setting."""
+    pass_environment: tuple[VariableName, ...] = ()
+    """Names of variables whose values are secret: taken at submission from the environment of whoever submits, or from
+    the file `RLHF_JOB_SECRETS`, and handed to the job with any scheduler; nothing stores or shows them."""
+    save_lead_s: Positive = 120
+    """How long before the time limit Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
+    extra: tuple[SbatchOption, ...] = ()
+    """Further `sbatch` options, each as `--option=value`."""
+
+    def over(self, site: "SlurmSpec") -> "SlurmSpec":
+        """These settings, and the site's where nothing else is said here; of lists and variables, both."""
+        changed = {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        }
+        both = {
+            "exclude": (*site.exclude, *self.exclude),
+            "setup": (*site.setup, *self.setup),
+            "container_mounts": (*site.container_mounts, *self.container_mounts),
+            "extra": (*site.extra, *self.extra),
+            # Where one of them says that a variable is a secret, and the other gives it openly, the run decides.
+            "environment": {
+                **{name: value for name, value in site.environment.items() if name not in self.pass_environment},
+                **self.environment,
+            },
+            "pass_environment": tuple(
+                name
+                for name in dict.fromkeys((*site.pass_environment, *self.pass_environment))
+                if name not in self.environment
+            ),
+        }
+        return site.model_copy(update={**changed, **both})
+
+    @model_validator(mode="after")
+    def _is_passed_one_way(self) -> Self:
+        for name in self.pass_environment:
+            if name in self.environment:
+                raise ValueError(
+                    f"found {name} in slurm.environment and slurm.pass_environment; give it in one of them"
+                )
+            if is_private(name):
+                raise ValueError(f"slurm.pass_environment names {name}, which no job may have: it is the site's own")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_container(self) -> Self:
+        if bool(self.container_kind) != bool(self.container_image):
+            raise ValueError("found one of slurm.container_kind and slurm.container_image; give both or neither")
+        return self

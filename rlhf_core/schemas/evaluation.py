@@ -1,0 +1,43 @@
+"""Settings of the evaluations of a run, and of the promotion that follows from them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.schemas.base import ImportPath, NonNegative, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.reports import EvaluationName
+
+
+class EvaluateSpec(Schema):
+    """How the model is measured on held-out data, before and after training."""
+
+    scorer: ImportPath = "rlhf_core.training.rewards:exact_match"
+    """Reward function whose mean is reported."""
+    num_prompts: NonNegative = 512
+    """Held-out prompts used, the first of the split; 0 for all."""
+    samples_per_prompt: Positive = 1
+    """Completions per prompt in the sampled evaluation."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the sampled evaluation; the greedy one always takes the likeliest token."""
+    every_num_steps: NonNegative = 0
+    """Also evaluate greedily every so many steps during training, as metric `eval/greedy`; 0 for never."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Level of the reported confidence interval."""
+    keep_samples: NonNegative = 64
+    """Scored completions kept in the sample table of each evaluation."""
+
+
+class PromoteSpec(Schema):
+    """Whether the best checkpoint becomes a model directory that others may use."""
+
+    when: Literal["never", "approved", "always"] = "never"
+    """`never`; `approved`: after the evaluation the run waits for a person (Prefect, or `rlhf approve`); `always`:
+    nobody is asked."""
+    folder: str = ""
+    """Folder of promoted models; each becomes `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
+    metric: EvaluationName = "greedy"
+    """Evaluation that decides which checkpoint is the best; `preference` ranks held-out pairs."""
+    min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Least gain over the evaluation before training; with less nobody is asked and nothing is promoted."""
+    timeout_h: PositiveFloat = 72.0
+    """How long a person may take, in hours; after that nothing is promoted, but `rlhf approve` still can."""

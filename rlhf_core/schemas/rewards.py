@@ -1,0 +1,59 @@
+"""Settings of the reward of a completion."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rlhf_core.schemas.base import ImportPath, NonNegativeFloat, Schema, Share
+from rlhf_core.schemas.scoring_models import ModelName, ScoringModelSpec
+
+_REWARD_METRICS = frozenset(
+    {"mean", "std", "max", "min", "failed_share", "cut_share", "length_correlation", "length_slope"}
+)
+"""Metrics of all rewards together."""
+
+
+class RewardSpec(Schema):
+    """What a completion is worth."""
+
+    functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
+    """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
+    one number per completion. They count beside `reward.models`; give an empty list for reward models alone."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function in the sum; empty for 1 each. One with weight 0 is only measured."""
+    models: dict[ModelName, ScoringModelSpec] = {}
+    """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
+    timeout_s: NonNegativeFloat = 180.0
+    """Longest call of one function, for all completions of a rank in one step, in seconds. Functions run in a process
+    beside each rank; one that takes longer is killed there with all that it has started. 0 calls them in the trainer's
+    own process, without a limit: one that hangs or crashes takes the rank along."""
+    on_failure: Literal["stop", "zero"] = "stop"
+    """Consequence of a function that raises, crashes, takes too long or returns no number for a completion: `stop` the
+    run with an error that names the completion, or count the completion as `zero`, warn and go on."""
+    max_failed_share: Share = 0.1
+    """Share of a rank's completions of one step that may be counted as zero; more of them stop the run. One always
+    may."""
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if not self.functions and not self.models:
+            raise ValueError(
+                "found neither reward.functions nor reward.models; give at least one module:function, or a "
+                "reward model as [reward.models.<name>]"
+            )
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"found {len(self.weights)} reward.weights for {len(self.functions)} reward.functions; "
+                f"give one each, or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_have_one_meaning(self) -> Self:
+        taken = _REWARD_METRICS | {function.partition(":")[2] for function in self.functions}
+        for name in self.models:
+            if name in taken:
+                raise ValueError(
+                    f"found reward.models.{name}, but reward/{name} is another metric; choose another name"
+                )
+        return self

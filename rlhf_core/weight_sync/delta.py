@@ -1,0 +1,212 @@
+"""Sparse deltas: the elements that have changed since the version in force, in place of the whole weights.
+
+At the learning rates of RL, a step of AdamW moves most bf16 weights by less than half of their last bit, so that nearly
+all of them stay bitwise what they were. Of each tensor is sent whatever is smallest: the values that have changed, in
+the tensor's own type, each with its distance from the one before in 16 bits; or the whole tensor; or nothing.
+
+Elements are compared by their bits, and the digest of the whole result is verified in the engine: a delta either gives
+exactly the trainer's weights or is refused.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry
+from rlhf_core.weight_sync.base import Beat
+from rlhf_core.weight_sync.layout import (
+    bucket_bytes_for,
+    buckets_of,
+    bytes_of,
+    checksum,
+    digest_of,
+    matched,
+    tensors_of,
+)
+
+GAPS, VALUES = "#gaps", "#values"
+"""Suffixes of the two parts of a sparse tensor."""
+FULL_EVERY = 50
+"""Versions after which the whole weights are sent again, whether or not a delta could be."""
+
+_LARGEST_GAP = 1 << 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode_changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """Changed elements of a tensor: gaps ``[n]`` (int16, read as unsigned) and values ``[n]`` in its own type.
+
+    A gap is the distance from the element before, less one. Where it has no room in 16 bits, elements in between are
+    sent too, with the value they have.
+
+    Args:
+        new: contiguous, of any shape.
+        old: likewise, of the same type and shape.
+    """
+    bits = _bits(new)
+    changed = (bits != _bits(old)).nonzero().squeeze(-1)
+    steps = torch.diff(changed, prepend=changed.new_tensor([-1]))
+    fillers = (steps - 1) // _LARGEST_GAP  # sent elements in front of each changed one
+    gaps = torch.full((len(changed) + int(fillers.sum()),), _LARGEST_GAP - 1, dtype=torch.int64)
+    gaps[torch.arange(len(changed)) + fillers.cumsum(0)] = (steps - 1) % _LARGEST_GAP
+    return gaps.to(torch.int16), bits[_places(gaps)].view(new.dtype)
+
+
+def decode_places(gaps: Tensor) -> Tensor:
+    """Flat indices ``[n]`` int64 of the elements with these gaps."""
+    return _places(gaps.to(torch.int64) & 0xFFFF)
+
+
+def _places(gaps: Tensor) -> Tensor:
+    return (gaps + 1).cumsum(0) - 1
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The version that the engines have in force, as the sender knows it."""
+
+    manifest: Manifest
+    digest: str
+    receivers: frozenset[str]
+
+
+class DeltaEncoder:
+    """The sender's copy of the last version, in main memory, and what has changed since."""
+
+    def __init__(self, full_every: int = FULL_EVERY) -> None:
+        """Have no copy yet.
+
+        Args:
+            full_every: versions after which the whole weights are sent again; 1 sends no delta.
+        """
+        self._full_every = full_every
+        self._row = torch.empty(0, dtype=torch.uint8)
+        self._base: _Base | None = None
+        self._layout: Manifest | None = None
+        self._deltas = 0
+
+    def encode(
+        self, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], receivers: Sequence[str], beat: Beat
+    ) -> tuple[Manifest, Iterator[tuple[str, Tensor]]]:
+        """Manifest and weights of a delta where all receivers have its base, otherwise those given.
+
+        The whole weights are copied as they are sent; for a delta, they are gone through here.
+        """
+        base, self._base, self._layout = self._base, None, manifest
+        if base is None or not self._suits(base, manifest, receivers):
+            if len(self._row) != manifest.total_bytes:
+                self._row = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+            self._deltas = 0
+            return manifest, self._copied(manifest, weights)
+        parts = self._changes(manifest, weights, beat)
+        self._deltas += 1
+        entries = tuple(
+            TensorEntry(name=name, dtype=str(part.dtype).removeprefix("torch."), shape=tuple(part.shape))
+            for name, part in parts.items()
+        )
+        delta = Manifest(
+            version=manifest.version,
+            tensors=entries,
+            bucket_bytes=bucket_bytes_for(entries),
+            base_version=base.manifest.version,
+            base_digest=base.digest,
+            result_digest=row_digest(manifest, self._row, beat),
+        )
+        return delta, iter(parts.items())
+
+    def _suits(self, base: _Base, manifest: Manifest, receivers: Sequence[str]) -> bool:
+        is_like_base = base.manifest.model_copy(update={"version": manifest.version}) == manifest
+        return is_like_base and base.receivers >= set(receivers) and self._deltas + 1 < self._full_every
+
+    def _copied(self, manifest: Manifest, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        copies = tensors_of(manifest, self._row)
+        for entry, tensor in matched(manifest, weights):
+            copies[entry.name].copy_(tensor.detach())
+            yield entry.name, copies[entry.name]
+
+    def _changes(self, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], beat: Beat) -> dict[str, Tensor]:
+        """Parts of the delta by name; afterwards the copy is the new version."""
+        copies = tensors_of(manifest, self._row)
+        parts: dict[str, Tensor] = {}
+        for entry, tensor in matched(manifest, weights):
+            old, new = copies[entry.name], tensor.detach().to("cpu").contiguous()
+            gaps, values = encode_changes(new, old)
+            old.copy_(new)
+            if len(bytes_of(gaps)) + len(bytes_of(values)) >= entry.num_bytes > 0:
+                parts[entry.name] = old
+            elif len(gaps):
+                parts |= {entry.name + GAPS: gaps, entry.name + VALUES: values}
+            beat()
+        return parts
+
+    def settle(self, sent: SentVersion, in_force: Collection[str]) -> None:
+        """Take note of the engines that have the last version in force: a delta is against it."""
+        if self._layout is not None and sent.version == self._layout.version:
+            self._base = _Base(self._layout, sent.digest, frozenset(in_force))
+
+
+def row_digest(manifest: Manifest, row: Tensor, beat: Beat) -> str:
+    """Digest of a row of bytes in main memory."""
+
+    def checksums() -> Iterator[bytes]:
+        for bucket in buckets_of(manifest, row):
+            yield checksum(bucket)
+            beat()
+
+    return digest_of(manifest, checksums())
+
+
+@dataclass(frozen=True)
+class AppliedDelta:
+    """A delta in an engine's copy of the weights."""
+
+    names: tuple[str, ...]
+    """Tensors with changes."""
+    undo: Callable[[], None]
+    """Puts the base back."""
+
+
+def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row: Tensor) -> AppliedDelta:
+    """Change a row of bytes in place.
+
+    Args:
+        delta: manifest of the delta.
+        parts: its tensors by name.
+        layout: manifest of the whole weights in ``row``.
+
+    Raises:
+        WeightSyncFailed: it does not fit the row. The row is as it was.
+    """
+    whole = tensors_of(layout, row)
+    before: list[tuple[Tensor, Tensor | slice, Tensor]] = []
+    names = []
+
+    def undo() -> None:
+        for target, places, values in reversed(before):
+            target[places] = values
+
+    for entry in delta.tensors:
+        name = entry.name.removesuffix(GAPS)
+        if name.endswith(VALUES):
+            continue
+        target = _bits(whole[name])
+        places: Tensor | slice = slice(None)
+        if name != entry.name:
+            places = decode_places(parts[entry.name])
+            if int(places[-1]) >= len(target):
+                undo()
+                raise WeightSyncFailed(
+                    f"found a change of element {int(places[-1])} of {name}, expected one of its {len(target)}"
+                )
+        before.append((target, places, target[places].clone()))
+        target[places] = _bits(parts[name if name == entry.name else name + VALUES])
+        names.append(name)
+    return AppliedDelta(tuple(names), undo)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Elements ``[n]`` of a contiguous tensor as integers: every type can be compared and indexed so."""
+    return tensor.view(-1).view(_INTEGERS[tensor.element_size()])

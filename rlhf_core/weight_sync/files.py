@@ -1,0 +1,177 @@
+"""A file system that trainer and engines share: the fallback where processes reach each other in no other way.
+
+Every version is a folder of safetensors files, which engines can also load by their own means, and ``COMPLETE``,
+written last, with the checksums of the buckets that the same weights have on any other way.
+"""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Manifest, Offer, Transport
+from rlhf_core.weight_sync.base import Beat, Weights
+from rlhf_core.weight_sync.layout import buckets_of, checksum, packed, tensors_of
+from rlhf_core.whole_files import write_text
+
+COMPLETE, ABANDONED = "COMPLETE", "ABANDONED"
+SHARD_BYTES = 1 << 30
+"""Size of a file; the trainer holds one in main memory."""
+POLL_INTERVAL_S = 0.05
+
+
+class FilesOutgoing:
+    """The trainer's half."""
+
+    def __init__(self, name: str, folder: Path, *, stall_timeout_s: float = 300.0) -> None:
+        """Write nothing yet.
+
+        Args:
+            name: name of this process, for messages.
+            folder: folder of its own for versions; the two newest are kept.
+            stall_timeout_s: longest time in which an engine sees no file grow.
+        """
+        self._name, self._folder, self._timeout_s = name, folder, stall_timeout_s
+        self._cancelled = threading.Event()
+
+    def offer(self, manifest: Manifest, receivers: Sequence[str]) -> list[Offer]:
+        """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        path = self._path(manifest.version)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        for old in sorted(self._folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._cancelled.clear()
+        return [
+            Offer(
+                transport=Transport.FILES,
+                manifest=manifest,
+                sender=self._name,
+                receivers=tuple(receivers),
+                place=place,
+                session=self._name,
+                path=str(path),
+                stall_timeout_s=self._timeout_s,
+            )
+            for place in range(len(receivers))
+        ]
+
+    def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
+        """Write a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
+
+        Raises:
+            WeightSyncFailed: also where the file system takes no more.
+        """
+        path = self._path(manifest.version)
+        buffer = torch.empty(manifest.bucket_bytes, dtype=torch.uint8)
+        shards = _Shards(path)
+        found = []
+        try:
+            for _, bucket in packed(manifest, self._recorded(weights, shards), lambda _: buffer):
+                found.append(checksum(bucket))
+                beat()
+            shards.write()
+            write_text(path / COMPLETE, json.dumps([one.hex() for one in found]))
+        except BaseException as error:
+            (path / ABANDONED).touch()
+            if isinstance(error, OSError | SafetensorError):
+                raise WeightSyncFailed(f"{path} cannot be written: {error}", self._name) from error
+            raise
+        return found
+
+    def _recorded(self, weights: Weights, shards: "_Shards") -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if self._cancelled.is_set():
+                raise WeightSyncFailed("sending was cancelled: an engine has failed")
+            yield name, shards.add(name, tensor)
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{version:08d}"
+
+    def cancel(self) -> None:
+        """Have :meth:`send` fail at its next tensor."""
+        self._cancelled.set()
+
+    def reset(self) -> None:
+        """Nothing to do: engines keep nothing."""
+
+    def close(self) -> None:
+        """Leave the versions where they are."""
+
+
+class _Shards:
+    """Tensors on their way into files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: dict[str, Tensor] = {}
+        self._bytes = self._written = 0
+
+    def add(self, name: str, tensor: Tensor) -> Tensor:
+        """Take a copy of a tensor; the copy."""
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        if self._waiting and self._bytes + copy.nbytes > SHARD_BYTES:
+            self.write()
+        self._waiting[name] = copy
+        self._bytes += copy.nbytes
+        return copy
+
+    def write(self) -> None:
+        """Write what waits."""
+        if self._waiting:
+            self._written += 1
+            save_file(self._waiting, self._folder / f"weights-{self._written:05d}.safetensors")
+        self._waiting, self._bytes = {}, 0
+
+
+class FilesIncoming:
+    """An engine's half."""
+
+    def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
+        """Read a version; see :class:`rlhf_core.weight_sync.base.Incoming`."""
+        path = Path(offer.path)
+        _await_complete(offer, path, beat)
+        row.zero_()  # the gaps between tensors count too
+        targets = tensors_of(offer.manifest, row)
+        try:
+            expected = [bytes.fromhex(text) for text in json.loads((path / COMPLETE).read_bytes())]
+            for file in sorted(path.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - not a mapping
+                        targets.pop(name).copy_(opened.get_tensor(name))
+                beat()
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise WeightSyncFailed(f"{path} cannot be read: {error}", offer.sender) from error
+        found = [checksum(bucket) for bucket in buckets_of(offer.manifest, row)]
+        if targets or found != expected:
+            what = f"without {next(iter(targets))}" if targets else "damaged"
+            raise WeightSyncFailed(f"version {offer.manifest.version} in {path} is {what}; send it again", offer.sender)
+        return found
+
+    def close(self) -> None:
+        """Nothing is held between versions."""
+
+
+def _await_complete(offer: Offer, path: Path, beat: Beat) -> None:
+    seen: list[tuple[str, int]] = []
+    deadline = time.monotonic() + offer.stall_timeout_s
+    while not (path / COMPLETE).exists():
+        if (path / ABANDONED).exists() or not path.exists():
+            raise WeightSyncFailed(f"{offer.sender} has given version {offer.manifest.version} up", offer.sender)
+        found = [(file.name, file.stat().st_size) for file in path.iterdir()]
+        if found != seen:
+            seen, deadline = found, time.monotonic() + offer.stall_timeout_s
+        if time.monotonic() > deadline:
+            raise WeightSyncFailed(
+                f"{offer.sender} has written nothing to {path} for {offer.stall_timeout_s:g} s", offer.sender
+            )
+        beat()
+        time.sleep(POLL_INTERVAL_S)

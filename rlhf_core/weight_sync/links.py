@@ -1,0 +1,142 @@
+"""A link between two processes: a torch process group of two, beside whatever groups they are in.
+
+A group of two in place of one of all, because it names the process that is lost, needs no connections but those of the
+chain, and a failure leaves the other links as they are.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from rlhf_core.errors import WeightSyncFailed
+
+CONNECT_TIMEOUT_S = 20.0
+"""Longest wait for the other end of a link to appear."""
+_GLOO_TIMEOUT_S = 4.0
+"""Gloo waits five times as long for a connection. Messages have a limit of their own."""
+_LAST_MESSAGE_TIMEOUT_S = 2.0
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """Wait until its memory may be used: it has been sent, or has arrived.
+
+        Raises:
+            WeightSyncFailed: the other end is lost or silent.
+        """
+
+
+class Link:
+    """One way from a process to the next one in the chain, over gloo."""
+
+    def __init__(
+        self, store: Store, key: str, *, is_source: bool, address: str, peer: str, stall_timeout_s: float
+    ) -> None:
+        """Connect; blocks until the other end has come.
+
+        Args:
+            key: name of the link, the same at both ends and used once.
+            is_source: True at the end that sends.
+            address: own address, at which the other end reaches this process.
+            peer: name of the process at the other end, for messages.
+            stall_timeout_s: longest wait for one message.
+
+        Raises:
+            WeightSyncFailed: it has not come.
+        """
+        self._peer = peer
+        self._timeout = timedelta(seconds=stall_timeout_s)
+        gloo: Any = ProcessGroupGloo  # torch's stubs leave out what is used here
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=_GLOO_TIMEOUT_S)
+        options._devices = [gloo.create_device(hostname=address)]
+        options._threads = 1
+        self._other = int(is_source)
+        place = PrefixStore(key, store)
+        try:
+            place.set(f"here/{1 - self._other}", "")
+            place.wait([f"here/{self._other}"], timedelta(seconds=CONNECT_TIMEOUT_S))
+            self._group: Any = gloo(place, 1 - self._other, 2, options)
+        except RuntimeError as error:
+            raise WeightSyncFailed(f"no link with {peer} was made: {_first_line(error)}", peer) from error
+
+    def send(self, message: Tensor, tag: int) -> Pending:
+        """Begin to send bytes; they must stay as they are until the message is waited for."""
+        return self._begin(lambda: self._group.send([message], self._other, tag))
+
+    def receive(self, message: Tensor, tag: int) -> Pending:
+        """Begin to receive the message of this tag, which has as many bytes as ``message``."""
+        return self._begin(lambda: self._group.recv([message], self._other, tag))
+
+    def post(self, message: Tensor, tag: int) -> None:
+        """Send a last message; no error where the other end is gone."""
+        with contextlib.suppress(RuntimeError):
+            self._group.send([message], self._other, tag).wait(timedelta(seconds=_LAST_MESSAGE_TIMEOUT_S))
+
+    def _begin(self, begin: Callable[[], Work]) -> "_PendingWork":
+        try:
+            return _PendingWork(begin(), self._peer, self._timeout)
+        except RuntimeError as error:
+            raise _lost(self._peer, error) from error
+
+
+class _PendingWork:
+    """A message of gloo."""
+
+    def __init__(self, work: Work, peer: str, timeout: timedelta) -> None:
+        self._work, self._peer, self._timeout = work, peer, timeout
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise _lost(self._peer, error, self._timeout) from error
+
+
+def listen(address: str) -> TCPStore:
+    """Open the store at which links are arranged, on a free port.
+
+    Args:
+        address: own address, at which the other processes reach this one.
+    """
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT_S))
+
+
+def reach(address: str, port: int, owner: str) -> TCPStore:
+    """Connect to the store of another process.
+
+    Raises:
+        WeightSyncFailed: it does not answer.
+    """
+    timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    try:
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise WeightSyncFailed(f"{owner} does not answer at {address}:{port}: {_first_line(error)}", owner) from error
+
+
+def own_address(towards: str) -> str:
+    """Address of this host on the way to another one."""
+    family = socket.getaddrinfo(towards, 9)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # nothing is sent: the kernel chooses the interface
+        return str(probe.getsockname()[0])
+
+
+def _lost(peer: str, error: RuntimeError, timeout: timedelta | None = None) -> WeightSyncFailed:
+    text = _first_line(error)
+    if timeout is not None and "Timed out" in text:
+        return WeightSyncFailed(f"{peer} took and sent nothing for {timeout.total_seconds():g} s", peer)
+    return WeightSyncFailed(f"{peer} is lost: {text}", peer)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0].partition("] ")[2].partition(". This is")[0] or str(error).splitlines()[0]

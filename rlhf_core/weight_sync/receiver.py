@@ -1,0 +1,159 @@
+"""An engine's side of weight sync: staging, verification, commit."""
+
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, Transport
+from rlhf_core.weight_sync.base import Beat, Incoming, StagedVersion
+from rlhf_core.weight_sync.broadcast import BroadcastIncoming
+from rlhf_core.weight_sync.delta import AppliedDelta, apply_delta, row_digest
+from rlhf_core.weight_sync.files import FilesIncoming
+from rlhf_core.weight_sync.layout import aliases_of, digest_of, tensors_of
+from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
+
+
+class Staged:
+    """A version in staging; see :class:`rlhf_core.weight_sync.base.StagedVersion`."""
+
+    def __init__(self, receipt: Receipt, layout: Manifest, row: Tensor, delta: AppliedDelta | None) -> None:
+        self.receipt, self.layout, self.delta = receipt, layout, delta
+        self._row = row
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names of tied tensors, with the name that each is tied to."""
+        return aliases_of(self.layout)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors; of a delta, those with changes."""
+        changed = None if self.delta is None else set(self.delta.names)
+        for name, tensor in tensors_of(self.layout, self._row).items():
+            if changed is None or name in changed:
+                yield name, tensor
+
+
+class Receiver:
+    """The staging area of one engine, in its main memory: one copy of the weights, used for every version.
+
+    The copy stays after a commit, as the base of the next delta. While a version comes in it is no base, and the engine
+    has its own weights to serve with.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Have no version yet.
+
+        Args:
+            name: name of the engine, as offers have it.
+        """
+        self.name = name
+        self.version: int | None = None
+        self._row: Tensor | None = None
+        self._base: Staged | None = None
+        self._staged: Staged | None = None
+        self._ways: dict[Transport, Incoming] = {}
+
+    def receive(self, offer: Offer, beat: Beat) -> StagedVersion:
+        """Take a version into staging; blocks until it is there and verified.
+
+        Raises:
+            WeightSyncFailed: it is not; nothing of it is kept. ``peer`` names the process that is to blame.
+        """
+        if offer.receiver != self.name:
+            raise WeightSyncFailed(f"found an offer for {offer.receiver}, expected one for {self.name}", self.name)
+        self._drop()
+        begin = time.perf_counter()
+        manifest = offer.manifest
+        if manifest.is_delta:
+            staged = self._receive_delta(offer, begin, beat)
+        else:
+            self._base = None
+            row = self._take_row(manifest.total_bytes)
+            digest = digest_of(manifest, self._filled(offer, row, beat))
+            self._row = row
+            staged = Staged(self._receipt(manifest, digest, begin), manifest, row, None)
+        self._staged = staged
+        return staged
+
+    def is_ready(self, version: int) -> bool:
+        """True if this version is staged."""
+        return self._staged is not None and self._staged.receipt.version == version
+
+    def commit(self, version: int) -> StagedVersion:
+        """Take the staged version as the one in force; the caller now loads it.
+
+        Raises:
+            WeightSyncFailed: another version is staged, or none.
+        """
+        if self._staged is None or not self.is_ready(version):
+            found = "none" if self._staged is None else f"version {self._staged.receipt.version}"
+            raise WeightSyncFailed(f"{self.name} has {found} staged, and is to commit version {version}", self.name)
+        self._base, self._staged, self.version = self._staged, None, version
+        return self._base
+
+    def abort(self, version: int) -> None:
+        """Drop a staged version. Harmless where it is not staged."""
+        if self.is_ready(version):
+            self._drop()
+
+    def close(self) -> None:
+        """Give back memory and links."""
+        for way in self._ways.values():
+            way.close()
+        self._ways, self._row, self._base, self._staged = {}, None, None, None
+
+    def _receive_delta(self, offer: Offer, begin: float, beat: Beat) -> Staged:
+        manifest, base, row = offer.manifest, self._base, self._row
+        found = None if base is None else (base.receipt.version, base.receipt.digest)
+        if base is None or row is None or found != (manifest.base_version, manifest.base_digest):
+            raise WeightSyncFailed(
+                f"{self.name} has {'no version' if found is None else f'version {found[0]} ({found[1]})'} as base, and "
+                f"the delta of version {manifest.version} is against version {manifest.base_version} "
+                f"({manifest.base_digest}); send the whole weights",
+                self.name,
+            )
+        parts_row = torch.empty(manifest.total_bytes, dtype=torch.uint8)
+        self._filled(offer, parts_row, beat)
+        applied = apply_delta(manifest, tensors_of(manifest, parts_row), base.layout, row)
+        digest = row_digest(base.layout, row, beat)
+        if digest != manifest.result_digest:
+            applied.undo()
+            raise WeightSyncFailed(
+                f"the weights of version {manifest.version} have digest {digest} after the delta, expected "
+                f"{manifest.result_digest}; send the whole weights",
+                self.name,
+            )
+        return Staged(self._receipt(manifest, digest, begin), base.layout, row, applied)
+
+    def _filled(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
+        way = self._ways.setdefault(offer.transport, _INCOMING[offer.transport]())
+        return way.fill(offer, row, beat)
+
+    def _take_row(self, size: int) -> Tensor:
+        """Memory for a version. It is kept only once filled: after a failure the way may still write to it."""
+        row, self._row = self._row, None
+        return row if row is not None and len(row) == size else torch.empty(size, dtype=torch.uint8)
+
+    def _receipt(self, manifest: Manifest, digest: str, begin: float) -> Receipt:
+        return Receipt(
+            receiver=self.name,
+            version=manifest.version,
+            digest=digest,
+            bytes_received=manifest.total_bytes,
+            wire_s=time.perf_counter() - begin,
+        )
+
+    def _drop(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.delta is not None:
+            staged.delta.undo()
+
+
+_INCOMING: dict[Transport, type[Incoming]] = {
+    Transport.BROADCAST: BroadcastIncoming,
+    Transport.SHARED_MEMORY: SharedMemoryIncoming,
+    Transport.FILES: FilesIncoming,
+}

@@ -1,0 +1,144 @@
+"""One sync over all engines, driven by the trainer: offers, weights, receipts, commit."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Offer, TensorEntry, WeightSyncReport
+from rlhf_core.weight_sync.base import Beat, EngineControl, Weights, require_agreement
+from rlhf_core.weight_sync.sender import Sender
+
+BEAT_INTERVAL_S = 0.5
+"""Seconds between two beats while engines are waited for."""
+
+_Answer = TypeVar("_Answer")
+
+
+def synchronize(
+    sender: Sender,
+    engines: Sequence[EngineControl],
+    version: int,
+    tensors: Sequence[TensorEntry],
+    weights: Weights,
+    beat: Beat,
+) -> WeightSyncReport:
+    """Bring a version into force on all engines, or on none.
+
+    No engine is told to commit before every engine has staged and verified the version and has said so once more. An
+    engine that is lost between that moment and its commit is named in the report: the others have the version in force,
+    and it has none, for it has to be restarted.
+
+    Args:
+        weights: see :meth:`Sender.offer`.
+
+    Raises:
+        WeightSyncFailed: the version is in force nowhere, and the one before it is where it was. ``peer`` names the
+            process that is to blame.
+    """
+    with ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="weight-sync") as pool:
+        offers = sender.offer(version, tensors, weights, [engine.name for engine in engines], beat)
+        try:
+            report = _transfer(sender, engines, offers, pool, beat)
+            _require_ready(engines, version, pool, beat)
+        except BaseException:
+            _abort(engines, version, pool, beat)
+            raise
+        applied, lost = _outcomes(engines, lambda engine: engine.commit(version), pool, beat)
+    report = report.model_copy(
+        update={"applied": tuple(applied.values()), "lost": {name: str(error) for name, error in lost.items()}}
+    )
+    sender.settle(report.sent, applied)
+    if lost:
+        sender.reset()
+    return report
+
+
+def culprit(failures: Mapping[str, Exception], sender: str) -> str:
+    """Name of the process that a failed transfer goes back to.
+
+    An engine whose control channel is lost comes first. A loss on the way is seen by neighbours too: each failure that
+    names a peer is followed to that peer, as long as that one names another. The sender gives up when an engine has
+    failed, so it is to blame only where nothing else is.
+
+    Args:
+        failures: errors by the name of the process that has them; at least one.
+        sender: name of the sender.
+    """
+    silent = [name for name, error in failures.items() if not isinstance(error, WeightSyncFailed)]
+    ends = [*silent, *(_followed(name, failures) for name in failures)]
+    return next((name for name in ends if name != sender), sender)
+
+
+def _followed(name: str, failures: Mapping[str, Exception]) -> str:
+    seen = set[str]()
+    while name in failures and name not in seen:
+        seen.add(name)
+        name = getattr(failures[name], "peer", "") or name
+    return name
+
+
+def _transfer(
+    sender: Sender, engines: Sequence[EngineControl], offers: Sequence[Offer], pool: ThreadPoolExecutor, beat: Beat
+) -> WeightSyncReport:
+    """Send the weights while every engine receives; the report so far, all receipts agreeing."""
+    offer_of = dict(zip((engine.name for engine in engines), offers, strict=True))
+    receiving = {engine.name: pool.submit(engine.receive, offer_of[engine.name]) for engine in engines}
+    for future in receiving.values():
+        future.add_done_callback(lambda done: sender.cancel() if done.exception() else None)
+    failures: dict[str, Exception] = {}
+    sent = None
+    try:
+        sent = sender.send(beat)
+    except WeightSyncFailed as error:
+        failures[offers[0].sender] = error
+    receipts, refused = _waited(receiving, beat)
+    failures |= refused
+    if sent is None or failures:
+        raise _failure_of(failures, offers[0].sender)
+    require_agreement(sent, list(receipts.values()), list(offer_of))
+    return WeightSyncReport(sent=sent, receipts=tuple(receipts.values()), applied=())
+
+
+def _failure_of(failures: Mapping[str, Exception], sender: str) -> WeightSyncFailed:
+    """Failure of a transfer: of the process to blame, with what all others say."""
+    name = culprit(failures, sender)
+    told = failures.get(name) or next(error for error in failures.values() if getattr(error, "peer", "") == name)
+    others = "; ".join(f"{process}: {error}" for process, error in failures.items() if error is not told)
+    text = f"{told}" if isinstance(told, WeightSyncFailed) else f"{name} is lost: {told}"
+    return WeightSyncFailed(f"{text}{f' ({others})' if others else ''}", name)
+
+
+def _require_ready(engines: Sequence[EngineControl], version: int, pool: ThreadPoolExecutor, beat: Beat) -> None:
+    answers, failures = _outcomes(engines, lambda engine: engine.is_ready(version), pool, beat)
+    for engine in engines:
+        if not answers.get(engine.name, False):
+            reason = failures.get(engine.name, f"it has version {version} not staged any more")
+            raise WeightSyncFailed(f"{engine.name} was lost before the commit: {reason}", engine.name)
+
+
+def _abort(engines: Sequence[EngineControl], version: int, pool: ThreadPoolExecutor, beat: Beat) -> None:
+    """Have all engines drop the version, those aside that are lost."""
+    _outcomes(engines, lambda engine: engine.abort(version), pool, beat)
+
+
+def _outcomes(
+    engines: Iterable[EngineControl], call: Callable[[EngineControl], _Answer], pool: ThreadPoolExecutor, beat: Beat
+) -> tuple[dict[str, _Answer], dict[str, Exception]]:
+    """Answers and errors of a call to each engine, all at once."""
+    return _waited({engine.name: pool.submit(call, engine) for engine in engines}, beat)
+
+
+def _waited(calls: Mapping[str, "Future[_Answer]"], beat: Beat) -> tuple[dict[str, _Answer], dict[str, Exception]]:
+    pending: set[Future[_Answer]] = set(calls.values())
+    while pending:
+        pending = wait(pending, timeout=BEAT_INTERVAL_S).not_done
+        beat()
+    answers: dict[str, _Answer] = {}
+    failures: dict[str, Exception] = {}
+    for name, call in calls.items():
+        try:
+            answers[name] = call.result()
+        except (WeightSyncFailed, OSError) as error:
+            failures[name] = error
+    return answers, failures

@@ -1,0 +1,209 @@
+"""Shared memory, for engines on the trainer's host: the trainer writes each bucket once, every engine copies it out.
+
+The file lies in a file system in memory and is used for every version. In front of the row of bytes stands a table: the
+version, the number of buckets that are there, and their checksums. The trainer holds a lock on a file beside it, which
+the kernel drops when it dies: an engine that waits for the next bucket and gets the lock knows.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.private_files import FILE_MODE
+from rlhf_core.schemas.weight_sync import Manifest, Offer, Transport
+from rlhf_core.weight_sync.base import Beat, Weights
+from rlhf_core.weight_sync.layout import buckets_of, checksum, packed
+
+MEMORY = Path("/dev/shm")
+POLL_INTERVAL_S = 0.001
+LOCK_TIMEOUT_S = 1.0
+ABANDONED = -1
+"""Number of buckets in the table of a version that was given up."""
+
+_VERSION, _BUCKETS = 0, 1
+_TABLE_BYTES = 16
+
+
+class _Area:
+    """One version in a mapped file."""
+
+    def __init__(self, file: int, manifest: Manifest) -> None:
+        table = _TABLE_BYTES + 16 * manifest.num_buckets
+        begin = -(-table // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size = begin + manifest.total_bytes
+        if os.fstat(file).st_size < self.size:
+            os.truncate(file, self.size)
+        whole = torch.frombuffer(mmap.mmap(file, self.size), dtype=torch.uint8)
+        self.state = whole[:_TABLE_BYTES].view(torch.int64)
+        self.checksums = whole[_TABLE_BYTES:table].view(-1, 16)
+        self.row = whole[begin:]
+
+
+class SharedMemoryOutgoing:
+    """The trainer's half."""
+
+    def __init__(self, name: str, *, folder: Path = MEMORY, stall_timeout_s: float = 60.0) -> None:
+        """Take over the file of an earlier process of this name, or make it.
+
+        Args:
+            name: name of this process: of its file, and for messages.
+            folder: folder in a file system in memory, seen by all engines.
+            stall_timeout_s: longest wait of an engine for the next bucket.
+
+        Raises:
+            WeightSyncFailed: another process of this name has the file.
+        """
+        self._name, self._timeout_s = name, stall_timeout_s
+        self._path = folder / f"rlhf-weights-{name}"
+        self._lock = os.open(_lock_path(self._path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            _take(self._lock)
+        except OSError as error:
+            os.close(self._lock)
+            raise WeightSyncFailed(f"another process sends weights as {name} ({self._path})", name) from error
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._area: _Area | None = None
+        self._cancelled = threading.Event()
+
+    def offer(self, manifest: Manifest, receivers: Sequence[str]) -> list[Offer]:
+        """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        self._area = _Area(self._file, manifest)
+        self._area.state[_BUCKETS] = 0
+        self._area.state[_VERSION] = manifest.version
+        self._cancelled.clear()
+        return [
+            Offer(
+                transport=Transport.SHARED_MEMORY,
+                manifest=manifest,
+                sender=self._name,
+                receivers=tuple(receivers),
+                place=place,
+                session=self._name,
+                path=str(self._path),
+                stall_timeout_s=self._timeout_s,
+            )
+            for place in range(len(receivers))
+        ]
+
+    def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
+        """Write a version, packed in place; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        area = self._area
+        assert area is not None, "offer before send"
+        buckets = list(buckets_of(manifest, area.row))
+        found = []
+        try:
+            for index, bucket in packed(manifest, weights, buckets.__getitem__):
+                if self._cancelled.is_set():
+                    raise WeightSyncFailed("sending was cancelled: an engine has failed")
+                found.append(checksum(bucket))
+                area.checksums[index] = torch.frombuffer(bytearray(found[-1]), dtype=torch.uint8)
+                area.state[_BUCKETS] = index + 1
+                beat()
+        except BaseException:
+            area.state[_BUCKETS] = ABANDONED
+            raise
+        return found
+
+    def cancel(self) -> None:
+        """Have :meth:`send` fail at its next bucket."""
+        self._cancelled.set()
+
+    def reset(self) -> None:
+        """Nothing to do: engines keep nothing."""
+
+    def close(self) -> None:
+        """Remove the file; memory is given back when the last engine lets go of it."""
+        self._area = None
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        os.close(self._file)
+        os.close(self._lock)  # its file stays: a lock on a file that is gone would keep no successor out
+
+
+class SharedMemoryIncoming:
+    """An engine's half."""
+
+    def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
+        """Copy a version out; see :class:`rlhf_core.weight_sync.base.Incoming`."""
+        path = Path(offer.path)
+        with contextlib.ExitStack() as opened:
+            try:
+                file, lock = (os.open(one, os.O_RDWR | os.O_CLOEXEC) for one in (path, _lock_path(path)))
+            except OSError as error:
+                raise WeightSyncFailed(
+                    f"{path} cannot be opened ({error.strerror}); engines on other hosts need another way", offer.sender
+                ) from error
+            opened.callback(os.close, file)
+            opened.callback(os.close, lock)
+            return self._copied(offer, _Area(file, offer.manifest), lock, row, beat)
+
+    def _copied(self, offer: Offer, area: _Area, lock: int, row: Tensor, beat: Beat) -> list[bytes]:
+        found = []
+        source = list(buckets_of(offer.manifest, area.row))
+        for index, bucket in enumerate(buckets_of(offer.manifest, row)):
+            self._wait(offer, area, lock, index)
+            bucket.copy_(source[index])
+            found.append(checksum(bucket))
+            if bytes(area.checksums[index].tolist()) != found[-1]:
+                raise WeightSyncFailed(
+                    f"bucket {index} of version {offer.manifest.version} is damaged in {offer.path}; send it again",
+                    offer.sender,
+                )
+            beat()
+        return found
+
+    def _wait(self, offer: Offer, area: _Area, lock: int, index: int) -> None:
+        deadline = time.monotonic() + offer.stall_timeout_s
+        while True:
+            version, there = area.state.tolist()
+            if version != offer.manifest.version or there == ABANDONED:
+                raise WeightSyncFailed(f"{offer.sender} has given version {offer.manifest.version} up", offer.sender)
+            if there > index:
+                return
+            if _is_free(lock):
+                raise WeightSyncFailed(f"{offer.sender} has died after {there} buckets", offer.sender)
+            if time.monotonic() > deadline:
+                raise WeightSyncFailed(
+                    f"{offer.sender} has written nothing for {offer.stall_timeout_s:g} s", offer.sender
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    def close(self) -> None:
+        """Nothing is held between versions."""
+
+
+def _lock_path(path: Path) -> Path:
+    # Of its own: a process loses its locks on a file when it closes any descriptor of it, and a mapping has one.
+    return path.with_name(f"{path.name}.lock")
+
+
+def _take(lock: int) -> None:
+    """Take the lock; an engine that looks after it holds it for a moment."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _is_free(lock: int) -> bool:
+    """True if no other process holds the lock."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.lockf(lock, fcntl.LOCK_UN)
+    return True

@@ -1,0 +1,257 @@
+"""The processes of ``bench_sync.py``: one trainer, and engines that it reaches at their addresses.
+
+    python tests/benchmarks/sync_load.py engine ADDRESS PORT NAME
+    python tests/benchmarks/sync_load.py trainer JSON
+
+The *baseline* is the way of OpenRLHF #533: for every parameter a message to each engine (its name, type and shape), a
+broadcast from rank 0 over one gloo group of all, and an acknowledgement of each engine, before the next parameter. The
+messages are pickles over an open TCP connection, which is less than the calls of Ray cost that are used there.
+"""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
+from rlhf_core.weight_sync.layout import entries_of
+from rlhf_core.weight_sync.receiver import Receiver
+from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.session import synchronize
+
+KEY = b"bench"
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def qwen_shapes(hidden: int, intermediate: int, key_values: int, vocabulary: int) -> Shapes:
+    """The 290 weights of Qwen2.5-0.5B in bf16 (24 layers, tied head), in any width."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(24):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            f"{at}self_attn.q_proj.weight": (hidden, hidden),
+            f"{at}self_attn.q_proj.bias": (hidden,),
+            f"{at}self_attn.k_proj.weight": (key_values, hidden),
+            f"{at}self_attn.k_proj.bias": (key_values,),
+            f"{at}self_attn.v_proj.weight": (key_values, hidden),
+            f"{at}self_attn.v_proj.bias": (key_values,),
+            f"{at}self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}mlp.gate_proj.weight": (intermediate, hidden),
+            f"{at}mlp.up_proj.weight": (intermediate, hidden),
+            f"{at}mlp.down_proj.weight": (hidden, intermediate),
+            f"{at}input_layernorm.weight": (hidden,),
+            f"{at}post_attention_layernorm.weight": (hidden,),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    return {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
+
+
+MODELS: dict[str, Shapes] = {
+    "tiny": qwen_shapes(hidden=64, intermediate=256, key_values=32, vocabulary=4_000),
+    "small": qwen_shapes(hidden=192, intermediate=1024, key_values=64, vocabulary=32_000),
+    "0.1B": qwen_shapes(hidden=448, intermediate=2432, key_values=64, vocabulary=50_000),
+    "0.5B": qwen_shapes(hidden=896, intermediate=4864, key_values=128, vocabulary=151_936),
+}
+
+
+def zeros(shapes: Shapes) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+
+
+def num_bytes(shapes: Shapes) -> int:
+    """Bytes of a model."""
+    return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values())
+
+
+def send_at_once(pipe: Connection) -> None:
+    """Have the kernel hold no message back (Nagle's algorithm): it would cost either way 40 ms."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def gloo_group(store: TCPStore, rank: int, size: int, address: str) -> Any:
+    """One group of the trainer and all engines."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=60)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, size, options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An engine
+
+
+def run_engine(address: str, port: int, name: str) -> None:
+    """Serve until the trainer closes the connection."""
+    with Listener((address, port), authkey=KEY) as listener:
+        print("ready", flush=True)
+        with listener.accept() as pipe:
+            send_at_once(pipe)
+            serve(pipe, Receiver(name), address)
+
+
+def serve(pipe: Connection, receiver: Receiver, address: str) -> None:
+    """Answer the trainer."""
+    model: dict[str, Tensor] = {}
+    group: Any = None
+    while True:
+        try:
+            command, argument = pipe.recv()
+        except EOFError:
+            return
+        answer: Any = None
+        if command == "model":
+            model = zeros(MODELS[argument])
+        elif command == "receive":
+            answer = receiver.receive(Offer.model_validate_json(argument), lambda: None).receipt
+        elif command == "is_ready":
+            answer = receiver.is_ready(argument)
+        elif command == "commit":
+            begin = time.perf_counter()
+            for key, tensor in receiver.commit(argument).tensors():
+                model[key].copy_(tensor)
+            answer = AppliedVersion(receiver=receiver.name, version=argument, apply_s=time.perf_counter() - begin)
+        elif command == "join":
+            host, port, rank, size = argument
+            group = gloo_group(TCPStore(host, port, is_master=False), rank, size, address)
+        elif command == "parameter":
+            answer = take_parameter(group, model, argument)
+        elif command == "sum":
+            answer = sum(float(tensor.double().sum()) for tensor in model.values())
+        pipe.send(answer)
+
+
+def take_parameter(group: Any, model: dict[str, Tensor], what: tuple[str, torch.dtype, tuple[int, ...]]) -> float:
+    """Receive one parameter and load it; the seconds of loading."""
+    name, dtype, shape = what
+    weight = torch.empty(shape, dtype=dtype)
+    group.broadcast([weight]).wait()
+    begin = time.perf_counter()
+    model[name].copy_(weight)
+    return time.perf_counter() - begin
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trainer
+
+
+class RemoteEngine:
+    """Control channel to one engine."""
+
+    def __init__(self, name: str, address: str, port: int) -> None:
+        self.name = name
+        self.pipe = Client((address, port), authkey=KEY)
+        send_at_once(self.pipe)
+
+    def ask(self, command: str, argument: Any = None) -> Any:
+        self.pipe.send((command, argument))
+        return self.pipe.recv()
+
+    def receive(self, offer: Offer) -> Receipt:
+        receipt: Receipt = self.ask("receive", offer.model_dump_json())
+        return receipt
+
+    def is_ready(self, version: int) -> bool:
+        return bool(self.ask("is_ready", version))
+
+    def commit(self, version: int) -> AppliedVersion:
+        applied: AppliedVersion = self.ask("commit", version)
+        return applied
+
+    def abort(self, version: int) -> None:
+        raise WeightSyncFailed("a sync of a benchmark has failed")
+
+
+def run_trainer(settings: dict[str, Any]) -> dict[str, Any]:
+    """Sync some versions both ways; medians of seconds."""
+    shapes = MODELS[settings["model"]]
+    engines = [RemoteEngine(*engine) for engine in settings["engines"]]
+    for engine in engines:
+        engine.ask("model", settings["model"])
+    torch.manual_seed(0)
+    weights = {name: tensor.normal_(std=0.02) for name, tensor in zeros(shapes).items()}
+    found = sync_chain(settings, engines, weights)
+    if settings["baseline"]:
+        found |= sync_parameters(settings, engines, weights)
+    return found
+
+
+def sync_chain(settings: dict[str, Any], engines: list[RemoteEngine], weights: dict[str, Tensor]) -> dict[str, Any]:
+    sender = Sender(BroadcastOutgoing("trainer", settings["address"]), bucket_bytes=settings.get("bucket_bytes"))
+    layout = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
+    wire, apply, total = [], [], []
+    for version in range(settings["repeats"] + 1):
+        begin = time.perf_counter()
+        report = synchronize(sender, engines, version, layout, iter(weights.items()), lambda: None)
+        if version:  # the first one makes the links
+            wire.append(report.wire_s)
+            apply.append(report.apply_s)
+            total.append(time.perf_counter() - begin)
+        require_equal(engines, weights)
+        change(weights)
+    return {"wire": wire, "apply": apply, "total": total}
+
+
+def sync_parameters(
+    settings: dict[str, Any], engines: list[RemoteEngine], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    store = TCPStore(settings["address"], 0, is_master=True, wait_for_workers=False)
+    size = len(engines) + 1
+    for rank, engine in enumerate(engines, 1):
+        engine.pipe.send(("join", (settings["address"], store.port, rank, size)))
+    group = gloo_group(store, 0, size, settings["address"])
+    for engine in engines:
+        engine.pipe.recv()
+    total, apply = [], []
+    for round_number in range(max(1, settings["repeats"] - 1) + 1):
+        begin, loading = time.perf_counter(), [0.0] * len(engines)
+        for name, weight in weights.items():
+            for engine in engines:
+                engine.pipe.send(("parameter", (name, weight.dtype, tuple(weight.shape))))
+            group.broadcast([weight]).wait()
+            for index, engine in enumerate(engines):
+                loading[index] += engine.pipe.recv()
+        if round_number:
+            total.append(time.perf_counter() - begin)
+            apply.append(max(loading))
+        require_equal(engines, weights)
+        change(weights)
+    return {"baseline": total, "baseline_apply": apply}
+
+
+def change(weights: dict[str, Tensor]) -> None:
+    """Other weights for the next round."""
+    for tensor in weights.values():
+        tensor.view(-1)[: 1 + tensor.numel() // 100].mul_(-1)
+
+
+def require_equal(engines: list[RemoteEngine], weights: dict[str, Tensor]) -> None:
+    """A benchmark of something that does not work would say nothing."""
+    expected = sum(float(tensor.double().sum()) for tensor in weights.values())
+    for engine in engines:
+        assert abs(engine.ask("sum") - expected) < 1e-6 * max(1.0, abs(expected))
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
+    """Median of every measure."""
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "engine":
+        run_engine(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    else:
+        print(json.dumps(medians(run_trainer(json.loads(sys.argv[2])))), flush=True)

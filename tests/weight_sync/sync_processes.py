@@ -1,0 +1,261 @@
+"""Engines and trainers as processes of their own, with faults that tests put into them."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import xxhash
+from fork_server import fork_server
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt, TensorEntry
+from rlhf_core.weight_sync import broadcast, receiver
+from rlhf_core.weight_sync.layout import bytes_of, entries_of
+from rlhf_core.weight_sync.sender import Sender
+
+ANSWER_TIMEOUT_S = 120.0
+"""For a machine that is busy with other things; no test waits for it."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Faults of an engine, while it takes version 1."""
+
+    die_at_bucket: int | None = None
+    """SIGKILL to itself after so many buckets."""
+    stop_at_bucket: int | None = None
+    """SIGSTOP to itself after so many buckets."""
+    die_before_commit: bool = False
+    """SIGKILL to itself when it is told to commit."""
+    die_after_receipt: bool = False
+    """SIGKILL to itself when it has answered the offer."""
+    trusts_heads: bool = False
+    """Negative control: takes the sender's checksums for those of what has come."""
+    trusts_deltas: bool = False
+    """Negative control: applies a delta to any base, and believes its digest."""
+
+
+def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Hash of every tensor."""
+    return {name: xxhash.xxh3_64_hexdigest(bytes_of(tensor).numpy().data) for name, tensor in weights.items()}
+
+
+def _engine(name: str, faults: Faults, pipe: Connection) -> None:
+    if faults.trusts_heads:
+        _trust_heads()
+    if faults.trusts_deltas:
+        _trust_deltas()
+    own = receiver.Receiver(name)
+    in_force: dict[str, str] = {}
+    while True:
+        try:
+            command, argument = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = _answer(own, in_force, faults, command, argument)
+        except WeightSyncFailed as error:
+            answer = error
+        pipe.send(answer)
+        if command == "receive" and faults.die_after_receipt and answer.version == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _answer(own: receiver.Receiver, in_force: dict[str, str], faults: Faults, command: str, argument: Any) -> Any:
+    if command == "receive":
+        offer = Offer.model_validate_json(argument)
+        return own.receive(offer, _beat_with(faults if offer.manifest.version == 1 else Faults())).receipt
+    if command == "is_ready":
+        return own.is_ready(argument)
+    if command == "commit":
+        if faults.die_before_commit and argument == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.perf_counter()
+        in_force |= digests(dict(own.commit(argument).tensors()))
+        return AppliedVersion(receiver=own.name, version=argument, apply_s=time.perf_counter() - begin)
+    if command == "abort":
+        return own.abort(argument)
+    return own.version, dict(in_force)
+
+
+def _beat_with(faults: Faults) -> Callable[[], None]:
+    done = 0
+
+    def beat() -> None:
+        nonlocal done
+        done += 1
+        if done == faults.die_at_bucket:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if done == faults.stop_at_bucket:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    return beat
+
+
+def _trust_heads() -> None:
+    announced: list[bytes] = []
+    receive = broadcast._Passage._receive
+
+    def receive_and_believe(self: Any, index: int) -> Tensor:
+        head = receive(self, index)
+        announced.append(bytes(head[16:].tolist()))
+        return head
+
+    broadcast._Passage._receive = receive_and_believe  # type: ignore[method-assign]
+    broadcast.checksum = lambda data: announced[-1]  # type: ignore[attr-defined]
+
+
+def _trust_deltas() -> None:
+    fill = receiver.Receiver._receive_delta
+
+    def receive_anyhow(self: receiver.Receiver, offer: Offer, begin: float, beat: Callable[[], None]) -> Any:
+        manifest = offer.manifest
+        assert self._base is not None
+        claimed = self._base.receipt.model_copy(
+            update={"version": manifest.base_version, "digest": manifest.base_digest}
+        )
+        self._base.receipt = claimed
+        receiver.row_digest = lambda *_: manifest.result_digest  # type: ignore[attr-defined]
+        return fill(self, offer, begin, beat)
+
+    receiver.Receiver._receive_delta = receive_anyhow  # type: ignore[method-assign]
+
+
+@dataclass
+class EngineProcess:
+    """Control channel to an engine in a process of its own."""
+
+    name: str
+    faults: Faults = field(default_factory=Faults)
+
+    answer_timeout_s: float = ANSWER_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        """Start it."""
+        context = fork_server()
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_engine, args=(self.name, self.faults, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, command: str, argument: Any = None) -> None:
+        """Send a command."""
+        try:
+            self._pipe.send((command, argument))
+        except BrokenPipeError as error:
+            raise ConnectionError(f"{self.name} has ended") from error
+
+    def finish(self) -> Any:
+        """Answer to the command that was sent."""
+        try:
+            if not self._pipe.poll(self.answer_timeout_s):
+                raise TimeoutError(f"{self.name} does not answer")
+            answer = self._pipe.recv()
+        except EOFError as error:
+            raise ConnectionError(f"{self.name} has ended") from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _ask(self, command: str, argument: Any = None) -> Any:
+        self.begin(command, argument)
+        return self.finish()
+
+    def receive(self, offer: Offer) -> Receipt:
+        receipt: Receipt = self._ask("receive", offer.model_dump_json())
+        return receipt
+
+    def is_ready(self, version: int) -> bool:
+        return bool(self._ask("is_ready", version))
+
+    def commit(self, version: int) -> AppliedVersion:
+        applied: AppliedVersion = self._ask("commit", version)
+        return applied
+
+    def abort(self, version: int) -> None:
+        self._ask("abort", version)
+
+    def in_force(self) -> tuple[int | None, dict[str, str]]:
+        """Version in force, and the hash of every tensor that was loaded."""
+        version, found = self._ask("in_force")
+        return version, found
+
+    def restart(self) -> None:
+        """Have a new process in its place, without its faults."""
+        self.end()
+        self.faults = Faults()
+        self.__post_init__()
+
+    def end(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+@dataclass
+class Fleet:
+    """Engines of one test, ended with it."""
+
+    engines: list[EngineProcess] = field(default_factory=list)
+
+    def start(self, number: int, faults: Mapping[int, Faults] | None = None) -> list[EngineProcess]:
+        """Start engines ``engine-1`` and so on; ``faults`` by that number."""
+        started = [EngineProcess(f"engine-{i}", (faults or {}).get(i, Faults())) for i in range(1, number + 1)]
+        self.engines += started
+        return started
+
+    def end(self) -> None:
+        """End all of them."""
+        for engine in self.engines:
+            engine.end()
+
+
+def odd_weights(seed: int = 0) -> dict[str, Tensor]:
+    """Weights of every kind: bf16 and fp32, empty, scalar, larger than a bucket, not contiguous, of odd lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "embed": random(701, 33, dtype=torch.bfloat16),
+        "empty": random(0, 5),
+        "scalar": random(),
+        "large": random(60_000),
+        "across": random(64, 48, dtype=torch.bfloat16).t(),
+        "every_other": random(200)[::2],
+        "odd": random(7, dtype=torch.bfloat16),
+        "float8": random(33).to(torch.float8_e4m3fn),
+        "counter": torch.tensor([seed], dtype=torch.int64),
+        "mask": random(9) > 0,
+    }
+
+
+def layout_of(weights: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> tuple[TensorEntry, ...]:
+    """Layout of tensors."""
+    return entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}, aliases)
+
+
+def streamed(weights: Mapping[str, Tensor], read: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Weights as a trainer gathers them, one at a time; ``read`` notes those that were taken."""
+    for name, tensor in weights.items():
+        yield name, tensor
+        if read is not None:
+            read.append(name)
+
+
+def beat() -> None:
+    """Nothing to beat for."""
+
+
+def new_sender(way: Any = None, *, bucket_bytes: int = 8192, stall_timeout_s: float = 60.0, **settings: Any) -> Sender:
+    """Sender in this process; small buckets, so that there are many."""
+    outgoing = way or broadcast.BroadcastOutgoing("trainer", "127.0.0.1", stall_timeout_s=stall_timeout_s)
+    return Sender(outgoing, bucket_bytes=bucket_bytes, **settings)

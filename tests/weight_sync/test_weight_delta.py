@@ -1,0 +1,170 @@
+"""Sparse deltas: exact for every type, refused on another base, and small after a step of AdamW."""
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry, WeightSyncReport
+from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode_changes, row_digest
+from rlhf_core.weight_sync.layout import packed, tensors_of
+from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.session import synchronize
+
+pytestmark = pytest.mark.training
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Engines, ended after the test."""
+    fleet = Fleet()
+    yield fleet
+    fleet.end()
+
+
+def sync(sender: Sender, fleet: Fleet, version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
+    return synchronize(sender, fleet.engines, version, layout_of(weights), streamed(weights), beat)
+
+
+def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some elements of some tensors changed, all of another one, the rest as it was."""
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    new["embed"][::200, 3] += 1
+    new["large"][[0, 17, 59_999]] = -7.0
+    new["odd"] += 1
+    new["counter"] += 1
+    return new
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 300_000),
+    st.lists(st.integers(0, 299_999), max_size=8),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]),
+)
+def test_changes_are_exact_for_any_gaps(size: int, places: list[int], dtype: torch.dtype) -> None:
+    old = torch.zeros(size, dtype=dtype)
+    new = old.clone()
+    new.view(torch.uint8).view(size, -1)[[place % size for place in places], 0] = 3
+    gaps, values = encode_changes(new, old)
+    indices = decode_places(gaps)
+    assert indices.tolist() == sorted(set(indices.tolist()))
+    layout, delta = _manifest(layout_of({"x": old})), _manifest(layout_of({"x#gaps": gaps, "x#values": values}))
+    row = _row(layout, [("x", old)])
+    if len(gaps):
+        apply_delta(delta, {"x#gaps": gaps, "x#values": values}, layout, row)
+    assert torch.equal(tensors_of(layout, row)["x"].view(torch.uint8), new.view(torch.uint8))
+
+
+def test_elements_are_compared_by_their_bits() -> None:
+    old = torch.tensor([0.0, float("nan"), 1.0])
+    new = torch.tensor([-0.0, float("nan"), 1.0])
+    gaps, values = encode_changes(new, old)
+    assert decode_places(gaps).tolist() == [0]
+    assert torch.signbit(values).tolist() == [True]
+
+
+def test_engines_have_the_weights_bit_by_bit_after_deltas(fleet: Fleet) -> None:
+    fleet.start(2)
+    sender = new_sender(delta=DeltaEncoder())
+    weights = odd_weights(0)
+    first = sync(sender, fleet, 0, weights)
+    loaded = digests(weights)
+    for version in (1, 2):
+        weights = changed(weights)
+        report = sync(sender, fleet, version, weights)
+        loaded |= digests(weights)
+        assert report.sent.is_delta
+        assert report.sent.bytes_sent < first.sent.bytes_sent / 10
+        assert [engine.in_force() for engine in fleet.engines] == [(version, loaded)] * 2
+    unchanged = sync(sender, fleet, 3, weights)
+    assert unchanged.sent.bytes_sent == 0
+    assert [engine.in_force() for engine in fleet.engines] == [(3, loaded)] * 2
+
+
+def test_whole_weights_are_sent_now_and_then_and_to_engines_without_a_base(fleet: Fleet) -> None:
+    fleet.start(1)
+    sender = new_sender(delta=DeltaEncoder(full_every=3))
+    weights = odd_weights(0)
+    kinds = []
+    for version in range(5):
+        weights = changed(weights)
+        kinds.append(sync(sender, fleet, version, weights).sent.is_delta)
+    assert kinds == [False, True, True, False, True]
+    fleet.engines.append(EngineProcess("engine-2"))
+    sender.reset()
+    assert not sync(sender, fleet, 5, changed(weights)).sent.is_delta
+
+
+def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: Fleet) -> None:
+    (engine,) = fleet.start(1)
+    sender = new_sender(delta=DeltaEncoder())
+    weights = odd_weights(0)
+    sync(sender, fleet, 0, weights)
+    sync(new_sender(), fleet, 9, odd_weights(9))  # another trainer's: the base is gone
+    sender.reset()
+    new = changed(weights)
+    with pytest.raises(WeightSyncFailed, match=r"engine-1 has version 9 .* as base, and the delta"):
+        sync(sender, fleet, 1, new)
+    assert engine.in_force()[0] == 9
+    assert not sync(sender, fleet, 1, new).sent.is_delta
+    assert engine.in_force() == (1, digests(new))
+
+
+def test_without_a_base_and_a_digest_a_delta_gives_other_weights(fleet: Fleet) -> None:
+    """Negative control of the test above."""
+    (engine,) = fleet.start(1, {1: Faults(trusts_deltas=True)})
+    sender = new_sender(delta=DeltaEncoder())
+    weights = odd_weights(0)
+    sync(sender, fleet, 0, weights)
+    sync(new_sender(), fleet, 9, odd_weights(9))
+    sender.reset()
+    new = changed(weights)
+    assert sync(sender, fleet, 1, new).sent.is_delta
+    version, found = engine.in_force()
+    assert version == 1
+    assert found != digests(new)
+
+
+def test_a_delta_with_a_wrong_result_is_undone() -> None:
+    old = odd_weights(0)
+    whole = _manifest(layout_of(old))
+    encoder = DeltaEncoder()
+    base_row = _row(whole, encoder.encode(whole, streamed(old), ["engine"], beat)[1])
+    base_digest = row_digest(whole, base_row, beat)
+    encoder.settle(SentVersion(version=0, digest=base_digest, bytes_sent=0, is_delta=False, wire_s=0), ["engine"])
+    delta, parts = encoder.encode(whole.model_copy(update={"version": 1}), streamed(changed(old)), ["engine"], beat)
+    applied = apply_delta(delta, dict(parts), whole, base_row)
+    assert row_digest(whole, base_row, beat) == delta.result_digest
+    applied.undo()
+    assert row_digest(whole, base_row, beat) == base_digest
+
+
+def _manifest(entries: tuple[TensorEntry, ...]) -> Manifest:
+    return Manifest(version=0, tensors=entries, bucket_bytes=8192)
+
+
+def _row(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """Row of bytes of these weights."""
+    buckets = packed(manifest, weights, lambda _: torch.empty(8192, dtype=torch.uint8))
+    return torch.cat([bucket for _, bucket in buckets])
+
+
+def test_an_aborted_delta_leaves_the_base_as_it_was(fleet: Fleet) -> None:
+    engines = fleet.start(2, {2: Faults(die_after_receipt=True)})
+    encoder = DeltaEncoder()
+    sender = new_sender(delta=encoder)
+    weights = odd_weights(0)
+    sync(sender, fleet, 0, weights)
+    new = changed(weights)
+    with pytest.raises(WeightSyncFailed, match="engine-2 was lost before the commit"):
+        sync(sender, fleet, 1, new)
+    assert engines[0].in_force() == (0, digests(weights))
+    fleet.engines.pop().end()
+    assert not sync(sender, fleet, 1, new).sent.is_delta, "after a failure nothing is taken for a base"
+    assert engines[0].in_force() == (1, digests(new))

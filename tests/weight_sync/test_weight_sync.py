@@ -1,0 +1,297 @@
+"""Versions of weights over real processes: what arrives, and what a loss on the way leaves in force."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from fork_server import fork_server
+from sync_processes import (
+    EngineProcess,
+    Faults,
+    Fleet,
+    beat,
+    digests,
+    layout_of,
+    new_sender,
+    odd_weights,
+    streamed,
+)
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import WeightSyncReport
+from rlhf_core.weight_sync import broadcast
+from rlhf_core.weight_sync.links import Link, Pending
+from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.session import culprit, synchronize
+
+pytestmark = pytest.mark.training
+
+OLD, NEW = odd_weights(0), odd_weights(1)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Engines, ended after the test."""
+    fleet = Fleet()
+    yield fleet
+    fleet.end()
+
+
+def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
+    return synchronize(sender, engines, version, layout_of(weights), streamed(weights), beat)
+
+
+def living(engines: list[EngineProcess], lost: str) -> list[EngineProcess]:
+    return [engine for engine in engines if engine.name != lost]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What arrives
+
+
+def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet) -> None:
+    engines, sender = fleet.start(3), new_sender()
+    for version in (0, 1, 4):
+        weights = odd_weights(seed=version)
+        report = sync(sender, engines, version, weights)
+        assert [engine.in_force() for engine in engines] == [(version, digests(weights))] * 3
+        assert {receipt.digest for receipt in report.receipts} == {report.sent.digest}
+        assert not report.lost
+
+
+def test_an_engine_in_another_place_is_linked_anew(fleet: Fleet) -> None:
+    engines, sender = fleet.start(3), new_sender()
+    sync(sender, engines, 0, OLD)
+    sync(sender, [engines[2], engines[0]], 1, NEW)
+    sync(sender, engines, 2, OLD)
+    assert [engine.in_force() for engine in engines] == [(2, digests(OLD))] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+
+
+@pytest.mark.parametrize("dead", [1, 2, 3])
+def test_an_engine_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(fleet: Fleet, dead: int) -> None:
+    engines, sender = fleet.start(3, {dead: Faults(die_at_bucket=5)}), new_sender()
+    sync(sender, engines, 0, OLD)
+    read: list[str] = []
+    with pytest.raises(WeightSyncFailed, match=f"engine-{dead}") as failed:
+        synchronize(sender, engines, 1, layout_of(NEW), streamed(NEW, read), beat)
+    assert failed.value.peer == f"engine-{dead}"
+    assert read == list(NEW), "other ranks gather too, so the weights are gone through to the end"
+    others = living(engines, failed.value.peer)
+    assert [engine.in_force() for engine in others] == [(0, digests(OLD))] * 2
+    sync(sender, others, 1, NEW)
+    assert [engine.in_force() for engine in others] == [(1, digests(NEW))] * 2
+
+
+def test_an_engine_that_stands_still_is_named_and_what_it_sends_later_harms_nothing(fleet: Fleet) -> None:
+    engines = fleet.start(3, {2: Faults(stop_at_bucket=5)})
+    engines[1].answer_timeout_s = 6.0
+    sender = new_sender(stall_timeout_s=3.0)
+    sync(sender, engines, 0, OLD)
+    with pytest.raises(WeightSyncFailed) as failed:
+        sync(sender, engines, 1, NEW)
+    assert failed.value.peer == "engine-2"
+    others = living(engines, "engine-2")
+    sync(sender, others, 1, NEW)
+    os.kill(engines[1].process.pid or 0, signal.SIGCONT)
+    assert [engine.in_force() for engine in others] == [(1, digests(NEW))] * 2
+
+
+def test_an_engine_that_dies_after_its_receipt_leaves_the_old_version_everywhere(fleet: Fleet) -> None:
+    engines, sender = fleet.start(3, {2: Faults(die_after_receipt=True)}), new_sender()
+    sync(sender, engines, 0, OLD)
+    with pytest.raises(WeightSyncFailed, match="before the commit") as failed:
+        sync(sender, engines, 1, NEW)
+    assert failed.value.peer == "engine-2"
+    assert [engine.in_force() for engine in living(engines, "engine-2")] == [(0, digests(OLD))] * 2
+
+
+def test_without_asking_once_more_half_the_engines_would_have_the_new_version(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above."""
+    monkeypatch.setattr("rlhf_core.weight_sync.session._require_ready", lambda *_: None)
+    engines, sender = fleet.start(3, {2: Faults(die_after_receipt=True)}), new_sender()
+    sync(sender, engines, 0, OLD)
+    report = sync(sender, engines, 1, NEW)
+    assert set(report.lost) == {"engine-2"}
+    assert [engine.in_force()[0] for engine in living(engines, "engine-2")] == [1, 1]
+
+
+def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(fleet: Fleet) -> None:
+    engines, sender = fleet.start(3, {2: Faults(die_before_commit=True)}), new_sender()
+    sync(sender, engines, 0, OLD)
+    report = sync(sender, engines, 1, NEW)
+    assert set(report.lost) == {"engine-2"}
+    assert {answer.receiver for answer in report.applied} == {"engine-1", "engine-3"}
+    engines[1].restart()
+    sync(sender, engines, 2, OLD)
+    assert [engine.in_force() for engine in engines] == [(2, digests(OLD))] * 3
+
+
+def test_an_engine_that_was_restarted_says_so_at_once(fleet: Fleet) -> None:
+    engines, sender = fleet.start(2), new_sender()
+    sync(sender, engines, 0, OLD)
+    engines[1].restart()
+    with pytest.raises(WeightSyncFailed, match="engine-2 has no links of this session"):
+        sync(sender, engines, 1, NEW)
+    sync(sender, engines, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+
+
+def test_a_sender_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(fleet: Fleet) -> None:
+    engines, sender = fleet.start(2), new_sender()
+    sync(sender, engines, 0, OLD)
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    trainer = context.Process(target=_trainer_that_dies, args=(theirs,), daemon=True)
+    trainer.start()
+    offers = ours.recv()
+    for engine, offer in zip(engines, offers, strict=True):
+        engine.begin("receive", offer)
+    ours.send("go")
+    for engine, peer in zip(engines, ["trainer", "engine-1"], strict=True):
+        with pytest.raises(WeightSyncFailed) as failed:
+            engine.finish()
+        assert failed.value.peer == peer
+    trainer.join()
+    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    sender.reset()
+    sync(sender, engines, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+
+
+def _trainer_that_dies(pipe: object) -> None:
+    sender = new_sender()
+    sent = 0
+
+    def die_at_fifth() -> None:
+        nonlocal sent
+        sent += 1
+        if sent == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    offers = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1", "engine-2"], beat)
+    pipe.send([offer.model_dump_json() for offer in offers])  # type: ignore[attr-defined]
+    pipe.recv()  # type: ignore[attr-defined]
+    sender.send(die_at_fifth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def _damage_one_bucket(monkeypatch: pytest.MonkeyPatch, tag: int, after: int) -> None:
+    """Flip a bit on the wire, in the sender's message number ``after`` of this tag."""
+    send, sent = Link.send, 0
+
+    def damaged(self: Link, message: Tensor, message_tag: int) -> Pending:
+        nonlocal sent
+        if message_tag == tag:
+            sent += 1
+            if sent == after:
+                message = message.clone()
+                message[5] ^= 1
+        return send(self, message, message_tag)
+
+    monkeypatch.setattr(Link, "send", damaged)
+
+
+def test_a_damaged_bucket_is_caught(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, sender = fleet.start(2), new_sender()
+    sync(sender, engines, 0, OLD)
+    _damage_one_bucket(monkeypatch, tag=1, after=4)
+    with pytest.raises(WeightSyncFailed, match="bucket 3 of version 1 was damaged on its way from trainer"):
+        sync(sender, engines, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+    sync(sender, engines, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(1, digests(NEW))] * 2
+
+
+def test_without_checksums_a_damaged_bucket_comes_into_force(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    engines, sender = fleet.start(1, {1: Faults(trusts_heads=True)}), new_sender()
+    _damage_one_bucket(monkeypatch, tag=1, after=4)
+    sync(sender, engines, 1, NEW)
+    version, found = engines[0].in_force()
+    assert version == 1
+    assert found != digests(NEW)
+
+
+def test_a_bucket_that_is_left_out_is_caught(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is one of another version: the head says which it is."""
+    engines, sender = fleet.start(2), new_sender(stall_timeout_s=5.0)
+    head = broadcast.head
+    monkeypatch.setattr(broadcast, "head", lambda version, index, found: head(version, index + (index > 3), found))
+    with pytest.raises(WeightSyncFailed, match="sent bucket 5 of version 0, expected bucket 4"):
+        sync(sender, engines, 0, OLD)
+
+
+def test_an_engine_that_has_staged_other_weights_stops_the_commit(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, sender = fleet.start(2), new_sender()
+    sync(sender, engines, 0, OLD)
+    receive = EngineProcess.receive
+    monkeypatch.setattr(
+        EngineProcess, "receive", lambda self, offer: receive(self, offer).model_copy(update={"digest": "other"})
+    )
+    with pytest.raises(WeightSyncFailed, match="engine-1 has staged version 1 with digest other"):
+        sync(sender, engines, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+
+
+def test_an_engine_that_skipped_a_version_is_caught(fleet: Fleet) -> None:
+    (engine,), sender = fleet.start(1), new_sender()
+    sync(sender, [engine], 0, OLD)
+    with pytest.raises(WeightSyncFailed, match="has none staged, and is to commit version 1"):
+        engine.commit(1)
+    assert engine.in_force() == (0, digests(OLD))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: dict(reversed(weights.items())), "expected embed bfloat16"),
+        (lambda weights: {name: one for name, one in weights.items() if name != "mask"}, "end before mask"),
+        (lambda weights: weights | {"more": weights["odd"]}, "expected no further tensor"),
+        (lambda weights: weights | {"large": weights["large"].double()}, "found large float64"),
+    ],
+)
+def test_weights_that_are_not_those_offered_are_refused(fleet: Fleet, change: object, message: str) -> None:
+    engines, sender = fleet.start(1), new_sender()
+    weights = change(NEW)  # type: ignore[operator]
+    read: list[str] = []
+    with pytest.raises(WeightSyncFailed, match=message):
+        synchronize(sender, engines, 1, layout_of(NEW), streamed(weights, read), beat)
+    assert read == list(weights)
+    assert engines[0].in_force() == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("failures", "name"),
+    [
+        ({"a": ("b",), "b": None, "c": ("b",), "trainer": ("",)}, "b"),
+        ({"a": ("b",), "c": ("b",)}, "b"),
+        ({"a": ("trainer",), "b": ("b",), "trainer": ("",)}, "b"),
+        ({"a": ("trainer",), "b": ("a",), "trainer": ("",)}, "trainer"),
+        ({"a": ("b",), "b": ("a",)}, "a"),
+    ],
+)
+def test_a_failure_is_followed_to_the_process_it_goes_back_to(
+    failures: dict[str, tuple[str] | None], name: str
+) -> None:
+    errors = {
+        process: ConnectionError("gone") if peer is None else WeightSyncFailed("x", *peer)
+        for process, peer in failures.items()
+    }
+    assert culprit(errors, "trainer") == name

@@ -1,0 +1,145 @@
+"""Ways beside the broadcast: the same versions, through shared memory and through files."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from fork_server import fork_server
+from sync_processes import Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import WeightSyncReport
+from rlhf_core.weight_sync import files, shared_memory
+from rlhf_core.weight_sync.base import Outgoing
+from rlhf_core.weight_sync.delta import DeltaEncoder
+from rlhf_core.weight_sync.files import FilesOutgoing
+from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.session import synchronize
+from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
+
+pytestmark = pytest.mark.training
+
+OLD, NEW = odd_weights(0), odd_weights(1)
+
+WAYS: dict[str, Callable[[Path], Outgoing]] = {
+    "shared memory": lambda folder: SharedMemoryOutgoing("trainer", folder=folder),
+    "files": lambda folder: FilesOutgoing("trainer", folder / "versions"),
+}
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Engines, ended after the test."""
+    fleet = Fleet()
+    yield fleet
+    fleet.end()
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outgoing]:
+    """One half of each way."""
+    outgoing = WAYS[request.param](tmp_path)
+    yield outgoing
+    outgoing.close()
+
+
+def sync(sender: Sender, fleet: Fleet, version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
+    return synchronize(sender, fleet.engines, version, layout_of(weights), streamed(weights), beat)
+
+
+def test_every_engine_has_the_weights_bit_by_bit(fleet: Fleet, way: Outgoing) -> None:
+    fleet.start(2)
+    sender = new_sender(way, delta=DeltaEncoder(full_every=2))
+    for version, is_delta in ((0, False), (1, True), (4, False)):
+        weights = odd_weights(seed=version)
+        assert sync(sender, fleet, version, weights).sent.is_delta is is_delta
+        assert [engine.in_force() for engine in fleet.engines] == [(version, digests(weights))] * 2
+
+
+def test_an_engine_that_dies_leaves_the_old_version_everywhere(fleet: Fleet, way: Outgoing) -> None:
+    engines = fleet.start(2, {2: Faults(die_at_bucket=1)})
+    sender = new_sender(way)
+    sync(sender, fleet, 0, OLD)
+    with pytest.raises(WeightSyncFailed) as failed:
+        sync(sender, fleet, 1, NEW)
+    assert failed.value.peer == "engine-2"
+    assert engines[0].in_force() == (0, digests(OLD))
+    engines[1].restart()
+    sync(sender, fleet, 2, NEW)
+    assert [engine.in_force() for engine in engines] == [(2, digests(NEW))] * 2
+
+
+def test_a_damaged_bucket_is_caught(fleet: Fleet, way: Outgoing, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = shared_memory if isinstance(way, SharedMemoryOutgoing) else files
+    real = module.checksum
+    engines, sender = fleet.start(2), new_sender(way)
+    sync(sender, fleet, 0, OLD)
+    monkeypatch.setattr(module, "checksum", lambda data: real(data ^ 1))
+    with pytest.raises(WeightSyncFailed, match="damaged"):
+        sync(sender, fleet, 1, NEW)
+    assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
+
+
+def test_weights_that_are_not_those_offered_are_given_up(fleet: Fleet, way: Outgoing) -> None:
+    engines, sender = fleet.start(1), new_sender(way)
+    wrong = {name: one for name, one in NEW.items() if name != "mask"}
+    with pytest.raises(WeightSyncFailed, match="end before mask"):
+        synchronize(sender, engines, 1, layout_of(NEW), streamed(wrong), beat)
+    assert engines[0].in_force() == (None, {})
+
+
+def _trainer_that_dies(folder: Path, pipe: Connection) -> None:
+    sender = new_sender(SharedMemoryOutgoing("trainer", folder=folder))
+    offers = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    pipe.send(offers[0].model_dump_json())
+    sender.send(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_trainer_that_dies_is_noticed_by_its_lock(fleet: Fleet, tmp_path: Path) -> None:
+    (engine,) = fleet.start(1)
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    trainer = context.Process(target=_trainer_that_dies, args=(tmp_path, theirs), daemon=True)
+    trainer.start()
+    engine.begin("receive", ours.recv())
+    with pytest.raises(WeightSyncFailed, match="trainer has died after 1 buckets"):
+        engine.finish()
+    trainer.join()
+    successor = new_sender(SharedMemoryOutgoing("trainer", folder=tmp_path))
+    sync(successor, fleet, 1, NEW)
+    assert engine.in_force() == (1, digests(NEW))
+    successor.close()
+
+
+def test_two_trainers_of_one_name_are_refused(fleet: Fleet, tmp_path: Path) -> None:
+    first = SharedMemoryOutgoing("trainer", folder=tmp_path)
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    second = context.Process(target=_second_trainer, args=(tmp_path, theirs), daemon=True)
+    second.start()
+    assert "another process sends weights as trainer" in ours.recv()
+    second.join()
+    first.close()
+
+
+def _second_trainer(folder: Path, pipe: Connection) -> None:
+    try:
+        SharedMemoryOutgoing("trainer", folder=folder)
+    except WeightSyncFailed as error:
+        pipe.send(str(error))
+
+
+def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) -> None:
+    """Of files, ``COMPLETE`` is the last: without it a version may be half there."""
+    (engine,) = fleet.start(1)
+    sender = new_sender(FilesOutgoing("trainer", tmp_path, stall_timeout_s=1.0))
+    (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    sender.send(beat)
+    (Path(offer.path) / files.COMPLETE).unlink()
+    engine.begin("receive", offer.model_dump_json())
+    with pytest.raises(WeightSyncFailed, match="has written nothing"):
+        engine.finish()
