@@ -19,7 +19,7 @@ class WeightSyncLine(Schema):
     number: Count
     """Number of the sync in this start of the workers, from 0."""
     time: Moment
-    """When the line was written (UTC)."""
+    """Time of the line (UTC)."""
     version: Count
     """Optimizer steps that the weights have behind them."""
     engines: Count
