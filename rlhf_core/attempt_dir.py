@@ -26,6 +26,11 @@ class RestartDir:
         return self.root / "samples.jsonl"
 
     @property
+    def weight_syncs(self) -> Path:
+        """Ledger of the weights that rollout engines were given; trainer rank 0 appends."""
+        return self.root / "weight-syncs.jsonl"
+
+    @property
     def launch_order(self) -> Path:
         """Agreement on one start of another program's launch line; the worker of rank 0 writes it."""
         return self.root / "launch.json"

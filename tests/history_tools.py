@@ -61,6 +61,7 @@ from rlhf_core.schemas.reports import (
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.whole_files import write_model
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -130,6 +131,16 @@ class RunFiles:
         values = {"train/loss": 1.0 / step + attempt + restart / 10, "time/step_s": 2.0, **more}
         line = MetricsLine(step=step, time=at(seconds), loop="sft" if step <= 2 else "grpo", metrics=values)
         _append(self.dir.attempt(attempt).restart(restart).metrics, line)
+
+    def weight_sync(self, attempt: int, restart: int, number: int, seconds: float, **more: Any) -> None:
+        """Lines of trainer rank 0 about a sync to two engines: the request, and, with the number of those that
+        ``acknowledged``, the answers."""
+        file = self.dir.attempt(attempt).restart(restart).weight_syncs
+        asked = WeightSyncLine(number=number, time=at(seconds), version=number + 2, engines=2)
+        _append(file, asked)
+        if "acknowledged" in more:
+            answers = {"transport": "broadcast", "bytes": 2_000_000_000, "seconds": 0.5, "wire_s": 0.25, **more}
+            _append(file, asked.model_copy(update={"time": at(seconds + 0.5), **answers}))
 
     def event(self, attempt: int, restart: int, kind: Any, seconds: float, node: str = "n1") -> None:
         """A line of an agent."""
@@ -294,6 +305,10 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
     run.probe(1, ("n1", "n2"), 6.5)
     for step in (1, 2, 3, 4):
         run.metrics(1, 0, step, 8 + 2 * step)  # ends at 10, 12, 14, 16
+    for number in (0, 1):
+        run.weight_sync(1, 0, number, 12.8 + number, acknowledged=2, apply_s=0.2, limit_gb_per_s=10.0)
+    run.weight_sync(1, 1, 0, 18.5, acknowledged=1)
+    run.weight_sync(1, 1, 1, 29)  # it ends here
     run.checkpoint(2, 12.5)
     run.evaluation("before", "greedy", 0.75, 12.6)
     run.evaluation("before", "sampled", 0.30, 12.7)

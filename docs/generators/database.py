@@ -17,7 +17,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Attempts and nodes": ("attempts", "restarts", "attempt_nodes", "node_speeds", "node_telemetry"),
     "Incidents": ("incidents", "node_strikes", "decisions"),
     "Metrics": ("metric_keys", "latest_metrics", "metrics"),
-    "Results": ("checkpoints", "weight_versions", "evaluations", "evaluation_samples"),
+    "Results": ("checkpoints", "weight_versions", "weight_syncs", "evaluations", "evaluation_samples"),
     "Bookkeeping": ("run_tags", "goodput_cache", "ingest_offsets", "leases"),
 }
 """Tables by topic; beside them there is ``runs``."""
@@ -141,6 +141,8 @@ inside of a query on `runs` now means `runs.owner`.
 
 UNITS = {
     "_gb_s": "GB/s",
+    "gb_per_s": "GB/s",
+    "share_of_limit": "0 to 1",
     "_tflops": "TFLOP/s",
     "_ms": "ms",
     "_s": "s",

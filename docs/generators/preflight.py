@@ -119,7 +119,7 @@ def licence() -> list[dict[str, str]]:
 MEMORY = """
 ## The memory model
 
-`memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory.py` has every formula
+`memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory/` has every formula
 with its source): weights, gradients in float32, AdamW's master weights and moments, each split over the ranks as the
 stage of ZeRO splits it, the reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or
 `measure_kl`); on top of that the largest of activations and one chunk of logits in training, temporary tensors of an
@@ -131,6 +131,12 @@ size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5
 Weights, gradients and optimizer of 50 million parameters on two ranks, peak of an update and estimate in MiB
 (`tests/benchmarks/bench_memory.py`, float32): ZeRO 0 1009 and 962, ZeRO 1 1035 and 1058, ZeRO 2 1009 and 1154, ZeRO 3
 1273 and 1250; bfloat16: ZeRO 1 920 and 1058, ZeRO 2 923 and 962.
+
+vLLM in the process of a rank takes `rollout.vllm.gpu_memory_share` of a GPU while it samples, weights included, and
+gives it back for training; on CPU its copy of the weights, `rollout.vllm.cpu_cache_gb` and its libraries stay.
+`memory.rollout` refuses a share that does not hold the weights, a step and one sequence of the full length, and says
+how many sequences it holds at once; where pairs are ranked against a reference, `memory.evaluator` counts that model
+too. The figures for CPU were held against measured peaks ([benchmarks.md](benchmarks.md)); those for GPUs were not.
 
 With `[model.lora]` gradients and optimizer are those of the adapter, a reference takes no second model, and frozen
 layers keep fewer activations ([adapters.md](adapters.md)).

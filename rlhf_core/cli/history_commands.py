@@ -101,7 +101,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     _print_evaluations(shown["evaluations"])
     _print_checkpoints(shown["checkpoints"])
     _print_metrics(shown["metrics"])
-    _print_time(shown["goodput"], shown["lost_time"])
+    _print_time(shown)
 
 
 def nodes(
@@ -357,12 +357,17 @@ def _print_metrics(metrics: Mapping[str, Facts]) -> None:
     _print_section(title, ("metric", "value", "step"), rows)
 
 
-def _print_time(goodput: Facts, lost_time: Sequence[Facts]) -> None:
+def _print_time(shown: Facts) -> None:
+    from rlhf_core.render.weight_syncs import weight_sync_text
+
+    goodput, syncs = shown["goodput"], weight_sync_text(shown["weight_syncs"])
+    if syncs:
+        output.print_text(f"\nWeight syncs: {syncs}.")
     if not goodput or not goodput["productive_s"]:
         return
     share = f" ({goodput['ettr']:.0%} of the time outside of queues)" if goodput["ettr"] is not None else ""
     output.print_text(f"\nProductive training: {output.seconds_text(goodput['productive_s'])}{share}.")
-    for loss in lost_time:
+    for loss in shown["lost_time"]:
         kind = loss["failure_kind"].replace("_", " ")
         lost = output.seconds_text(loss["lost_s"])
         output.print_text(f"Lost to {kind}: {lost} in {count(loss['num_incidents'], 'incident')}.")

@@ -20,6 +20,7 @@ from rlhf_core.cli import (
     export_command,
     history_commands,
     output,
+    plan_command,
     promote_commands,
     reconcile_command,
     report_command,
@@ -73,6 +74,7 @@ app.command("wrap", rich_help_panel=_RUNNING, context_settings={"allow_intersper
 app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
 config_app.command("migrate")(config_commands.migrate)
 app.command("check", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(check_commands.check)
+app.command("plan", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(plan_command.plan)
 app.command("run", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(run_commands.run)
 app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
 app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)

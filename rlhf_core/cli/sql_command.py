@@ -51,8 +51,9 @@ def sql(
 
     Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,
-    checkpoints, evaluations, evaluation_samples, weight_versions, node_strikes, events,
-    run_tags, goodput_cache, controllers, promotions, leases, ingest_offsets.
+    checkpoints, evaluations, evaluation_samples, weight_versions, weight_syncs,
+    node_strikes, events, run_tags, goodput_cache, controllers, promotions, leases,
+    ingest_offsets.
 
     Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
     runs), interruptions, run_lost_time, incident_lost_time, run_recoveries, run_step_time,

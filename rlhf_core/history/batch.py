@@ -17,6 +17,7 @@ from rlhf_core.schemas.reports import (
     TelemetryLine,
 )
 from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class MetricsEntry:
     attempt: int
     restart: int
     line: MetricsLine
+
+
+@dataclass(frozen=True)
+class WeightSyncEntry:
+    """A line of the ledger of weights and the restart that wrote it."""
+
+    attempt: int
+    restart: int
+    line: WeightSyncLine
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class IngestBatch:
     restarts: set[tuple[int, int]] = field(default_factory=set)
     """Restarts that have a folder: attempt, restart."""
     metrics: list[MetricsEntry] = field(default_factory=list)
+    weight_syncs: list[WeightSyncEntry] = field(default_factory=list)
+    """In the order of each file: of two lines about a sync the later one counts."""
     events: list[EventEntry] = field(default_factory=list)
     nodes: list[AgentStatus] = field(default_factory=list)
     telemetry: list[TelemetryEntry] = field(default_factory=list)

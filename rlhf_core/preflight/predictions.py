@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.preflight.facts import ModelFolder
-from rlhf_core.preflight.memory import Estimate, shape_of, trainer_estimate
+from rlhf_core.preflight.memory import Estimate, gpu_memory_bytes, shape_of, trainer_estimate
 from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
 from rlhf_core.preflight.step_time import StepTime, step_time
 from rlhf_core.schemas.resources import Inventory
@@ -34,8 +34,10 @@ def predict(spec: RunSpec, inventory: Inventory, config: Mapping[str, Any], fold
     shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
     if shape is None:
         return Predictions()
+    rooms = [room for kind in gpu_kinds(spec, inventory) if (room := gpu_memory_bytes(kind)) is not None]
+    gpu = min(rooms, default=None) if spec.resources.gpus_per_node else None
     times = [found for kind in gpu_kinds(spec, inventory) if (found := step_time(spec, shape, kind)) is not None]
-    return Predictions(trainer_estimate(spec, shape), max(times, key=lambda found: found.seconds, default=None))
+    return Predictions(trainer_estimate(spec, shape, gpu), max(times, key=lambda found: found.seconds, default=None))
 
 
 def gpu_kinds(spec: RunSpec, inventory: Inventory) -> set[str]:

@@ -41,6 +41,14 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4)
 
 
+def merged_bytes(facts: Facts) -> int:
+    """Size of the merged model that the promotion of an adapter leaves; 0 where there is none."""
+    spec = facts.spec
+    if spec.trainer.kind != "native" or spec.model.lora is None or spec.promote.when == "never":
+        return 0
+    return (num_parameters(facts) or 0) * _BYTES[spec.model.dtype]
+
+
 def checkpoint_files(facts: Facts) -> int:
     """Files and folders of one checkpoint: a state per rank, the shards of the weights, what describes them."""
     weights = (num_parameters(facts) or 0) * _BYTES[facts.spec.model.dtype]

@@ -11,7 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.preflight.memory import Shape, cache_bytes, longest_sequence, micro_batch_tokens, weight_bytes
+from rlhf_core.preflight.memory import (
+    Shape,
+    cache_bytes,
+    longest_sequence,
+    micro_batch_tokens,
+    num_engines,
+    weight_bytes,
+)
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.run import RunSpec
 
@@ -79,14 +86,16 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     if rates is None or not spec.resources.gpus_per_node:
         return None
     algorithm = spec.main_loop.algorithm
-    sequences = algorithm.sequences_per_step / spec.num_ranks
-    tokens = sequences * longest_sequence(spec)
+    tokens = algorithm.sequences_per_step / spec.num_ranks * longest_sequence(spec)
     parts = {
         "training": _training_operations(spec, shape, algorithm) * tokens / _matmul_rate(spec, rates),
         "communication": _communicated_bytes(spec, shape, tokens) / _link(spec),
     }
     if algorithm.samples:
-        parts = {"sampling": _sampling_s(spec, shape, rates, sequences) * algorithm.sampling_rounds, **parts}
+        sampled = algorithm.sequences_per_step / (num_engines(spec) or spec.num_ranks)
+        parts = {"sampling": _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds, **parts}
+        if num_engines(spec):  # once over each link: engines pass the weights on
+            parts["weight sync"] = weight_bytes(shape, spec.model.dtype) / _link(spec)
     return StepTime(parts)
 
 
@@ -122,11 +131,14 @@ def _link(spec: RunSpec) -> float:
 
 
 def _sampling_s(spec: RunSpec, shape: Shape, rates: GpuRates, sequences: float) -> float:
-    """Seconds to sample this rank's completions, each to its full length."""
+    """Seconds to sample the completions of one rank, or of one engine of its own, each to its full length."""
     batch = max(1.0, min(spec.rollout.batch_size, sequences))
     memory = MEMORY_SHARE * rates.memory
     cache = cache_bytes(shape, spec.model.dtype, int(batch), longest_sequence(spec)) / 2  # it grows to its full length
-    token = max((weight_bytes(shape, spec.model.dtype) + cache) / memory, shape.layers * LAUNCH_S)
+    # vLLM replays the launches of a token as one graph.
+    graphs = spec.rollout.engine == "vllm" and not spec.rollout.vllm.enforce_eager
+    launch = 0.0 if graphs else shape.layers * LAUNCH_S
+    token = max((weight_bytes(shape, spec.model.dtype) + cache) / memory, launch)
     prompts = sequences / spec.main_loop.algorithm.group * spec.data.max_prompt_tokens
     reading = 2 * shape.parameters * prompts / _matmul_rate(spec, rates)
     return reading + sequences / batch * spec.rollout.max_new_tokens * token

@@ -46,6 +46,8 @@ class ReportData:
     evaluations: Rows
     goodput: Mapping[str, Any]
     lost_time: Rows
+    weight_syncs: Mapping[str, Any]
+    """Syncs of weights into rollout engines, in a few numbers; empty where these have no weights of their own."""
     curves: Mapping[str, Curve]
     """Effective metrics: after a rewind the last attempt's value of each step."""
     spec: RunSpec | None
@@ -142,6 +144,7 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
         evaluations=shown["evaluations"],
         goodput=shown["goodput"],
         lost_time=shown["lost_time"],
+        weight_syncs=shown["weight_syncs"],
         curves=queries.curve(store, run_id),
         spec=spec,
         tables={

@@ -31,6 +31,7 @@ from rlhf_core.render.markup import (
 from rlhf_core.render.promotion import promotion
 from rlhf_core.render.run_sections import timeline_section
 from rlhf_core.render.series import finite
+from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EVALUATIONS
@@ -225,6 +226,7 @@ def _facts(record: ReportData) -> Markup:
                     if record.attempts
                     else "none",
                 ),
+                ("weight syncs", weight_sync_text(record.weight_syncs)),
                 ("version", f"rlhf-flows {run['package_version']}"),
                 ("code revision", run["code_revision"] or "not in a repository"),
                 ("interpreter", _checked(record, "environment.python")),

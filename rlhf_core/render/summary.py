@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.formatting import count, duration
 from rlhf_core.render.timeline import Timeline, decision_text
+from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Incident
@@ -77,7 +78,7 @@ def summary_markdown(
 
     Args:
         timeline: of the run, for its promotion, incidents and decisions.
-        times: ``goodput`` and ``lost_time`` of the run, as in ``queries.show_run``.
+        times: ``goodput``, ``lost_time`` and ``weight_syncs`` of the run, as in ``queries.show_run``.
         links: Markdown with links to other pages of the run.
     """
     spec = summary.stored.spec
@@ -156,7 +157,9 @@ def _times(times: Mapping[str, Any], *, tells_times: bool) -> list[str]:
         f"| lost to {markdown(row['failure_kind'])} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"
         for row in times.get("lost_time", ())
     ]
-    return ["| time | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value), *lost, ""]
+    syncs = weight_sync_text(times.get("weight_syncs") or {})
+    told = [f"| weight syncs | {markdown(syncs)} |"] if syncs else []
+    return ["| time | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value), *lost, *told, ""]
 
 
 def _incidents_and_decisions(timeline: Timeline) -> list[str]:

@@ -29,6 +29,7 @@ from rlhf_core.history.batch import (
     MetricsEntry,
     SetAside,
     TelemetryEntry,
+    WeightSyncEntry,
 )
 from rlhf_core.journal_reader import read_journal, scan_journal
 from rlhf_core.run_dir import RunDir
@@ -45,6 +46,7 @@ from rlhf_core.schemas.reports import (
     ReconcileNote,
     TelemetryLine,
 )
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.whole_files import read_model
 
 BLOCK_BYTES = 2 << 20
@@ -189,6 +191,8 @@ class IngestReader:
         identity = (restart.attempt, restart.restart)
         for _, line in self._new_lines(restart.metrics, MetricsLine):
             self._batch.metrics.append(MetricsEntry(*identity, line))
+        for _, sync in self._new_lines(restart.weight_syncs, WeightSyncLine):
+            self._batch.weight_syncs.append(WeightSyncEntry(*identity, sync))
         for path in sorted(restart.root.glob("events-*.jsonl")):
             source = self._relative(path)
             for position, event in self._new_lines(path, AgentEvent):

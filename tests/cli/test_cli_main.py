@@ -13,7 +13,7 @@ from rlhf_core.config_fields import describe_fields
 from rlhf_core.errors import BadConfig, RunCancelled, RunFailed
 
 COMMANDS = (
-    "init check run resume cancel runs show watch logs report sql doctor db".split()  # noqa: SIM905 - as one types them
+    "init check plan run resume cancel runs show watch logs report sql doctor db".split()  # noqa: SIM905 - as one types them
 )
 
 

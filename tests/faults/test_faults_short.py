@@ -178,17 +178,19 @@ def test_a_new_controller_adopts_the_job_of_a_killed_one(goes_on: dict[str, Row]
 def test_restarts_and_the_next_attempt_go_on_from_the_memory_of_the_nodes(
     campaign: Campaign, goes_on: dict[str, Row]
 ) -> None:
-    """Of two agents, one was killed and one ended with it: what they left is there for those of the next attempt."""
+    """A kill in the middle of a save leaves no whole copy, and then the files serve. Here a save a second makes that
+    likely, but not for every kill."""
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     (run,) = (DisturbedSite(home).run for home in campaign.work.glob("goes-on-*"))
     assert run is not None
     told = [event.message for _, event in events(run) if event.kind == "checkpoint"]
     assert len(told) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
+    no_copy = "going on from files: the nodes have no copy in memory that all ranks have a part of"
     for message in told[:3]:
-        assert message.startswith("going on from the copy of step"), message
-    assert "files from peer nodes: " in told[2], "the node whose agent was killed is not taken again"
-    assert told[3].startswith("going on from files"), "a run that saved and ended leaves nothing in memory"
+        assert message.startswith("going on from the copy of step") or message == no_copy
+    assert any(message != no_copy for message in told[:3])
+    assert told[3] == no_copy, "a run that saved and ended leaves nothing in memory"
 
 
 def test_after_all_that_the_parameters_are_those_of_the_undisturbed_run(goes_on: dict[str, Row]) -> None:

@@ -324,6 +324,20 @@ def test_training_that_learned_nothing_is_a_collapse_of_the_reward(history: Hist
     assert history.ask("reward-collapses", days="0") == []
 
 
+def test_weight_syncs(history: History) -> None:
+    history.run("a")
+    for number, (acknowledged, seconds) in enumerate(((2, 1.0), (2, 3.0), (1, 2.0))):
+        rates = {"seconds": seconds, "wire_s": seconds / 2, "apply_s": 0.5, "gb_per_s": 4 / seconds, "bytes": 4 * 10**9}
+        facts = {"number": number, "version": number + 4, "engines": 2, "acknowledged": acknowledged}
+        history.add("weight_syncs", run_id="a", attempt=1, restart=0, transport="broadcast", **facts, **rates)
+    history.add("weight_syncs", run_id="a", attempt=1, restart=0, number=3, version=7, engines=2)
+    columns = ("restart", "transport", "num_syncs", "first_version", "last_version", "missing", "mean_s", "mean_wire_s")
+    assert pick(history.ask("weight-syncs", run="sort"), *columns) == [
+        (0, "", 1, 7, 7, 1, None, None),
+        (0, "broadcast", 3, 4, 6, 1, 2.0, 1.0),
+    ]
+
+
 def test_evaluated_checkpoints(history: History) -> None:
     history.run("a")
     history.add("checkpoints", run_id="a", step=4, path="checkpoints/step-000004", removed_at=50)

@@ -332,6 +332,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("disk.writable", BLOCKED, healthy(disk=Disk(Path("/runs"), problem="Read-only file system")), "RLHF_RUNS"),
     ("disk.space", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=10_000)), "at least one"),
     ("disk.space", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=4 * 2**20)), "being written"),
+    (
+        "memory.rollout",
+        BLOCKED,
+        with_spec(rollout={"engine": "vllm", "max_new_tokens": 10**7}),
+        "rollout.vllm.cpu_cache_gb=",
+    ),
     ("disk.space", SKIPPED, healthy(model_config={}), "cannot be estimated"),
     ("disk.files", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=3)), "can be made"),
     ("disk.files", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=90)), "keep_last"),

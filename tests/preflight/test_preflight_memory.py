@@ -310,6 +310,81 @@ def test_on_cpu_the_ranks_share_the_memory_of_their_node() -> None:
     assert only(with_spec(resources={"memory_gb": 1})).status is CheckStatus.BLOCKED
 
 
+def vllm(kind: str = "h100", **rollout: Any) -> Facts:
+    """Qwen3-8B with vLLM in the process of every rank."""
+    return big(kind, trainer={"zero_stage": 3}, rollout={"engine": "vllm", "max_new_tokens": 1024, **rollout})
+
+
+def test_vllm_takes_its_share_of_the_gpu_while_it_samples() -> None:
+    """0.4 of an H100 is 32 GiB, weights included; ZeRO 3 gathers the whole weights to verify the first version."""
+    gpu = memory.gpu_memory_bytes("h100")
+    parts = memory.trainer_estimate(vllm().spec, shape(), gpu).moments["sample"]
+    assert parts["vLLM (40% of the GPU)"] == pytest.approx(32 * GIB, rel=1e-6)
+    assert parts["gathered weights"] == 2 * shape().parameters
+    assert only(vllm()).status is CheckStatus.PASSED
+    greedy = only(vllm(vllm={"gpu_memory_share": 0.95}))
+    assert greedy.status is CheckStatus.BLOCKED
+    assert "vLLM (95% of the GPU) 76.0" in greedy.found
+    assert "rollout.vllm.gpu_memory_share=" in greedy.advice
+
+
+def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does() -> None:
+    small = only(vllm(vllm={"gpu_memory_share": 0.15}), "memory.rollout")
+    assert small.status is CheckStatus.BLOCKED
+    assert "vLLM has 12.0 GiB of a rank, of which weights and a step take" in small.found
+    least = float(small.advice.partition("share=")[2].partition(" ")[0])
+    enough = only(vllm(vllm={"gpu_memory_share": least}), "memory.rollout")
+    assert enough.status is CheckStatus.PASSED
+    assert enough.found.endswith(" of them at once")
+    less = only(vllm(vllm={"gpu_memory_share": round(least - 0.01, 2)}), "memory.rollout")
+    assert less.status is CheckStatus.BLOCKED
+
+
+def test_a_cache_of_vllm_holds_as_many_sequences_as_counted() -> None:
+    """Qwen3-8B has 144 KiB a token; what weights and a step leave of the share is cache."""
+    facts, gpu = vllm(), memory.gpu_memory_bytes("h100")
+    assert memory.token_cache_bytes(shape(), "bfloat16") == 144 * 1024
+    budget = memory.vllm_cache_budget(facts.spec, shape(), gpu)
+    assert budget == pytest.approx(32 * GIB - memory.vllm_fixed_bytes(facts.spec, shape()), abs=2)
+    length = facts.spec.data.max_prompt_tokens + 1024
+    assert f"{budget // (length * 144 * 1024)} of them at once" in only(facts, "memory.rollout").found
+
+
+def test_vllm_on_cpu_keeps_weights_and_cache_beside_the_trainer() -> None:
+    plain = with_spec(resources={"memory_gb": 6})
+    beside = with_spec(resources={"memory_gb": 6}, rollout={"engine": "vllm", "vllm": {"cpu_cache_gb": 4}})
+    assert only(plain).status is CheckStatus.PASSED
+    refused = only(beside)
+    assert refused.status is CheckStatus.BLOCKED
+    assert "vLLM's KV cache 4.0" in refused.found
+    parts = memory.trainer_estimate(beside.spec, shape()).resident
+    head = shape().vocabulary * shape().hidden
+    assert parts["vLLM's weights"] == 4 * (shape().parameters + head)
+    assert only(beside, "memory.evaluator").status is CheckStatus.BLOCKED, "it has an engine too"
+
+
+def test_the_evaluator_counts_the_reference_that_pairs_are_ranked_against() -> None:
+    def weights(algorithm: str) -> int:
+        resident = memory.evaluator_estimate(with_spec(train={"algorithm": algorithm}).spec, shape()).resident
+        return resident["weights"] + resident.get("reference model", 0)
+
+    assert weights("dpo") == 2 * weights("grpo")
+    assert weights("simpo") == weights("grpo"), "without a reference there is no second model"
+
+
+def test_a_merged_model_is_counted_among_what_fills_the_disk() -> None:
+    room = replace(healthy().disk, free_bytes=6 * GIB)
+    adapter = replace(big(), disk=room)
+    model = adapter.spec.model.model_copy(update={"lora": LoraSpec()})
+    adapter = replace(adapter, spec=adapter.spec.model_copy(update={"model": model}))
+    assert only(adapter, "disk.space").status is not CheckStatus.BLOCKED, "the checkpoints alone have room"
+    promote = adapter.spec.promote.model_copy(update={"when": "always"})
+    promoted = replace(adapter, spec=adapter.spec.model_copy(update={"promote": promote}))
+    result = only(promoted, "disk.space")
+    assert result.status is CheckStatus.BLOCKED
+    assert "the merged model of a promotion 1" in result.found
+
+
 @pytest.mark.training
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=32), LoraSpec(target_modules=("q_proj", "v_proj"))])
 @pytest.mark.parametrize("checkpointing", [False, True])

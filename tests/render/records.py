@@ -264,6 +264,19 @@ def learned(**changes: Any) -> ReportData:
         "lost_time": [
             {"failure_kind": "worker_killed", "num_incidents": 1, "downtime_s": 8.5, "repeated_s": 22.5, "lost_s": 31.0}
         ],
+        "weight_syncs": {
+            "num_syncs": 81,
+            "num_versions": 80,
+            "engines": 2,
+            "transports": ["in_process"],
+            "seconds": 0.04,
+            "wire_s": 0.0,
+            "apply_s": 0.04,
+            "gb_per_s": 0.08,
+            "share_of_limit": None,
+            "bytes": 6_441_984,
+            "unacknowledged": [],
+        },
         "curves": curves(),
         "spec": SPEC,
         "promotion": {

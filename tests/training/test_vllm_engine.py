@@ -91,8 +91,13 @@ def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
     answers = []
     for version in range(3):
         model = model_of(engine.kind, seed=version)  # type: ignore[attr-defined]
-        for one in (engine, peer):
-            one.load(model, version, no_beat)
+        transfer = engine.load(model, version, no_beat)
+        assert transfer is not None
+        assert (transfer.transport, transfer.wire_s, transfer.acknowledged) == ("in_process", 0.0, 1)
+        assert transfer.bytes == sum(weight.nbytes for weight in model.parameters())
+        assert transfer.apply_s > 0
+        assert engine.load(model, version, no_beat) is None, "it is in force"
+        assert peer.load(model, version, no_beat) is None, "it samples with the model itself"
         found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
         for made, right in zip(found, expected, strict=True):
             assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)

@@ -11,6 +11,7 @@ from history_tools import RunFiles, at, dump, whole_run
 from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
@@ -37,7 +38,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
         "controllers": 0,
         "promotions": 0,
         "goodput_cache": 1,
-        "ingest_offsets": 42,
+        "ingest_offsets": 48,
         "stages": 6,
         "checks": 3,
         "node_speeds": 2,
@@ -52,10 +53,66 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
         "node_strikes": 2,
         "checkpoints": 4,
         "weight_versions": 4,
+        "weight_syncs": 4,
         "evaluations": 4,
         "evaluation_samples": 12,
         "events": 31,
     }
+
+
+def test_a_sync_that_was_not_acknowledged_is_shown_as_such(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    found = ask(store, "SELECT attempt, restart, version, acknowledged, gb_per_s, share_of_limit FROM weight_syncs")
+    assert sorted(found) == [
+        [1, 0, 2, 2, 4.0, 0.8],
+        [1, 0, 3, 2, 4.0, 0.8],
+        [1, 1, 2, 1, 4.0, None],
+        [1, 1, 3, 0, None, None],
+    ]
+    facts = queries.show_run(store, run.run_id)["weight_syncs"]
+    assert (facts["num_versions"], facts["engines"], facts["seconds"], facts["gb_per_s"]) == (2, 2, 0.5, 4.0)
+    assert [(row["restart"], row["version"], row["acknowledged"]) for row in facts["unacknowledged"]] == [
+        (1, 2, 1),
+        (1, 3, 0),
+    ]
+    assert weight_sync_text(facts) == (
+        "2 versions to 2 engines, broadcast, median 0.5 s (0.25 on the wire, 0.2 to apply), 4 GB/s, 80% of the link, "
+        "NOT ACKNOWLEDGED by all engines: version 2 (attempt 1 after restart 1: 1 of 2), 3 (attempt 1 after restart 1: "
+        "0 of 2)"
+    )
+
+
+def test_a_sync_on_its_way_is_not_told_as_missing_while_the_run_goes_on(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.planned(1, 4)
+    run.weight_sync(1, 0, 0, 10, acknowledged=2)
+    run.weight_sync(1, 0, 1, 12)
+    sync(run.dir, store)
+    assert weight_sync_text(queries.show_run(store, run.run_id)["weight_syncs"]).endswith("all acknowledged")
+    run.moved(RunState.PREFLIGHT, 12)
+    run.moved(RunState.CANCELLED, 13)
+    sync(run.dir, store)
+    (missing,) = queries.show_run(store, run.run_id)["weight_syncs"]["unacknowledged"]
+    assert (missing["version"], missing["acknowledged"]) == (3, 0)
+
+
+def test_a_ledger_that_is_read_again_makes_no_second_rows(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    before = dump(store)["weight_syncs"]
+    ledger = run.dir.attempt(1).restart(0).weight_syncs
+    content = ledger.read_bytes()
+    ledger.unlink()
+    ledger.write_bytes(content.replace(b'"version":2', b'"version":9', 1))  # another file: read from its beginning
+    sync(run.dir, store)
+    after = dump(store)["weight_syncs"]
+    assert len(after) == len(before) == 4
+    assert after == before, "the request is not newer than its answer"
+    store.forget(run.run_id)
+    sync(run.dir, store)
+    assert dump(store)["weight_syncs"] == before
 
 
 def test_nothing_new_writes_nothing(store: HistoryStore, runs: Path) -> None:

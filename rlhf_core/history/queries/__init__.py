@@ -15,6 +15,7 @@ from rlhf_core.history.queries.baselines import (
     usual_speeds,
 )
 from rlhf_core.history.queries.details import evaluation_samples, events, show_run
+from rlhf_core.history.queries.measured import measured_shape
 from rlhf_core.history.queries.metrics import STEP_SECONDS, curve, latest_metrics, telemetry
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.queries.runs import list_runs, resolve_run, run_dir_of
@@ -32,6 +33,7 @@ __all__ = [
     "latest_metrics",
     "list_runs",
     "longest_gaps",
+    "measured_shape",
     "node_strikes",
     "resolve_run",
     "restarts_since",

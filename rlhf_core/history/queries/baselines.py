@@ -69,7 +69,7 @@ def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str
     """Read the longest gaps between heartbeats in the newest completed runs of a shape: ``role/phase`` to seconds."""
     found: dict[str, float] = {}
     with store.reading() as connection:
-        runs = list(connection.execute(_newest_completed(shape, num_runs)).scalars())
+        runs = list(connection.execute(newest_completed(shape, num_runs)).scalars())
         query = select(NODES.c.longest_gaps_s).where(NODES.c.run_id.in_(runs), NODES.c.node_index == 0)
         for gaps in connection.execute(query).scalars():
             for place, seconds in gaps.items():
@@ -80,7 +80,7 @@ def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str
 def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> float | None:
     """Estimate the duration of a step: the median over the newest completed runs of a shape of the mean of their steps.
     None where there is no such run. Trials do not count: their few steps are mostly warming up."""
-    newest = _newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
+    newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
     means = (
         select(func.avg(METRICS.c.value))
         .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
@@ -119,7 +119,8 @@ def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
         return {"run_id": run.run_id, "spec": run.spec, "basis": connection.execute(basis).scalar() or ""}
 
 
-def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
+def newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
+    """Select the ids of the newest completed runs of a shape."""
     return (
         select(RUNS.c.run_id)
         .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)

@@ -8,6 +8,7 @@ from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
 from rlhf_core.history.queries.plain import Facts, parts, plain, plain_value, without_run
 from rlhf_core.history.queries.runs import missing_steps_of, regressed_scores
+from rlhf_core.history.queries.weight_syncs import weight_sync_facts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import (
     ATTEMPTS,
@@ -44,7 +45,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that fell:
         ``name, metric, before, after``), ``controllers`` (with their pages in Prefect, the newest last),
         ``promotion`` (its state; empty without one), ``metrics`` (newest value of each), ``metric_keys``, ``goodput``
-        (view ``run_goodput``) and ``lost_time`` (view ``run_lost_time``).
+        (view ``run_goodput``), ``weight_syncs`` (:func:`weight_sync_facts`) and ``lost_time`` (view
+        ``run_lost_time``).
 
     Raises:
         UnknownRun: there is no such run.
@@ -73,6 +75,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "metrics": metrics,
             "metric_keys": sorted(metrics),
             "goodput": _goodput(connection, run_id),
+            "weight_syncs": weight_sync_facts(connection, run_id, is_active=run.ended_at is None),
             "lost_time": parts(connection, LOST_TIME, run_id, "failure_kind") if incidents else [],
         }
 

@@ -56,6 +56,44 @@ class WeightVersion(Base):
     """Time at which the checkpoint was complete."""
 
 
+class WeightSync(Base):
+    """One sync: a version of the weights on its way into the rollout engines. From ``weight-syncs.jsonl``."""
+
+    __tablename__ = "weight_syncs"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    """Attempt, from 1."""
+    restart: Mapped[int] = mapped_column(primary_key=True)
+    """Restart, from 0."""
+    number: Mapped[int] = mapped_column(primary_key=True)
+    """Number in its restart, from 0."""
+    version: Mapped[int]
+    """Optimizer steps that the weights have behind them."""
+    transport: Mapped[str]
+    """Way that the weights went, for instance ``in_process``; empty where the sync did not end."""
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    """Bytes that were moved, over all senders."""
+    seconds: Mapped[float | None]
+    """From the request to the last answer; null where the sync did not end."""
+    wire_s: Mapped[float]
+    """Part of it on the wire; 0 where the weights stay in the process."""
+    apply_s: Mapped[float]
+    """Part of it in which engines took the weights over."""
+    gb_per_s: Mapped[float | None]
+    """Rate: bytes over all seconds; null where the sync did not end."""
+    share_of_limit: Mapped[float | None]
+    """Rate on the wire over the limit of the links; null where there is no wire or no known limit."""
+    engines: Mapped[int]
+    """Engines that were to take it over."""
+    acknowledged: Mapped[int]
+    """Engines that have told that it is in force. The others of a group were lost or left out; in the trainers' processes
+    all have to, or nothing is sampled with it."""
+    time: Mapped[datetime]
+    """Time of the answers, or of the request where there are none."""
+
+
 class Evaluation(Base):
     """One evaluation. From ``evaluations/*.json``."""
 

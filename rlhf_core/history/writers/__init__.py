@@ -23,6 +23,7 @@ def write_batch(connection: Connection, run_id: str, batch: IngestBatch) -> None
     events.write_set_aside(connection, run_id, batch.set_aside)
     names = {name for entry in batch.metrics for name in entry.line.metrics}
     metrics.write_metrics(connection, run_id, batch.metrics, metrics.write_metric_keys(connection, names))
+    results.write_weight_syncs(connection, run_id, batch.weight_syncs)
     attempts.write_nodes(connection, run_id, batch.nodes)
     checks.write_probes(connection, run_id, batch.probes)
     incidents.write_incidents(connection, run_id, batch.incidents)

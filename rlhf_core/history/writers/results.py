@@ -7,10 +7,12 @@ from datetime import datetime
 
 from sqlalchemy import Connection, delete, update
 
+from rlhf_core.history.batch import WeightSyncEntry
 from rlhf_core.history.tables.sqlalchemy_core import (
     CHECKPOINTS,
     EVALUATIONS,
     SAMPLES,
+    WEIGHT_SYNCS,
     WEIGHTS,
 )
 from rlhf_core.history.writers.upserts import Row, insert_or_replace
@@ -68,6 +70,34 @@ def _combined_sha256(hashes: Mapping[str, str]) -> str:
         return next(iter(hashes.values()))
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(hashes.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def write_weight_syncs(connection: Connection, run_id: str, entries: Sequence[WeightSyncEntry]) -> None:
+    """Write syncs of weights; of two lines about one the later counts."""
+    newest = {(entry.attempt, entry.restart, entry.line.number): entry for entry in entries}
+    rows = [_weight_sync_row(run_id, entry) for entry in newest.values()]
+    insert_or_replace(connection, WEIGHT_SYNCS, rows)
+
+
+def _weight_sync_row(run_id: str, entry: WeightSyncEntry) -> Row:
+    line = entry.line
+    return {
+        "run_id": run_id,
+        "attempt": entry.attempt,
+        "restart": entry.restart,
+        "number": line.number,
+        "version": line.version,
+        "transport": line.transport,
+        "bytes": line.bytes,
+        "seconds": line.seconds,
+        "wire_s": line.wire_s,
+        "apply_s": line.apply_s,
+        "gb_per_s": line.gb_per_s,
+        "share_of_limit": line.share_of_limit,
+        "engines": line.engines,
+        "acknowledged": line.acknowledged,
+        "time": line.time,
+    }
 
 
 def write_removed_checkpoints(connection: Connection, run_id: str, removed: Mapping[int, datetime]) -> None:

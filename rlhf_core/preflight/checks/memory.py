@@ -1,6 +1,7 @@
 """Memory of model, optimizer, activations and cache against the memory of a node."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue
@@ -9,16 +10,23 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory import (
     CPU_BASE_BYTES,
     GIB,
+    USABLE_SHARE,
     Estimate,
     Shape,
     engine_estimate,
+    engines_per_node,
     evaluator_estimate,
     gpu_memory_bytes,
     main_memory_bytes,
+    num_engines,
     remedies,
     reward_model_bytes,
     shape_of,
+    token_cache_bytes,
     trainer_estimate,
+    vllm_cache_budget,
+    vllm_fixed_bytes,
+    vllm_share_bytes,
     weight_bytes,
     with_reward_models,
     zero_of,
@@ -42,7 +50,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
         yield skipped(room if isinstance(room, str) else "the model's config does not give its dimensions")
         return
     scorers = _reward_models(facts)
-    estimate = with_reward_models(trainer_estimate(facts.spec, shape), facts.spec, scorers)
+    estimate = with_reward_models(trainer_estimate(facts.spec, shape, _gpu(facts)), facts.spec, scorers)
     left = room - sum(reward_model_bytes(facts.spec, scorers, in_main_memory=False).values())
     yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, left))
 
@@ -58,7 +66,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
     fits: list[int] = []
     for number in fewer:
         smaller = with_changes(facts.spec, {"resources.num_nodes": number, "resources.min_nodes": 0})
-        estimate = with_reward_models(trainer_estimate(smaller, shape), smaller, scorers)
+        estimate = with_reward_models(trainer_estimate(smaller, shape, _gpu(facts)), smaller, scorers)
         if estimate.resident_bytes > room or estimate.peak_bytes > SURELY_TOO_MUCH * room:
             least = min(fits, default=facts.spec.resources.num_nodes)
             yield blocked(
@@ -78,8 +86,43 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     shape, room = _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # memory.trainer says so
-    estimate = evaluator_estimate(facts.spec, shape)
-    yield _finding(facts, "an evaluator", estimate, room, "lower rollout.batch_size")
+    estimate = evaluator_estimate(facts.spec, shape, _gpu(facts))
+    vllm = facts.spec.rollout.engine == "vllm"
+    setting = "rollout.vllm.gpu_memory_share" if facts.spec.resources.gpus_per_node else "rollout.vllm.cpu_cache_gb"
+    yield _finding(facts, "an evaluator", estimate, room, f"lower {setting if vllm else 'rollout.batch_size'}")
+
+
+@check("memory.rollout", trainer="native")
+def rollout(facts: Facts) -> Iterator[Finding]:
+    """vLLM without room for its weights and one whole sequence ends when it is started, on every node at once."""
+    spec, shape, room = facts.spec, _shape(facts), _room(facts)
+    if shape is None or isinstance(room, str):
+        return  # memory.trainer says so
+    if num_engines(spec) and spec.resources.gpus_per_node:
+        setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
+        yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
+    if spec.rollout.engine == "vllm":
+        yield _cache_finding(spec, shape, room)
+
+
+def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
+    """Room of vLLM's KV cache against one sequence of the full length."""
+    budget = vllm_cache_budget(spec, shape, room) or 0
+    length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    needed = length * token_cache_bytes(shape, spec.model.dtype)
+    on_gpu = bool(spec.resources.gpus_per_node)
+    name = "rollout.vllm.gpu_memory_share" if on_gpu else "rollout.vllm.cpu_cache_gb"
+    fixed = vllm_fixed_bytes(spec, shape)
+    value = spec.rollout.vllm.gpu_memory_share if on_gpu else spec.rollout.vllm.cpu_cache_gb
+    of = f", of which weights and a step take {_gib(fixed)}" if on_gpu else " for its cache"
+    taken = _gib(vllm_share_bytes(spec, room)) if on_gpu else value
+    found = f"vLLM has {taken} GiB of a rank{of} ({name} = {value}); a sequence of {length} tokens takes {_mib(needed)}"
+    if budget < needed:
+        least = math.ceil(100 * (fixed + needed) * USABLE_SHARE / room) / 100 if on_gpu else math.ceil(needed / GIB)
+        fits = not on_gpu or least <= 1
+        more = f"set {name}={least} or more" if fits else "take GPUs with more memory, or a smaller model"
+        return blocked(found, "room for one sequence at least", more)
+    return passed(f"{found}: {budget // needed} of them at once")
 
 
 @check("memory.offload", trainer="native")
@@ -152,7 +195,7 @@ def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
     held = CPU_BASE_BYTES + sum(main_memory_bytes(shape, spec.model.dtype, zero_of(spec)).values())
     if not resources.gpus_per_node:
         held = trainer_estimate(spec, shape).peak_bytes
-    return _snapshot_bytes(spec, shape), max(0, node - resources.ranks_per_node * held)
+    return _snapshot_bytes(spec, shape), max(0, node - resources.ranks_per_node * held - _engine_bytes(facts))
 
 
 def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -161,6 +204,12 @@ def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
     states = 12 * shape.parameters * spec.resources.ranks_per_node // spec.num_ranks
     critic = any(loop.algorithm.critic for loop in spec.loops.named.values())
     return (states + weight_bytes(shape, spec.model.dtype)) * (2 if critic else 1)
+
+
+def _gpu(facts: Facts) -> int | None:
+    """Usable memory of the GPU of a rank; None where there is none, or it is not known."""
+    room = _room(facts)
+    return room if facts.spec.resources.gpus_per_node and isinstance(room, int) else None
 
 
 def _shape(facts: Facts) -> Shape | None:
@@ -177,7 +226,7 @@ def _reward_models(facts: Facts) -> dict[str, Shape]:
 
 
 def _room(facts: Facts) -> int | str:
-    """Memory of one rank, or why it is not known. Without GPUs, the engines of its node are subtracted."""
+    """Memory of one rank, or why it is not known. Without GPUs, the rollout engines of its node are subtracted."""
     resources, inventory = facts.spec.resources, facts.inventory
     if not resources.gpus_per_node:
         node = resources.memory_gb or inventory.memory_gb
@@ -195,10 +244,10 @@ def _room(facts: Facts) -> int | str:
 
 def _engine_bytes(facts: Facts) -> int:
     """Main memory of the rollout engines of a node; 0 as far as the config does not tell."""
-    spec, shape = facts.spec, _shape(facts)
-    if shape is None or not spec.rollout.engines:
+    shape = _shape(facts)
+    if shape is None or not num_engines(facts.spec):
         return 0
-    return (spec.processes_per_node - spec.resources.ranks_per_node) * engine_estimate(spec, shape).peak_bytes
+    return engines_per_node(facts.spec) * engine_estimate(facts.spec, shape).peak_bytes
 
 
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:
@@ -213,7 +262,10 @@ def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str
 
 
 def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
-    changes = [f"{_set(change)} ({_gib(peak)} GiB)" for change, peak in remedies(facts.spec, shape, int(TIGHT * room))]
+    changes = [
+        f"{_set(change)} ({_gib(peak)} GiB)"
+        for change, peak in remedies(facts.spec, shape, int(TIGHT * room), _gpu(facts))
+    ]
     if changes:
         return "set " + ", or ".join(changes[:3])
     largest = estimate.largest[0][0]
@@ -223,6 +275,10 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
 
 def _set(change: Mapping[str, JsonValue]) -> str:
     return " and ".join(f"{name}={json.dumps(value)}" for name, value in change.items())
+
+
+def _mib(size: float) -> str:
+    return f"{_gib(size)} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _gib(size: float) -> str:

@@ -10,6 +10,7 @@ from rlhf_core.preflight.size_estimates import (
     checkpoint_bytes,
     checkpoint_files,
     checkpoints_kept,
+    merged_bytes,
     num_parameters,
     run_files,
     vocabulary_size,
@@ -150,15 +151,17 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
     if one is None:
         yield skipped("the size of a checkpoint cannot be estimated from this model's config")
         return
-    kept = checkpoints_kept(facts.spec)
-    free = facts.disk.free_bytes
+    kept, merged, free = checkpoints_kept(facts.spec), merged_bytes(facts), facts.disk.free_bytes
     found = f"{_size(free)} free in {facts.disk.runs_dir}, a checkpoint takes about {_size(one)} (estimate)"
-    if free < one:
-        yield blocked(found, "room for at least one checkpoint", "make room, or set RLHF_RUNS to another file system")
-    elif free < (kept + 1) * one:
+    found += f", the merged model of a promotion {_size(merged)}" if merged else ""
+    beside = " and the merged model" if merged else ""
+    if free < one + merged:
+        expected = f"room for at least one checkpoint{beside}"
+        yield blocked(found, expected, "make room, or set RLHF_RUNS to another file system")
+    elif free < (kept + 1) * one + merged:
         yield warning(
             found,
-            f"room for {kept} checkpoints kept and one being written, about {_size((kept + 1) * one)}",
+            f"room for {kept} checkpoints kept, one being written{beside}, about {_size((kept + 1) * one + merged)}",
             "make room, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
         )
     else:

@@ -30,6 +30,24 @@ class Sampling:
     """Sequences generated at once by this rank."""
 
 
+@dataclass(frozen=True)
+class WeightTransfer:
+    """Transfer of one version of the weights into engines, as one rank of the trainer saw it."""
+
+    transport: str
+    """Way that the weights went, for instance ``in_process``."""
+    bytes: int
+    """Bytes that this rank has moved."""
+    wire_s: float
+    """Seconds on the wire; 0 where the weights stay in the process."""
+    apply_s: float
+    """Seconds in which engines took the weights over."""
+    acknowledged: int = 1
+    """Engines that have told this rank that the version is in force."""
+    limit_gb_per_s: float | None = None
+    """Limit of the link of this rank; None where it is not known."""
+
+
 class RolloutEngine(Protocol):
     """Samples completions of prompts with one version of the weights.
 
@@ -42,7 +60,7 @@ class RolloutEngine(Protocol):
     def version(self) -> int | None:
         """Version of the weights in force; None before the first."""
 
-    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Take over the weights of ``model``. Collective over the ranks of the trainer.
 
         A version comes into force as a whole or not at all: an engine that fails meanwhile has none afterwards.
@@ -51,6 +69,10 @@ class RolloutEngine(Protocol):
             model: causal language model; its weights, mode and gradients are left as they are.
             version: number of optimizer steps of the run that the weights have behind them.
             beat: called after every bucket of weights.
+
+        Returns:
+            What was moved; None where nothing was, because the version is in force or the engine has no weights of its
+            own.
         """
 
     def sample(

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.gathering import is_split, whole_model
-from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, require_prompts, require_version
+from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, WeightTransfer, require_prompts, require_version
 from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl, WeightProbe
 from rlhf_core.training.rollouts.remote_rollout import RemoteRollout
@@ -65,30 +66,44 @@ class RemoteEngines:
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
 
-    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Bring a version into force on all engines that live. Collective.
+
+        Returns:
+            What rank 0 has sent; None on other ranks, and where the version is in force.
 
         Raises:
             EnginesLost: there is none, and none came in time.
             StaleWeights: every engine computes something else with the weights than the trainer does.
         """
         if self.version == version:
-            return
+            return None
         self.version = None
         self._model = model
         self._probe = _probe_of(model, min(PROBE_TOKENS, self._max_tokens - 1), TOLERANCE[self._dtype])
         problem = ""
         for _ in range(MAX_SYNCS):
-            problem = self._send(self._living(beat), model, version, beat)
+            transfers: list[WeightTransfer] = []
+            problem = self._send(self._living(beat), model, version, beat, transfers)
             if not problem:
                 self.version = version
-                return
+                return transfers[0] if transfers else None
         _raise(problem)
+        return None
 
     def _send(
-        self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
+        self,
+        engines: Sequence[EngineClient],
+        model: PreTrainedModel,
+        version: int,
+        beat: Callable[[], None],
+        transfers: list[WeightTransfer],
     ) -> str:
-        """One try to give a version to engines; the problem that rank 0 had with it. Collective."""
+        """One try to give a version to engines; the problem that rank 0 had with it. Collective.
+
+        Args:
+            transfers: what was sent is appended, on rank 0.
+        """
         sync = self._sync
         if sync is None:
             gather_along(model, beat)
@@ -99,6 +114,15 @@ class RemoteEngines:
             self._count("time/weight_wire_s", report.wire_s)
             self._count("time/weight_apply_s", report.apply_s)
             self._count("rollout/sync_bytes", report.sent.bytes_sent)
+            transfers.append(
+                WeightTransfer(
+                    str(Transport.BROADCAST),
+                    report.sent.bytes_sent,
+                    wire_s=report.wire_s,
+                    apply_s=report.apply_s,
+                    acknowledged=len(report.applied),
+                )
+            )
             for name, why in report.lost.items():
                 self._ranks.log(f"{name} does not serve at step {version}: {why}")
 

@@ -1,5 +1,6 @@
 """Starts the rollout engine that a run asks for."""
 
+import functools
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,8 @@ from rlhf_core.training.rollouts.base import RolloutEngine
 from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.training.weight_ledger import RecordedEngine
+from rlhf_core.training.worker_events import write_event
 
 
 def start_engine(
@@ -22,14 +25,14 @@ def start_engine(
     """
     spec = context.spec
     if spec.rollout.engines and context.role is Role.TRAINER:  # the group serves trainers; evaluators come after it
-        return RemoteEngines(context, ranks)
+        return _recorded(RemoteEngines(context, ranks), context, ranks, spec.rollout.engines)
     if spec.rollout.engine == "transformers":
         return TransformersEngine(tokenizer)
     # Only this engine needs vLLM.
     from rlhf_core.training.rollouts.vllm_engine import VllmEngine
 
     ranks.log("starting a vLLM engine on every rank")
-    return VllmEngine(
+    engine = VllmEngine(
         folder,
         tokenizer,
         spec.rollout.vllm,
@@ -42,3 +45,9 @@ def start_engine(
             "WORLD_SIZE": str(context.num_ranks),
         },
     )
+    return _recorded(engine, context, ranks, ranks.num_ranks)
+
+
+def _recorded(engine: RolloutEngine, context: WorkerContext, ranks: Ranks, num_engines: int) -> RolloutEngine:
+    path, on_loss = context.restart_dir.weight_syncs, functools.partial(write_event, context, "file")
+    return RecordedEngine(engine, ranks, path, num_engines, on_loss)

@@ -11,6 +11,7 @@ copied into it bucket by bucket, through vLLM's own loader. Three traps of that,
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoint_state import kept_random_state
 from rlhf_core.training.gathering import gathered_weights, whole_model
-from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, require_prompts, require_version
+from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, WeightTransfer, require_prompts, require_version
 from rlhf_core.training.types import Completion
 
 _PROBE_TOKENS = 16
@@ -82,20 +83,24 @@ class VllmEngine:
         self._worker = self._engine.model_executor.driver_worker
         self.sleep()
 
-    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Copy the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
         Raises:
             StaleWeights: vLLM does not compute with the first weights it is given what the trainer computes with them.
         """
         if self.version == version:
-            return
+            return None
         self.version = None
-        self.load_tensors(_tensors(model, beat))
+        started = time.monotonic()
+        counted = _Counted(_tensors(model, beat))
+        self.load_tensors(counted)
+        apply_s = time.monotonic() - started
         if not self._is_verified:
             self._verify(model)
         self._is_verified = True
         self.version = version
+        return WeightTransfer("in_process", counted.bytes, wire_s=0.0, apply_s=apply_s)
 
     def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Copy weights into vLLM, and drop what older ones have cached.
@@ -283,6 +288,22 @@ def _tensors(model: PreTrainedModel, beat: Callable[[], None]) -> Iterator[tuple
         for name, tensor in bucket.items():
             yield name, tensor.clone()
         beat()
+
+
+class _Counted:
+    """The same tensors, with the sum of their bytes so far."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._tensors)
+        self.bytes += tensor.nbytes
+        return name, tensor
 
 
 def _pack_tied_head(model: nn.Module) -> None:

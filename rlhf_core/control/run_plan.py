@@ -1,0 +1,251 @@
+"""The plan of a run before it starts: memory of each role, seconds of a step, layouts that divide, and what earlier
+runs of the shape took."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core.allocation.layouts import Cluster, Layout, Problem, layouts, nearest, problems
+from rlhf_core.history.queries import Facts
+from rlhf_core.preflight.facts import ModelFolder
+from rlhf_core.preflight.memory import (
+    GIB,
+    Estimate,
+    Shape,
+    engine_estimate,
+    evaluator_estimate,
+    gpu_memory_bytes,
+    num_engines,
+    shape_of,
+    token_cache_bytes,
+    trainer_estimate,
+    vllm_cache_budget,
+)
+from rlhf_core.preflight.predictions import gpu_kinds
+from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
+from rlhf_core.preflight.step_time import StepTime, step_time
+from rlhf_core.schemas.resources import Inventory
+from rlhf_core.schemas.run import RunSpec
+
+NUM_PROPOSED = 5
+"""Layouts that are proposed, the fastest first."""
+OWN_SHARE = 0.85
+"""Share of its GPU for an engine that has it to itself."""
+
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "sampling": ("time/rollout_s",),
+    "training": ("time/train_s",),
+    "weight sync": ("time/weight_sync_s",),
+}
+"""Phases that are predicted, and the metrics that measure them; communication is part of training where it is
+measured."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One layout with its prediction."""
+
+    layout: Layout
+    engine: str
+    """``rollout.engine``."""
+    trainer_bytes: int
+    """Peak of a trainer rank."""
+    engine_bytes: int
+    """Peak of an engine of its own; 0 without."""
+    memory_share: float
+    """``rollout.vllm.gpu_memory_share``; 0 where transformers samples."""
+    sequences: int
+    """Sequences of full length that vLLM's cache holds at once; 0 where transformers samples."""
+    step: StepTime
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Prediction of a run, and what it was held against."""
+
+    spec: RunSpec
+    layout: Layout
+    problems: list[Problem]
+    """Reasons why the layout is refused."""
+    nearest: list[Layout]
+    """Layouts that divide, where the asked one does not."""
+    memory: Mapping[str, Estimate] = field(default_factory=dict)
+    """By role; empty where the model's config does not give its dimensions."""
+    limit: int | None = None
+    """Usable bytes of a rank; None where they are not known."""
+    gpu_kind: str = ""
+    """Type of GPU that the step is predicted for, the slowest; empty where none is known."""
+    step: StepTime | None = None
+    proposals: list[Proposal] = field(default_factory=list)
+    """Layouts on the same nodes that fit, the fastest first."""
+    scale: Mapping[str, float] = field(default_factory=dict)
+    """Measured over predicted seconds by phase, which the proposals are scaled by; empty without history."""
+    measured: Facts = field(default_factory=dict)
+    """``queries.measured_shape``."""
+
+
+def plan_run(
+    spec: RunSpec,
+    inventory: Inventory,
+    config: Mapping[str, Any],
+    folder: ModelFolder | None,
+    measured: Facts,
+) -> RunPlan:
+    """Predict a run of the native trainer.
+
+    Args:
+        config: content of the model's ``config.json``.
+        folder: ``model.path`` as found.
+        measured: ``queries.measured_shape`` of earlier runs of the shape.
+    """
+    layout, cluster = layout_of(spec), cluster_of(spec, config)
+    refused = problems(layout, cluster)
+    found = nearest(layout, cluster) if refused else []
+    shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
+    if shape is None:
+        return RunPlan(spec, layout, refused, found, measured=measured)
+    gpu = _gpu_bytes(spec, inventory)
+    kind, step = _slowest(spec, inventory, shape)
+    scale = _scale(step, measured)
+    return RunPlan(
+        spec=spec,
+        layout=layout,
+        problems=refused,
+        nearest=found,
+        memory=_memory(spec, shape, gpu),
+        limit=gpu if spec.resources.gpus_per_node else _main_memory(spec, inventory),
+        gpu_kind=kind,
+        step=step,
+        proposals=_proposals(spec, shape, cluster, kind, gpu, scale) if kind and gpu else [],
+        scale=scale,
+        measured=measured,
+    )
+
+
+def layout_of(spec: RunSpec) -> Layout:
+    """The layout that a config asks for."""
+    return Layout(spec.num_ranks, num_engines(spec), tensor_parallel=1)
+
+
+def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
+    """Nodes of the run, and the numbers that a layout must divide."""
+    rows = {name: loop.algorithm.rows_per_step for name, loop in spec.loops.named.items()}
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    return Cluster(spec.resources.num_nodes, spec.resources.gpus_per_node, rows, heads, kv_heads or heads)
+
+
+def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
+    """The run in another layout on the same nodes."""
+    ranks = layout.trainers // spec.resources.num_nodes
+    resources = spec.resources.model_copy(update={"ranks_per_node": ranks})
+    rollout = spec.rollout.model_copy(update={"engines": layout.engines})
+    return spec.model_copy(update={"resources": resources, "rollout": rollout})
+
+
+def _memory(spec: RunSpec, shape: Shape, gpu: int | None) -> dict[str, Estimate]:
+    found = {"trainer": trainer_estimate(spec, shape, gpu)}
+    if num_engines(spec):
+        found["rollout engine"] = engine_estimate(spec, shape, gpu)
+    return found | ({"evaluator": evaluator_estimate(spec, shape, gpu)} if spec.is_evaluated else {})
+
+
+def _gpu_bytes(spec: RunSpec, inventory: Inventory) -> int | None:
+    """Usable memory of the smallest GPU that the run may get."""
+    if not spec.resources.gpus_per_node:
+        return None
+    sizes = (gpu_memory_bytes(kind) for kind in gpu_kinds(spec, inventory))
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _main_memory(spec: RunSpec, inventory: Inventory) -> int | None:
+    node = spec.resources.memory_gb or inventory.memory_gb
+    processes = spec.resources.ranks_per_node + -(-num_engines(spec) // spec.resources.num_nodes)
+    return int(node * GIB / processes) if node else None
+
+
+def _slowest(spec: RunSpec, inventory: Inventory, shape: Shape) -> tuple[str, StepTime | None]:
+    """The kind of GPU on which a step takes longest, and that step."""
+    times = {kind: time for kind in gpu_kinds(spec, inventory) if (time := step_time(spec, shape, kind)) is not None}
+    return max(times.items(), key=lambda found: found[1].seconds, default=("", None))
+
+
+def _scale(step: StepTime | None, measured: Facts) -> dict[str, float]:
+    """Measured over predicted seconds of each phase that has both."""
+    if step is None:
+        return {}
+    found = {}
+    for phase, keys in PHASES.items():
+        predicted = step.parts.get(phase, 0.0) + (step.parts.get("communication", 0.0) if phase == "training" else 0.0)
+        seconds = sum(measured.get("seconds", {}).get(key, 0.0) for key in keys)
+        if predicted and seconds:
+            found[phase] = seconds / predicted
+    return found | ({"communication": found["training"]} if "training" in found else {})
+
+
+def _proposals(
+    spec: RunSpec, shape: Shape, cluster: Cluster, kind: str, gpu: int, scale: Mapping[str, float]
+) -> list[Proposal]:
+    """Layouts that use every GPU and fit, the fastest first. Engines of several GPUs are proposed only where no layout
+    with engines of one fits."""
+    found = []
+    for layout in layouts(cluster):
+        processes = layout.trainers + layout.engines * layout.tensor_parallel
+        for engine in _engines(spec, layout) if processes == cluster.num_gpus else ():
+            proposal = _proposal(spec, shape, layout, engine, kind, gpu, scale)
+            found += [proposal] if proposal is not None else []
+    narrow = [one for one in found if one.layout.tensor_parallel == 1]
+    return sorted(narrow or found, key=lambda one: one.step.seconds)[:NUM_PROPOSED]
+
+
+def _engines(spec: RunSpec, layout: Layout) -> tuple[str, ...]:
+    """Programs that may sample in a layout. Adapters are not given to vLLM."""
+    if spec.model.lora is not None:
+        return () if layout.engines else ("transformers",)
+    return ("vllm",) if layout.engines else ("transformers", "vllm")
+
+
+def _proposal(
+    spec: RunSpec, shape: Shape, layout: Layout, engine: str, kind: str, gpu: int, scale: Mapping[str, float]
+) -> Proposal | None:
+    """The layout with its prediction; None where it does not fit."""
+    changed = in_layout(spec, layout)
+    share = OWN_SHARE if layout.engines else spec.rollout.vllm.gpu_memory_share
+    vllm = changed.rollout.vllm.model_copy(update={"gpu_memory_share": share})
+    rollout = changed.rollout.model_copy(update={"engine": engine, "vllm": vllm})
+    changed = changed.model_copy(update={"rollout": rollout})
+    samples_with_vllm = engine == "vllm"
+    part = _part(shape, layout.tensor_parallel)
+    trainer = trainer_estimate(changed, shape, gpu).peak_bytes
+    sequences = 0
+    if samples_with_vllm:
+        length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+        budget = vllm_cache_budget(changed, part, gpu) or 0
+        sequences = budget // (length * token_cache_bytes(part, spec.model.dtype))
+    step = step_time(changed, shape, kind)
+    if step is None or trainer > gpu or (samples_with_vllm and sequences < 1):
+        return None
+    parts = {name: seconds * scale.get(name, 1.0) for name, seconds in step.parts.items()}
+    return Proposal(
+        layout,
+        engine,
+        trainer,
+        engine_estimate(changed, part, gpu).peak_bytes if layout.engines else 0,
+        changed.rollout.vllm.gpu_memory_share if samples_with_vllm else 0.0,
+        sequences,
+        StepTime(parts),
+    )
+
+
+def _part(shape: Shape, width: int) -> Shape:
+    """The share of one GPU of a model that is split over several by heads and columns."""
+    if width == 1:
+        return shape
+    return Shape(
+        parameters=shape.parameters // width,
+        hidden=shape.hidden,
+        layers=shape.layers,
+        query=shape.query // width,
+        keys=-(-shape.keys // width),
+        feed_forward=shape.feed_forward // width,
+        vocabulary=shape.vocabulary,
+    )

@@ -1,0 +1,65 @@
+"""Step time and memory that earlier runs of a shape took, for comparison with predictions."""
+
+from collections import defaultdict
+from statistics import median
+
+from sqlalchemy import Connection, func, select
+
+from rlhf_core.history.queries.baselines import newest_completed
+from rlhf_core.history.queries.plain import Facts
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables.sqlalchemy_core import CURVE, FIGURES, RUNS
+
+_MEMORY = ("workers_rss_gb", "gpu0_memory_used_gb", "gpu1_memory_used_gb", "gpu2_memory_used_gb", "gpu3_memory_used_gb",
+           "gpu4_memory_used_gb", "gpu5_memory_used_gb", "gpu6_memory_used_gb", "gpu7_memory_used_gb")  # fmt: skip
+
+
+def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5) -> Facts:
+    """Read what the newest completed runs of a shape took; trials do not count.
+
+    Returns:
+        ``runs`` (their ids, newest first), ``seconds`` (``time/...`` metric to the median over the runs of the median
+        of their steps of the main loop), ``workers_gb`` (most of the main memory of a node that its workers took
+        together, GiB) and ``gpu_gb`` (most of a GPU, GiB): means of some seconds, null where none was measured.
+    """
+    with store.reading() as connection:
+        newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
+        runs = [str(run_id) for run_id in connection.execute(newest).scalars()]
+        peaks = _peaks(connection, runs)
+        of_gpus = [value for key, value in peaks.items() if key != "workers_rss_gb"]
+        return {
+            "runs": runs,
+            "seconds": _seconds(connection, runs),
+            "workers_gb": peaks.get("workers_rss_gb"),
+            "gpu_gb": max(of_gpus, default=None),
+        }
+
+
+def _seconds(connection: Connection, runs: list[str]) -> dict[str, float]:
+    of_runs: dict[str, list[float]] = defaultdict(list)
+    for run_id in runs:
+        warm_start = select(RUNS.c.spec).where(RUNS.c.run_id == run_id)
+        first = _warm_start_steps(connection.execute(warm_start).scalar_one())
+        query = select(CURVE.c.key, CURVE.c.value).where(
+            CURVE.c.run_id == run_id, CURVE.c.key.like("time/%"), CURVE.c.step > first, CURVE.c.value.is_not(None)
+        )
+        steps: dict[str, list[float]] = defaultdict(list)
+        for key, value in connection.execute(query):
+            steps[key].append(value)
+        for key, values in steps.items():
+            of_runs[key].append(median(values))
+    return {key: median(values) for key, values in sorted(of_runs.items())}
+
+
+def _warm_start_steps(spec: Facts) -> int:
+    warm_start = (spec.get("loops") or {}).get("warm_start") or {}
+    return int(warm_start.get("num_steps", 0))
+
+
+def _peaks(connection: Connection, runs: list[str]) -> dict[str, float]:
+    query = (
+        select(FIGURES.c.key, func.max(FIGURES.c.value))
+        .where(FIGURES.c.run_id.in_(runs), FIGURES.c.key.in_(_MEMORY))
+        .group_by(FIGURES.c.key)
+    )
+    return {key: float(value) for key, value in connection.execute(query)}

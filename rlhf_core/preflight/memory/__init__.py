@@ -1,0 +1,99 @@
+"""Memory of each role, estimated from the run's config and the model's config alone. Pure functions; no model library.
+
+What must be there at all times (weights, gradients, optimizer, reference) is exact arithmetic. What comes and goes
+(activations, logits, cache) is counted tensor by tensor for decoders with gated feed-forward layers, at the longest
+prompts and completions that the config allows: good to some ten per cent, and rather too much than too little.
+
+``gpus`` has the memory of each type of GPU, ``shapes`` the dimensions of a model, ``formulas`` the bytes of each part,
+``engines`` those of vLLM, ``roles`` the sums, ``remedies`` what would fit.
+"""
+
+from rlhf_core.preflight.memory.engines import (
+    engines_per_node,
+    num_engines,
+    token_cache_bytes,
+    vllm_cache_budget,
+    vllm_fixed_bytes,
+    vllm_share_bytes,
+)
+from rlhf_core.preflight.memory.formulas import (
+    CPU_BASE_BYTES,
+    GPU_BASE_BYTES,
+    Zero,
+    activation_bytes,
+    cache_bytes,
+    gradient_bytes,
+    live_weight_bytes,
+    logit_bytes,
+    main_memory_bytes,
+    optimizer_bytes,
+    own_weight_bytes,
+    reduction_bytes,
+    update_bytes,
+    weight_bytes,
+)
+from rlhf_core.preflight.memory.gpus import (
+    GIB,
+    GPU_MEMORY_GB,
+    USABLE_SHARE,
+    gpu_memory_bytes,
+)
+from rlhf_core.preflight.memory.remedies import (
+    remedies,
+)
+from rlhf_core.preflight.memory.roles import (
+    Estimate,
+    engine_estimate,
+    evaluator_estimate,
+    longest_sequence,
+    micro_batch_tokens,
+    reward_model_bytes,
+    trainer_estimate,
+    with_reward_models,
+    zero_of,
+)
+from rlhf_core.preflight.memory.shapes import (
+    Shape,
+    shape_of,
+    trained_shape,
+)
+
+__all__ = [
+    "CPU_BASE_BYTES",
+    "GIB",
+    "GPU_BASE_BYTES",
+    "GPU_MEMORY_GB",
+    "USABLE_SHARE",
+    "Estimate",
+    "Shape",
+    "Zero",
+    "activation_bytes",
+    "cache_bytes",
+    "engine_estimate",
+    "engines_per_node",
+    "evaluator_estimate",
+    "gpu_memory_bytes",
+    "gradient_bytes",
+    "live_weight_bytes",
+    "logit_bytes",
+    "longest_sequence",
+    "main_memory_bytes",
+    "micro_batch_tokens",
+    "num_engines",
+    "optimizer_bytes",
+    "own_weight_bytes",
+    "reduction_bytes",
+    "remedies",
+    "reward_model_bytes",
+    "shape_of",
+    "token_cache_bytes",
+    "trained_shape",
+    "trainer_estimate",
+    "update_bytes",
+    "vllm_cache_budget",
+    "vllm_fixed_bytes",
+    "vllm_share_bytes",
+    "weight_bytes",
+    "with_reward_models",
+    "zero_of",
+]

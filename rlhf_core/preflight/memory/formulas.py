@@ -1,0 +1,147 @@
+"""Formulas of the memory model: bytes of weights, gradients, optimizer, activations and cache of one rank."""
+
+from dataclasses import dataclass
+
+from rlhf_core.preflight.memory.gpus import GIB
+from rlhf_core.preflight.memory.shapes import Shape, targets_of, trained_shape
+from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS, LIVE_ELEMENTS, LOGIT_CHUNK_ELEMENTS, REDUCE_BUCKET_ELEMENTS
+
+GPU_BASE_BYTES = int(1.5 * GIB)
+"""CUDA context, kernels, and NCCL's buffers of one rank."""
+CPU_BASE_BYTES = int(0.7 * GIB)
+"""The interpreter with torch, transformers and DeepSpeed imported."""
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Settings of the trainer that decide what a rank has of weights, gradients and optimizer."""
+
+    stage: int
+    offload: str
+    num_ranks: int
+
+
+def weight_bytes(shape: Shape, dtype: str) -> int:
+    """The weights that are computed with, whole: parameters x 4 (float32) or 2 (bfloat16)."""
+    return shape.parameters * BYTES[dtype]
+
+
+def own_weight_bytes(shape: Shape, dtype: str, zero: Zero) -> int:
+    """Bytes of them that a rank has at all times: all of them, or 1/N in ZeRO 3, and none where they are offloaded."""
+    if zero.offload == "parameters":
+        return 0
+    return -(-weight_bytes(shape, dtype) // (zero.num_ranks if zero.stage == 3 else 1))
+
+
+def live_weight_bytes(shape: Shape, dtype: str, zero: Zero, lora: LoraSpec | None = None) -> int:
+    """Weights that ZeRO 3 gathers in a forward or backward pass: those of some layers at once.
+
+    Where they are frozen about four times as much was measured, and not explained (``tests/benchmarks/bench_memory.py
+    --lora-rank 16``).
+    """
+    if zero.stage < 3:
+        return 0
+    return min(shape.parameters, LIVE_ELEMENTS) * BYTES[dtype] * (1 if lora is None else 4)
+
+
+def gradient_bytes(shape: Shape, dtype: str, zero: Zero) -> int:
+    """Gradients, summed up in float32 over micro-batches: 4 bytes a parameter; for bfloat16 also those of the pass.
+
+    ZeRO 0 and 1 do not split them; 2 and 3 keep 1/N (Rajbhandari et al. 2020, arXiv 1910.02054, section 5), or none
+    where the optimizer is offloaded, and those of the pass until a bucket is full.
+    """
+    of_the_pass = 0 if dtype == "float32" else BYTES[dtype]
+    if zero.stage < 2:
+        return shape.parameters * (4 + of_the_pass)
+    own = 0 if zero.offload != "none" else -(-4 * shape.parameters // zero.num_ranks)
+    return own + min(shape.parameters, REDUCE_BUCKET_ELEMENTS) * BYTES[dtype]
+
+
+def optimizer_bytes(shape: Shape, zero: Zero) -> int:
+    """AdamW's float32 master weights and two moments, 12 bytes a parameter, split over the ranks from ZeRO 1 on
+    (Rajbhandari et al. 2020, arXiv 1910.02054: K = 12 divided by N); in ZeRO 0 the weights are their own masters."""
+    if zero.stage == 0:
+        return 8 * shape.parameters
+    return -(-12 * shape.parameters // zero.num_ranks)
+
+
+def reduction_bytes(shape: Shape, zero: Zero) -> int:
+    """Gradients that are being reduced over the ranks, in float32: one bucket, which ZeRO 3 copies into one row."""
+    return min(shape.parameters, REDUCE_BUCKET_ELEMENTS) * 4 * (2 if zero.stage == 3 else 1)
+
+
+def update_bytes(shape: Shape, zero: Zero) -> int:
+    """Bytes that an update needs for its time: the gradients of a rank as one row, and AdamW's denominators.
+
+    In main memory where the optimizer is offloaded; the GPU has the row that is copied there, one bucket.
+    """
+    if zero.stage == 0:
+        return 0  # parameter by parameter
+    if zero.offload != "none":
+        return min(shape.parameters, REDUCE_BUCKET_ELEMENTS) * 4
+    return -(-8 * shape.parameters // zero.num_ranks)
+
+
+def main_memory_bytes(shape: Shape, dtype: str, zero: Zero, lora: LoraSpec | None = None) -> dict[str, int]:
+    """Bytes that a rank has in main memory in place of the GPU's: optimizer, its gradients, and the split weights."""
+    found = {}
+    trained = trained_shape(shape, lora)
+    if zero.offload != "none":
+        # With its gradients, and the row and the denominators of an update.
+        found["offloaded optimizer"] = optimizer_bytes(trained, zero) + -(-12 * trained.parameters // zero.num_ranks)
+    if zero.offload == "parameters":
+        found["offloaded weights"] = -(-weight_bytes(shape, dtype) // zero.num_ranks)
+    return found
+
+
+def activation_bytes(shape: Shape, dtype: str, tokens: int, checkpointing: bool, lora: LoraSpec | None = None) -> int:
+    """Activations that the forward pass keeps for the backward pass, counted as in Korthikanti et al. 2022 (arXiv
+    2205.05198).
+
+    Per layer and token: two norms (input, normalised, output), queries, keys and values before and after their norm
+    and rotation, keys and values repeated for every head, the attention's output, and four times the width of the
+    gated feed-forward layer. Scores of the attention are not kept (fused kernels). With gradient checkpointing one
+    hidden state per layer and token, and one layer in full while it is computed again. The last norm comes on top.
+
+    Under an adapter, frozen layers keep nothing for a gradient of their own: no normalised states, and the input of a
+    linear layer where it has an adapter, with ``rank`` values besides.
+    """
+    size = BYTES[dtype]
+    elements = 6 * shape.hidden + 6 * shape.query + 5 * shape.keys + 4 * shape.feed_forward
+    if lora is not None:
+        targets = targets_of(shape, lora)
+        into_attention, into_feed_forward = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+        num_inputs = sum(not targets.isdisjoint(names) for names in (into_attention, into_feed_forward))
+        elements = (2 + num_inputs) * shape.hidden + 5 * shape.query + 4 * shape.keys + 3 * shape.feed_forward
+        elements += ("down_proj" in targets) * shape.feed_forward + len(targets) * lora.rank
+    upcast = 0 if size == 4 else 8 * shape.hidden  # norms are computed in float32
+    layer = tokens * (elements * size + upcast)
+    last = tokens * 2 * shape.hidden * size
+    if checkpointing:
+        return shape.layers * tokens * shape.hidden * size + layer + last
+    return shape.layers * layer + last
+
+
+def logit_bytes(shape: Shape, tokens: int) -> int:
+    """Logits of training: tokens x vocabulary x 4 bytes, three times (as the model makes them, in float32, and their
+    log-probabilities; in the backward pass these and the gradient).
+
+    The model wrapper makes them chunk by chunk, so it is never more than one chunk.
+    """
+    return min(tokens * shape.vocabulary, LOGIT_CHUNK_ELEMENTS) * 4 * 3
+
+
+def cache_bytes(shape: Shape, dtype: str, sequences: int, length: int) -> int:
+    """KV cache: sequences x length x layers x (keys + values) x bytes; one layer is there twice while it grows."""
+    layer = sequences * length * 2 * shape.keys * BYTES[dtype]
+    return layer * (shape.layers + 1)
+
+
+def sampling_bytes(shape: Shape, dtype: str, sequences: int) -> int:
+    """Logits of the last position for every sequence, their log-softmax in float32, and the sums of a chunk of them in
+    float64."""
+    elements = sequences * shape.vocabulary
+    return elements * (BYTES[dtype] + 8) + min(elements, CDF_CHUNK_ELEMENTS) * 16

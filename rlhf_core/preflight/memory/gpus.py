@@ -1,0 +1,53 @@
+"""Memory of GPUs by their names."""
+
+import re
+from collections.abc import Mapping
+
+GIB = 2**30
+
+GPU_MEMORY_GB: Mapping[str, tuple[int, ...]] = {
+    "gb200": (186,),
+    "b200": (180,),
+    "b300": (288,),
+    "h200": (141,),
+    "gh200": (96, 144),
+    "h100": (80, 94),
+    "h20": (96,),
+    "a100": (40, 80),
+    "a800": (40, 80),
+    "h800": (80,),
+    "l40s": (48,),
+    "l40": (48,),
+    "l4": (24,),
+    "a40": (48,),
+    "a30": (24,),
+    "a16": (16,),
+    "a10g": (24,),
+    "a10": (24,),
+    "a6000": (48,),
+    "a5000": (24,),
+    "v100": (16, 32),
+    "p100": (12, 16),
+    "t4": (16,),
+    "rtx5090": (32,),
+    "rtx4090": (24,),
+    "rtx3090": (24,),
+}
+"""Memory of each type of GPU by the vendor's data sheet, in GB; several where it was built with several."""
+
+USABLE_SHARE = 0.93
+"""The rest is taken by the driver, error correction and what the allocator cannot fill."""
+
+
+def gpu_memory_bytes(kind: str) -> int | None:
+    """Usable memory of a GPU by its name, as Slurm or the driver writes it; None for one that is not in the table.
+
+    Of a type with several sizes the one that the name gives is taken (``a100_80gb``), otherwise the smallest.
+    """
+    text = re.sub(r"[\s_-]+", " ", kind.lower()).replace("rtx ", "rtx")
+    for name in sorted(GPU_MEMORY_GB, key=len, reverse=True):
+        if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text):
+            sizes = GPU_MEMORY_GB[name]
+            named = [size for size in sizes if re.search(rf"(?<!\d){size}(?!\d)", text)]
+            return int((named or sizes)[0] * GIB * USABLE_SHARE)
+    return None

@@ -1,0 +1,217 @@
+"""Memory of each role: a trainer rank, an evaluator rank, a rollout engine of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlhf_core.preflight.memory.engines import num_engines, vllm_moment, vllm_resident
+from rlhf_core.preflight.memory.formulas import (
+    BYTES,
+    CPU_BASE_BYTES,
+    GPU_BASE_BYTES,
+    Zero,
+    activation_bytes,
+    cache_bytes,
+    gradient_bytes,
+    live_weight_bytes,
+    logit_bytes,
+    main_memory_bytes,
+    optimizer_bytes,
+    own_weight_bytes,
+    reduction_bytes,
+    sampling_bytes,
+    update_bytes,
+    weight_bytes,
+)
+from rlhf_core.preflight.memory.shapes import Shape, trained_shape
+from rlhf_core.schemas.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of one rank in bytes, by what takes it."""
+
+    resident: Mapping[str, int]
+    """There at all times."""
+    moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Additional memory while a rank samples, trains and so on; only one of these at a time."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Sum of what is there at all times."""
+        return sum(self.resident.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any time."""
+        return self.resident_bytes + sum(self._worst.values())
+
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """Return the largest parts of the peak, largest first."""
+        return sorted({**self.resident, **self._worst}.items(), key=lambda part: -part[1])
+
+    @property
+    def _worst(self) -> Mapping[str, int]:
+        return max(self.moments.values(), key=lambda parts: sum(parts.values()), default={})
+
+
+def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
+    """Memory of one trainer rank: it samples and trains in turn, with optimizer and all in place.
+
+    Args:
+        gpu: usable memory of the GPU in bytes, of which vLLM takes a share; None where it is not known, or there is
+            none.
+    """
+    dtype, on_gpu = spec.model.dtype, bool(spec.resources.gpus_per_node)
+    zero = zero_of(spec)
+    lora = spec.model.lora
+    trained = trained_shape(shape, lora)
+    adapter = own_weight_bytes(trained, dtype, zero) if lora is not None else 0
+    optimizer = f"optimizer (ZeRO {zero.stage} over {zero.num_ranks} ranks)"
+    resident = {
+        "weights": own_weight_bytes(shape, dtype, zero) + adapter,
+        "gradients": gradient_bytes(trained, dtype, zero),
+        optimizer: optimizer_bytes(trained, zero) if zero.offload == "none" else 0,
+        "reduction buffer": reduction_bytes(trained, zero),
+        "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
+        # Without GPUs main memory is all there is.
+        **({} if on_gpu else main_memory_bytes(shape, dtype, zero, lora)),
+        **({} if num_engines(spec) else vllm_resident(spec, shape)),
+    }
+    algorithms = [loop.algorithm for loop in spec.loops.named.values()]
+    sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
+    tokens = micro_batch_tokens(spec)
+    samples = any(algorithm.samples for algorithm in algorithms)
+    moments = {
+        "train": {
+            "activations": activation_bytes(shape, dtype, tokens, spec.native_trainer.gradient_checkpointing, lora),
+            "logits": logit_bytes(shape, tokens),
+            "gathered weights": live_weight_bytes(shape, dtype, zero, lora),
+        },
+        "update": {"update": update_bytes(trained, zero)},
+        "sample": {
+            **_sampling(spec, shape, sequences if samples else _sequences_of_an_evaluation(spec), gpu),
+            "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
+        },
+    }
+    if num_engines(spec):  # they sample; the trainer gathers its weights for them bucket by bucket
+        del moments["sample"]
+    if any(algorithm.reference for algorithm in algorithms):
+        # Under an adapter the reference is the policy without it, or with a second one that is frozen.
+        resident["reference model"] = own_weight_bytes(shape, dtype, zero) if lora is None else adapter
+    if any(algorithm.critic for algorithm in algorithms):
+        # As large as the policy, and trained like it.
+        resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
+    return Estimate(resident, moments)
+
+
+def with_reward_models(estimate: Estimate, spec: RunSpec, shapes: Mapping[str, Shape]) -> Estimate:
+    """The estimate of a trainer rank that has a copy of each reward model beside the rest.
+
+    Args:
+        shapes: of the reward models, by name; those that are not known are not counted.
+    """
+    beside = reward_model_bytes(spec, shapes, in_main_memory=False)
+    if not beside:
+        return estimate
+    scoring = max(_scoring_bytes(spec, name, shapes[name]) for name in shapes if f"reward model {name}" in beside)
+    return Estimate({**estimate.resident, **beside}, {**estimate.moments, "reward": {"scoring": scoring}})
+
+
+def reward_model_bytes(spec: RunSpec, shapes: Mapping[str, Shape], *, in_main_memory: bool) -> dict[str, int]:
+    """Weights of the reward models of a rank: those in the memory that it trains in, or those in main memory beside a
+    GPU. Without GPUs main memory is all there is."""
+    on_gpu = bool(spec.resources.gpus_per_node)
+    return {
+        f"reward model {name}": weight_bytes(shape, spec.reward.models[name].dtype)
+        for name, shape in shapes.items()
+        if (on_gpu and spec.reward.models[name].device == "cpu") is in_main_memory
+    }
+
+
+def _scoring_bytes(spec: RunSpec, name: str, shape: Shape) -> int:
+    """Activations of one half of a layer, attention or feed-forward, for one batch of sequences: a forward pass alone
+    keeps no others."""
+    settings = spec.reward.models[name]
+    length = settings.max_tokens or spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    elements = 4 * shape.hidden + max(3 * shape.feed_forward, 3 * shape.query + 4 * shape.keys)
+    return settings.batch_size * length * elements * BYTES[settings.dtype]
+
+
+def micro_batch_tokens(spec: RunSpec) -> int:
+    """Most tokens of one pass, padding included: a sequence of the full length fits any bound."""
+    trainer, length = spec.native_trainer, longest_sequence(spec)
+    most = max(loop.algorithm.sequences_per_step for loop in spec.loops.named.values())
+    sequences = most // spec.num_ranks
+    tokens = max(1, min(trainer.micro_batch_size, sequences)) * length
+    return min(tokens, max(trainer.micro_batch_tokens, length)) if trainer.micro_batch_tokens else tokens
+
+
+def longest_sequence(spec: RunSpec) -> int:
+    """Tokens of the longest sequence that is trained on: a sampled completion, or one of the data as far as its length
+    has a limit."""
+    of_data = any(not loop.algorithm.samples for loop in spec.loops.named.values())
+    sampled = any(loop.algorithm.samples for loop in spec.loops.named.values())
+    completion = max(
+        spec.rollout.max_new_tokens if sampled or not spec.data.max_completion_tokens else 0,
+        spec.data.max_completion_tokens if of_data else 0,
+    )
+    return spec.data.max_prompt_tokens + completion
+
+
+def zero_of(spec: RunSpec) -> Zero:
+    """The settings of a run's own trainer."""
+    trainer = spec.native_trainer
+    return Zero(trainer.zero_stage, trainer.offload, spec.num_ranks)
+
+
+def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
+    """Memory of one evaluator rank: the weights, those of the reference where pairs are ranked against it, and what
+    sampling takes.
+
+    Args:
+        gpu: as in :func:`trainer_estimate`.
+    """
+    algorithm = spec.main_loop.algorithm
+    weights = weight_bytes(shape, spec.model.dtype)
+    resident = {
+        "weights": weights,
+        "libraries": GPU_BASE_BYTES if spec.resources.gpus_per_node else CPU_BASE_BYTES,
+        **vllm_resident(spec, shape),
+    }
+    if algorithm.reference and (algorithm.pairs or algorithm.labelled):
+        resident["reference model"] = weights
+    return Estimate(resident, {"sample": _sampling(spec, shape, _sequences_of_an_evaluation(spec), gpu)})
+
+
+def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
+    """Memory of one rollout engine in a process of its own: the weights and what sampling takes.
+
+    The weights of the next version are staged in main memory: they count where that is all there is.
+
+    Args:
+        gpu: as in :func:`trainer_estimate`.
+    """
+    on_gpu = bool(spec.resources.gpus_per_node)
+    weights, loops = weight_bytes(shape, spec.model.dtype), spec.loops.named.values()
+    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES}
+    resident |= vllm_resident(spec, shape) if spec.rollout.engine == "vllm" else {"weights": weights}
+    sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
+    sampling = _sampling(spec, shape, sequences // max(1, num_engines(spec)), gpu)
+    return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": weights}})})
+
+
+def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None) -> dict[str, int]:
+    batch = max(1, min(spec.rollout.batch_size, sequences))
+    length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    if spec.rollout.engine == "vllm":
+        return vllm_moment(spec, shape, batch, length, gpu)
+    return {
+        "KV cache": cache_bytes(shape, spec.model.dtype, batch, length),
+        "sampling": sampling_bytes(shape, spec.model.dtype, batch),
+    }
+
+
+def _sequences_of_an_evaluation(spec: RunSpec) -> int:
+    prompts = spec.evaluate.num_prompts or spec.rollout.batch_size * spec.num_ranks
+    return -(-prompts * spec.evaluate.samples_per_prompt // spec.num_ranks)

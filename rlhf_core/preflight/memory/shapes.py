@@ -1,0 +1,73 @@
+"""Dimensions that determine the size of a model, and of what is trained of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions that determine the size of a decoder."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    query: int
+    """Attention heads x size of a head."""
+    keys: int
+    """Key-value heads x size of a head."""
+    feed_forward: int
+    vocabulary: int
+
+    @property
+    def linear_layers(self) -> Mapping[str, int]:
+        """Inputs and outputs together of the linear layers of a decoder layer, by the name that most models give it."""
+        hidden, wide = self.hidden, self.feed_forward
+        return {
+            "q_proj": hidden + self.query,
+            "k_proj": hidden + self.keys,
+            "v_proj": hidden + self.keys,
+            "o_proj": self.query + hidden,
+            "gate_proj": hidden + wide,
+            "up_proj": hidden + wide,
+            "down_proj": wide + hidden,
+        }
+
+
+def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int) -> Shape | None:
+    """Read the shape of a decoder from its ``config.json``; None if it lacks the dimensions.
+
+    Args:
+        vocabulary: taken where the config names none, because the tokenizer is built.
+    """
+    try:
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads, feed_forward = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    if parameters is None or heads < 1:
+        return None
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    size = int(config.get("vocab_size") or vocabulary)
+    return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size)
+
+
+def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:
+    """The shape with the number of parameters that are trained: all of them, or those of an adapter.
+
+    An adapter has ``rank * (inputs + outputs)`` beside each layer (Hu et al. 2021, arXiv 2106.09685, sec. 4.1). A layer
+    of another name than usual is taken for one of the widest.
+    """
+    if lora is None:
+        return shape
+    sizes = shape.linear_layers
+    widths = sum(sizes.get(name, max(sizes.values())) for name in targets_of(shape, lora))
+    return replace(shape, parameters=shape.layers * lora.rank * widths)
+
+
+def targets_of(shape: Shape, lora: LoraSpec) -> frozenset[str]:
+    """Names of the layers that get an adapter."""
+    return frozenset(shape.linear_layers if lora.target_modules == (ALL_LINEAR,) else lora.target_modules)

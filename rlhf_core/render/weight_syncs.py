@@ -1,0 +1,41 @@
+"""Syncs of weights into rollout engines, in a sentence."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.formatting import count, place_text
+
+_NAMED = 5
+"""Unacknowledged versions that are named one by one."""
+
+
+def weight_sync_text(facts: Mapping[str, Any]) -> str:
+    """Format the syncs of a run; empty where there are none.
+
+    Args:
+        facts: ``weight_syncs`` of ``queries.show_run``.
+    """
+    if not facts:
+        return ""
+    said = [f"{count(facts['num_versions'], 'version')} to {count(facts['engines'], 'engine')}"]
+    if facts["seconds"] is not None:
+        said.append(f"{' and '.join(facts['transports'])}, median {_seconds(facts)}")
+        said += [f"{facts['gb_per_s']:.3g} GB/s"] if facts["gb_per_s"] else []
+        said += [f"{facts['share_of_limit']:.0%} of the link"] if facts["share_of_limit"] is not None else []
+    return ", ".join([*said, _acknowledged(facts["unacknowledged"])])
+
+
+def _seconds(facts: Mapping[str, Any]) -> str:
+    parts = f"{facts['wire_s']:.3g} on the wire, {facts['apply_s']:.3g} to apply"
+    return f"{facts['seconds']:.3g} s ({parts})" if facts["wire_s"] else f"{facts['seconds']:.3g} s"
+
+
+def _acknowledged(missing: Sequence[Mapping[str, Any]]) -> str:
+    if not missing:
+        return "all acknowledged"
+    named = [
+        f"{row['version']} ({place_text(row['attempt'], row['restart'])}: {row['acknowledged']} of {row['engines']})"
+        for row in missing[:_NAMED]
+    ]
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    return f"NOT ACKNOWLEDGED by all engines: version {', '.join(named)}{more}"

@@ -1,0 +1,93 @@
+"""Peak main memory of vLLM on CPU in the process of a trainer rank, against the estimate of preflight.
+
+One engine in a process of its own that has the trainer's model and libraries; measured is what vLLM adds: its start,
+two syncs of weights, and completions of prompts of 512 tokens. Run it once for each case.
+
+Usage: bench_vllm_memory.py [--hidden 512] [--layers 16] [--vocabulary 8192] [--cache-gb 1] [--tied] [--dtype float32]
+"""
+
+import argparse
+import gc
+import importlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "training"), str(Path(__file__).parent)]
+
+from bench_memory import MIB, resident_bytes  # noqa: E402 - of this folder
+from rank_launcher import tiny_spec  # noqa: E402 - of the tests
+
+SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 64
+
+
+def main() -> None:
+    """Print measured and estimated bytes of one case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("hidden", 512), ("layers", 16), ("vocabulary", 8192), ("cache-gb", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tied", action="store_true", help="tie the output layer to the embedding")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args()
+    import torch
+    import torch.distributed as dist
+
+    for library in ("deepspeed", "peft"):
+        importlib.import_module(library)
+    from rlhf_core.preflight import memory
+    from rlhf_core.preflight.memory import engines
+    from rlhf_core.schemas.rollouts import VllmSettings
+    from rlhf_core.schemas.run import RunSpec
+    from rlhf_core.training.models import build_causal_lm
+    from rlhf_core.training.rollouts.base import Sampling
+    from rlhf_core.training.rollouts.vllm_engine import VllmEngine
+    from rlhf_core.training.tokenizers import build_tokenizer
+
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64,
+        "num_key_value_heads": options.hidden // 128,
+        "head_dim": 64,
+        "vocab_size": options.vocabulary,
+        "tie_word_embeddings": options.tied,
+        "max_position_embeddings": 2048,
+    }
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    tokenizer = build_tokenizer("char", [], 0)
+    model = build_causal_lm(config, tokenizer, 0).to(getattr(torch, options.dtype))
+    folder = Path(tempfile.mkdtemp())
+    model.save_pretrained(folder)
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins again
+    settings = VllmSettings(cpu_cache_gb=options.cache_gb)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    engine = VllmEngine(
+        folder, tokenizer, settings, dtype=options.dtype, max_tokens=1024, on_gpu=False, variables=variables
+    )
+    for version in (1, 2):
+        engine.load(model, version, lambda: None)
+    prompts = [[5] * PROMPT_TOKENS] * SEQUENCES
+    engine.sample(prompts, [[seed] for seed in range(SEQUENCES)], Sampling(NEW_TOKENS, 1.0, SEQUENCES), 2, lambda: None)
+    measured = resident_bytes("VmHWM") - before
+    spec = RunSpec.model_validate(tiny_spec())
+    rollout = spec.rollout.model_copy(update={"engine": "vllm", "vllm": settings})
+    spec = spec.model_copy(update={"rollout": rollout, "model": spec.model.model_copy(update={"dtype": options.dtype})})
+    shape = memory.shape_of(config, sum(parameter.numel() for parameter in model.parameters()), options.vocabulary)
+    assert shape is not None
+    parts = engines.vllm_resident(spec, shape) | engines.vllm_moment(spec, shape, 1, 1, None)
+    estimate = sum(parts.values())
+    print(
+        f"peak {measured / MIB:6.0f} MiB, estimate {estimate / MIB:6.0f} MiB, {estimate / measured - 1:+.0%}",
+        flush=True,
+    )
+    os._exit(0)  # vLLM's own end of the process group raises
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""``rlhf plan``: presets for real hardware, layouts that are refused, and predictions against a history."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from control_fakes import FakeScheduler
+from history_tools import RunFiles
+
+from rlhf_core import config
+from rlhf_core.cli.main import execute
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.site_config import load_site
+from rlhf_core.watchdog.ingest import sync
+from rlhf_core.whole_files import write_model
+
+GIB = 2**30
+Plan = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Plan a config: exit code and JSON."""
+
+    def run(name: str, *settings: str) -> tuple[int, dict[str, Any]]:
+        code = execute(["plan", name, "--json", *(word for setting in settings for word in ("--set", setting))])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def run_of(preset: str, times: Mapping[str, float], end: RunState = RunState.COMPLETED, **figures: float) -> str:
+    """A run of a preset whose steps took so long, told to the history by its files."""
+    site = load_site()
+    spec = config.load(preset)
+    run = RunFiles(site.runs_dir, name=spec.name)
+    stored = StoredSpec.model_validate_json(run.dir.spec.read_bytes())
+    write_model(run.dir.spec, stored.model_copy(update={"spec": spec}))
+    run.created()
+    for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
+        run.moved(state, 1)
+    run.planned(1, 2)
+    first = spec.warm_start_steps
+    for step in range(1, min(first, 3) + 1):
+        run.metrics(1, 0, step, 10.0 * step, **{"time/step_s": 1000.0})
+    for index, slow in enumerate((50.0, 1.0, 1.0), start=1):  # the first step compiles: the median leaves it out
+        values = {name: slow * value for name, value in times.items()}
+        run.metrics(1, 0, first + index, 100.0 * index, **values)
+    run.telemetry(1, 0, 20, **figures)
+    run.telemetry(1, 0, 30, **{name: value / 2 for name, value in figures.items()})
+    run.moved(RunState.EVALUATING, 900)
+    run.moved(end, 1000)
+    with HistoryStore(site.database_url) as store:
+        sync(run.dir, store)
+    return run.run_id
+
+
+def test_a_preset_of_7b_is_planned_on_one_node(plan: Plan) -> None:
+    code, found = plan("qwen2.5-7b-gsm8k")
+    assert (code, found["problems"]) == (0, [])
+    parameters = 7_615_616_512
+    trainer = found["memory"]["trainer"]
+    assert trainer["parts"]["weights"] == pytest.approx(2 * parameters, rel=1e-3)
+    assert trainer["parts"]["optimizer (ZeRO 2 over 8 ranks)"] == pytest.approx(12 * parameters / 8, rel=1e-3)
+    assert trainer["peak_bytes"] < found["limit_bytes"] == int(80 * GIB * 0.93)
+    assert set(found["step_s"]) == {"sampling", "training", "communication"}
+    assert found["layout"] == {"trainers": 8, "engines": 0, "tensor_parallel": 1}
+    best, *_ = found["proposals"]
+    assert (best["trainers"], best["engines"], best["engine"]) == (8, 0, "vllm"), "no launches one by one"
+    seconds = [sum(one["step_s"].values()) for one in found["proposals"]]
+    assert seconds == sorted(seconds)
+    own = next(one for one in found["proposals"] if one["engines"])
+    assert own["step_s"]["weight sync"] == pytest.approx(2 * parameters / 200e9, rel=1e-3)
+    assert own["engine_bytes"] <= found["limit_bytes"]
+
+
+def test_a_model_that_a_share_does_not_hold_is_not_proposed_with_it(plan: Plan) -> None:
+    """Qwen2.5-32B has 61 GiB of weights: 0.4 of an H200 does not hold them, a GPU of its own does."""
+    code, found = plan("qwen2.5-32b")
+    assert code == 0
+    assert not any(one["engine"] == "vllm" and not one["engines"] for one in found["proposals"])
+    assert any(one["engines"] for one in found["proposals"])
+    assert all(one["trainer_bytes"] <= found["limit_bytes"] for one in found["proposals"])
+    _, half = plan("qwen2.5-32b", "rollout.vllm.gpu_memory_share=0.6", "rollout.engine=vllm")
+    assert "vLLM (60% of the GPU)" in half["memory"]["trainer"]["parts"]
+
+
+def test_a_run_on_cpu_has_its_memory_and_no_predicted_step(plan: Plan) -> None:
+    code, found = plan("quickstart")
+    assert (code, found["step_s"], found["proposals"]) == (0, None, [])
+    assert found["memory"]["trainer"]["peak_bytes"] < found["limit_bytes"]
+    assert found["measured"]["runs"] == []
+
+
+def test_seven_trainers_are_refused_with_the_nearest_that_divide(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = plan("qwen2.5-7b-gsm8k", "resources.ranks_per_node=7")
+    assert code == 2
+    assert found["problems"][0]["found"] == "64 rows of a step of loops.main for 7 trainers"
+    assert found["nearest"][0] == {"trainers": 8, "engines": 0, "tensor_parallel": 1}
+    assert execute(["plan", "qwen2.5-7b-gsm8k", "--set", "resources.ranks_per_node=7"]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Refused: 7 trainers that sample themselves." in shown
+    assert "Nearest that divide: 8 trainers that sample themselves" in shown
+
+
+def test_another_program_has_its_own_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["plan", "torchrun"]) == 2
+    assert "expected the native trainer" in " ".join(capsys.readouterr().err.split())
+
+
+def test_predictions_are_compared_with_completed_runs_of_the_shape(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, before = plan("qwen2.5-7b-gsm8k")
+    predicted = before["step_s"]
+    training = predicted["training"] + predicted["communication"]
+    times = {"time/rollout_s": 2 * predicted["sampling"], "time/train_s": 3 * training}
+    times["time/step_s"] = sum(times.values())
+    run_id = run_of("qwen2.5-7b-gsm8k", times, gpu0_memory_used_gb=41.0, gpu1_memory_used_gb=40.0)
+    _, after = plan("qwen2.5-7b-gsm8k")
+    assert after["measured"]["runs"] == [run_id]
+    assert after["measured"]["gpu_gb"] == 41.0
+    ratios = after["measured_over_predicted"]
+    assert (ratios["sampling"], ratios["training"]) == (pytest.approx(2, rel=0.01), pytest.approx(3, rel=0.01))
+    own = next(one for one in after["proposals"] if one["engine"] == "transformers")
+    assert own["step_s"]["training"] == pytest.approx(3 * predicted["training"], rel=0.01), "by the measured rates"
+    assert execute(["plan", "qwen2.5-7b-gsm8k"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "against the median of 1 earlier run" in shown
+    assert "Measured peak of a GPU: 41.0 GiB" in shown
+    # Another shape has no history.
+    _, other = plan("qwen2.5-7b-gsm8k", "rollout.max_new_tokens=2048")
+    assert other["measured"]["runs"] == []
+
+
+def test_a_run_that_failed_is_no_measure(plan: Plan) -> None:
+    run_of("quickstart", {"time/step_s": 0.9}, RunState.FAILED)
+    _, found = plan("quickstart")
+    assert (found["measured"]["runs"], found["measured"]["seconds"]) == ([], {})
+
+
+def test_steps_of_the_warm_start_are_no_steps_of_the_main_loop(plan: Plan) -> None:
+    run_of("quickstart", {"time/step_s": 0.9}, workers_rss_gb=3.0)
+    _, found = plan("quickstart")
+    assert found["measured"]["seconds"] == {"time/step_s": 0.9}
+    assert found["measured"]["workers_gb"] == 3.0
+
+
+@pytest.fixture(autouse=True)
+def site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 16 GiB that is its own scheduler, and a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("rlhf_core.scheduler.get_scheduler", lambda name: FakeScheduler(memory_gb=16))

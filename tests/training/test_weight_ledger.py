@@ -1,0 +1,118 @@
+"""The ledger of the weights that rollout engines were given: engines that take them over, in part or not at all."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from core_models import QWEN, tiny_model
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import StaleWeights
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts.base import Sampling, WeightTransfer
+from rlhf_core.training.types import Completion
+from rlhf_core.training.weight_ledger import RecordedEngine
+
+pytestmark = [pytest.mark.training]
+
+
+class OtherRanks:
+    """Rank 0 of several, whose others bring what is given here."""
+
+    is_first = True
+
+    def __init__(self, *others: Sequence[float]) -> None:
+        self.others = [list(numbers) for numbers in others]
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values), *self.others]
+
+
+class FakeEngine:
+    """Takes every version over, but for those that fail."""
+
+    def __init__(self, transfer: WeightTransfer | None, fails_at: int = -1) -> None:
+        self.version: int | None = None
+        self.transfer = transfer
+        self.fails_at = fails_at
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
+        if version == self.fails_at:
+            raise StaleWeights("not taken over")
+        self.version = version
+        return self.transfer
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        return []
+
+    def sleep(self) -> None:
+        self.version = None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def recorded(path: Path, engine: FakeEngine, ranks: OtherRanks, num_engines: int) -> RecordedEngine:
+    return RecordedEngine(engine, cast(Ranks, ranks), path, num_engines)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load(engine: RecordedEngine, version: int) -> None:
+    engine.load(tiny_model(QWEN), version, lambda: None)
+
+
+def test_a_sync_is_written_before_and_after_over_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "weight-syncs.jsonl"
+    own = WeightTransfer("broadcast", 400, wire_s=0.5, apply_s=0.1, limit_gb_per_s=1.0)
+    engine = recorded(path, FakeEngine(own), OtherRanks([1, 600, 9.0, 0.25, 0.7, 2.0]), num_engines=2)
+    load(engine, 3)
+    asked, answered = lines(path)
+    assert (asked["version"], asked["engines"], asked["acknowledged"], asked["seconds"]) == (3, 2, 0, None)
+    expected = {"number": 0, "version": 3, "engines": 2, "acknowledged": 2, "transport": "broadcast", "bytes": 1000}
+    expected |= {"seconds": 9.0, "wire_s": 0.5, "apply_s": 0.7, "limit_gb_per_s": 3.0}
+    assert {name: answered[name] for name in expected} == expected
+    load(engine, 3)  # in force
+    assert len(lines(path)) == 2
+    engine.sleep()
+    load(engine, 3)  # given back: copied again
+    assert [line["number"] for line in lines(path)] == [0, 0, 1, 1]
+
+
+def test_a_limit_that_one_sender_does_not_know_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "weight-syncs.jsonl"
+    own = WeightTransfer("broadcast", 400, wire_s=0.5, apply_s=0.1, limit_gb_per_s=1.0)
+    load(recorded(path, FakeEngine(own), OtherRanks([1, 600, 1.0, 0.2, 0.7, 0.0]), 2), 1)
+    assert lines(path)[-1]["limit_gb_per_s"] is None
+    # A rank that sends nothing has no say.
+    other = tmp_path / "other.jsonl"
+    load(recorded(other, FakeEngine(own), OtherRanks([0, 0, 1.0, 0.0, 0.0, 0.0]), 1), 1)
+    assert lines(other)[-1]["limit_gb_per_s"] == 1.0
+
+
+def test_an_engine_that_does_not_acknowledge_is_in_the_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "weight-syncs.jsonl"
+    own = WeightTransfer("broadcast", 400, wire_s=0.5, apply_s=0.1, acknowledged=3)
+    load(recorded(path, FakeEngine(own), OtherRanks(), num_engines=4), 1)
+    assert (lines(path)[-1]["engines"], lines(path)[-1]["acknowledged"]) == (4, 3)
+
+
+def test_a_sync_that_breaks_off_stays_unacknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "weight-syncs.jsonl"
+    engine = recorded(path, FakeEngine(WeightTransfer("in_process", 4, 0.0, 0.1), fails_at=2), OtherRanks(), 1)
+    load(engine, 1)
+    with pytest.raises(StaleWeights):
+        load(engine, 2)
+    *_, last = lines(path)
+    assert (last["version"], last["engines"], last["acknowledged"], last["seconds"]) == (2, 1, 0, None)
