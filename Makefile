@@ -82,7 +82,7 @@ contracts: $(VENV)/.test-ready
 # Ends red for a skip that tests/allowed_skips.toml does not name; SKIPS=any lets a machine without Slurm or a browser pass.
 # A test that fails is run again once; the failure is shown all the same, and more than three of them end it red.
 pytest: $(VENV)/.test-ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 --most-reruns 3 --durations 25 $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --reruns 1 --most-reruns 3 --durations 25 $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
 
 # Whole sites in a browser, the page for team leads followed word by word, everything killed and started again: one after
 # the other, since each is a cluster, a server and several runs. About half an hour.

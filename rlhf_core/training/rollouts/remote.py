@@ -24,7 +24,7 @@ from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl, WeightProbe
 from rlhf_core.training.rollouts.remote_rollout import RemoteRollout
 from rlhf_core.training.rollouts.samplers import probe_logprobs
-from rlhf_core.training.rollouts.weights import WeightSync, gather_along
+from rlhf_core.training.rollouts.weights import WeightPublisher, gather_along
 from rlhf_core.training.types import Completion, WorkerContext
 from rlhf_core.whole_files import read_model, shared_secret
 
@@ -56,7 +56,7 @@ class RemoteEngines:
         self._ranks = ranks
         self._attempt = context.run_dir.attempt(context.attempt)
         self._token = shared_secret(self._attempt.engine_key)
-        self._sync = WeightSync(context) if ranks.is_first else None
+        self._sync = WeightPublisher(context) if ranks.is_first else None
         self._model: PreTrainedModel | None = None
         self._probe: WeightProbe | None = None
         self._num_rollouts = 0

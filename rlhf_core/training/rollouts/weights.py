@@ -18,7 +18,7 @@ from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
 
-class WeightSync:
+class WeightPublisher:
     """Sends versions of the weights to engines; for trainer rank 0."""
 
     def __init__(self, context: WorkerContext) -> None:
