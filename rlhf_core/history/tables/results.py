@@ -88,8 +88,8 @@ class WeightSync(Base):
     engines: Mapped[int]
     """Engines that were to take it over."""
     acknowledged: Mapped[int]
-    """Engines that have told that it is in force. The others of a group were lost or left out; in the trainers' processes
-    all have to, or nothing is sampled with it."""
+    """Engines that have told that it is in force. The others of a group were lost or left out; in the processes of
+    trainers all have to, or nothing is sampled with it."""
     time: Mapped[datetime]
     """Time of the answers, or of the request where there are none."""
 
