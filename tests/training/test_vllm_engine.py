@@ -85,6 +85,10 @@ def flat(groups: Sequence[Sequence[Completion]]) -> list[Completion]:
     return [completion for group in groups for completion in group]
 
 
+def _token_ids(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
+    return [one.token_ids for one in flat(groups)]
+
+
 def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
     """Greedy completions and all log-probabilities are those of transformers with the new weights."""
     peer = TransformersEngine(char_tokenizer())
@@ -122,6 +126,24 @@ def test_a_completion_follows_from_its_seed_and_the_groups_are_diverse(engine: V
         logprobs = (model(tokens).logits[0] / 0.7).log_softmax(-1)
     expected = [float(logprobs[len(PROMPTS[0]) - 1 + at, token]) for at, token in enumerate(first[0][0].token_ids)]
     assert first[0][0].logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine) -> None:
+    """Sampled with seeds: vLLM would read a prompt in parts, which ends a request with a seed on CPU."""
+    model = model_of(engine.kind)  # type: ignore[attr-defined]
+    engine.load(model, 20, no_beat)
+    budget = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = [[33 + (index + place * place) % 90 for place in range(61)] for index in range(budget // 61 + 4)]
+    seeds = [[index] for index in range(len(prompts))]
+    last = slice(-8, None)
+    for temperature in (0.7, 0.0):
+        sampling = Sampling(2, temperature, len(prompts))
+        made = engine.sample(prompts, seeds, sampling, 20, no_beat)
+        alone = engine.sample(prompts[last], seeds[last], sampling, 20, no_beat)
+        assert _token_ids(made[last]) == _token_ids(alone)
+    peer = TransformersEngine(char_tokenizer())
+    peer.load(model, 20, no_beat)
+    assert _token_ids(made[last]) == _token_ids(peer.sample(prompts[last], seeds[last], sampling, 20, no_beat))
 
 
 def test_another_version_than_the_one_in_force_is_not_sampled_with(engine: VllmEngine) -> None:

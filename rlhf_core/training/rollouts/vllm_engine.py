@@ -61,7 +61,11 @@ class VllmEngine:
         self.version: int | None = None
         os.environ.update({**_environment(settings, on_gpu), **variables})
         options: dict[str, Any] = {"dtype": dtype}
-        options |= {"gpu_memory_utilization": settings.gpu_memory_share} if on_gpu else {}
+        if on_gpu:
+            options["gpu_memory_utilization"] = settings.gpu_memory_share
+        else:
+            # After a part of a prompt vLLM sets the request's generator back, which generators on CPU cannot.
+            options["enable_chunked_prefill"] = False
         with _kept_threads(), kept_random_state(torch.device("cuda" if on_gpu else "cpu")):
             # Only runs with this engine need it, and it takes seconds to import.
             from vllm import LLM
