@@ -5,6 +5,7 @@ import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rank_launcher import launch, make_context, values
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.engines import EngineHealth
-from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.seeds import sample_seed
@@ -259,6 +260,13 @@ def weights_of(group: EngineGroup, rank: int) -> int | None:
     return None if weights is None else weights.version
 
 
+def generation_of(group: EngineGroup, rank: int) -> int:
+    """Start of an engine that has registered last."""
+    address = group.address(rank)
+    assert address is not None
+    return address.generation
+
+
 def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
     """Two trainer ranks with prompts of their own, while an engine is killed under both of them and comes back; a
     trainer that is restarted gives its own weights under the number of an older version."""
@@ -294,6 +302,69 @@ def sample_on_rank(rank: int, num_ranks: int, root: str, spec: dict[str, Any], r
     made = trainer.sample(ranks.deal(PROMPTS), ranks.deal(SEEDS), DRAWN, 1, no_beat)
     leave_process_group(ranks)
     return tokens_of(made)
+
+
+def test_engines_follow_weights_that_are_split(group: EngineGroup, tmp_path: Path) -> None:
+    """ZeRO 3: all ranks gather what rank 0 sends, also in the sync in which an engine is killed; when it is back, it
+    waits for the next version. Completions are those of ranks without engines of their own."""
+    gate, go_on = group.gate("receive", 1).close(), tmp_path / "go-on"
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(
+            launch,
+            follow_split_weights,
+            2,
+            tmp_path,
+            root=str(group.root),
+            spec=group.spec,
+            restart=next(STARTS),
+            go_on=str(go_on),
+        )
+        wait_for(lambda: gate.reached.exists() or made.done())
+        group.kill(1)
+        gate.open()
+        wait_for(lambda: weights_of(group, 0) == 1 or made.done())
+        group.start(1)
+        wait_for(lambda: generation_of(group, 1) == group.generation - 1 or made.done())
+        assert weights_of(group, 1) is None
+        go_on.touch()
+        parts = values(made.result())
+    assert [weights_of(group, rank) for rank in range(2)] == [2, 2]
+    for part in parts:
+        assert part["engines"] == part["rank"]
+        assert part["engines"][0] != part["engines"][1], "weights that change nothing would show nothing"
+
+
+def follow_split_weights(
+    rank: int, num_ranks: int, root: str, spec: dict[str, Any], restart: int, go_on: str
+) -> dict[str, list[list[list[list[int]]]]]:
+    """Scenario of one trainer rank: completions with two versions, by the engines and by the rank itself."""
+    from rlhf_core.schemas.trainers import NativeTrainer
+    from rlhf_core.training import distributed
+    from rlhf_core.training.gathering import gathered_weights, is_split
+    from rlhf_core.training.models import PolicyModel
+    from rlhf_core.training.rollouts import weights
+    from rlhf_core.training.trainers.engine import split_frozen
+
+    weights.gathered_weights = partial(gathered_weights, bucket_elements=1)  # type: ignore[assignment]
+    context = make_context(root, spec, rank, num_ranks, restart=restart)
+    ranks = distributed.init_process_group(context)
+    engines: dict[str, RolloutEngine] = {
+        "engines": RemoteEngines(context, ranks),
+        "rank": TransformersEngine(char_tokenizer()),
+    }
+    prompts, seeds = ranks.deal(PROMPTS), ranks.deal(SEEDS)
+    found: dict[str, list[list[list[list[int]]]]] = {name: [] for name in engines}
+    for version in (1, 2):
+        policy = PolicyModel(tiny_model(seed=version))
+        split_frozen(policy, "float32", ranks, NativeTrainer(zero_stage=3))
+        assert is_split(policy.causal_lm)
+        for name, engine in engines.items():
+            engine.load(policy.causal_lm, version, no_beat)
+            drawn, greedy = (engine.sample(prompts, seeds, how, version, no_beat) for how in (DRAWN, GREEDY))
+            found[name].append(tokens_of([*drawn, *greedy]))
+        wait_for(Path(go_on).exists)
+    distributed.leave_process_group(ranks)
+    return found
 
 
 def test_an_engine_answers_those_alone_that_know_the_token(group: EngineGroup, trainer: RemoteEngines) -> None:
