@@ -169,7 +169,7 @@ def test_a_sender_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(fl
 
 
 def _trainer_that_dies(pipe: object) -> None:
-    sender = new_sender()
+    sender = new_sender(stall_timeout_s=15.0)
     sent = 0
 
     def die_at_fifth() -> None:

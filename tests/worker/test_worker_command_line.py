@@ -78,8 +78,8 @@ def test_a_damaged_run_directory_ends_with_an_outcome(tmp_path: Path) -> None:
 def test_a_given_target_comes_before_the_native_one() -> None:
     assert target_of(Role.TRAINER, {Role.TRAINER: "mine:run"}) == "mine:run"
     assert target_of(Role.EVALUATOR, {}) == TARGETS[Role.EVALUATOR]
-    with pytest.raises(BadInput, match="nothing runs for role rollout"):
-        target_of(Role.ROLLOUT, {})
+    with pytest.raises(BadInput, match="nothing runs for role reward"):
+        target_of(Role.REWARD, {})
 
 
 @pytest.mark.training

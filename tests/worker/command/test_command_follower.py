@@ -98,8 +98,9 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
     agent_run: MakeRun, fault: str, kind: FailureKind, said: str
 ) -> None:
     supervise = {"floor_s": 3.0, "suspect_s": 1.0, "setup_floor_s": 20.0}
-    # The ranks of this program do not wait for each other, and checkpoints of one would show progress of the job.
-    steps, every = (120, "50") if kind is FailureKind.HANG else (STEPS, "5")
+    # The ranks of this program do not wait for each other: the other one must not be through when the agent looks.
+    # Where one hangs, checkpoints of the other would show progress of the job.
+    steps, every = (120, "50") if kind is FailureKind.HANG else (80, "5")
     trainer = stranger("--fault", fault, "--every", every, steps=steps)
     run = agent_run(trainer=trainer, checkpoint={"every_num_steps": 5}, supervise=supervise)
     run.start(native=True)
