@@ -17,11 +17,11 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
-.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint bench-sync faults clean
+.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint bench-sync bench-rollout faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | vllm | bench | bench-history | bench-health | bench-train | bench-checkpoint | bench-sync | faults | clean"
+	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | vllm | bench | bench-history | bench-health | bench-train | bench-checkpoint | bench-sync | bench-rollout | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -144,6 +144,10 @@ bench-checkpoint: $(VENV)/.test-ready
 bench-sync: $(VENV)/.test-ready
 	$(BIN)/python tests/benchmarks/bench_sync.py $(SYNC)
 	$(BIN)/python tests/benchmarks/bench_delta.py
+
+# Rollouts over one and two engines of their own, prefix caching, and the tail. Options: make bench-rollout ROLLOUT="--repeats 3"
+bench-rollout: $(VENV)/.test-ready
+	$(BIN)/python tests/benchmarks/bench_rollout.py $(ROLLOUT)
 
 $(PEERS)/.trl-ready:
 	$(PYTHON) -m venv $(PEERS)/trl

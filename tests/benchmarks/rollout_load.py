@@ -1,0 +1,178 @@
+"""The parts of ``bench_rollout.py``: engines in processes of their own, each on one core, and timed rollouts over them.
+
+    python tests/benchmarks/rollout_load.py ROOT RANK CORE     # one engine
+
+Engines, client and weight sync are those of a run; only the agents that would start the engines are left out.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+
+import torch
+import torch.distributed as dist
+from core_models import char_tokenizer, tiny_model
+from rank_launcher import make_context, tiny_spec
+
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.resources import Role
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts import remote
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.dispatch import Dispatcher
+from rlhf_core.training.rollouts.engine_process import run_engine
+from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.types import Completion, NullReporter
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+}
+"""A model of 3 million random weights over the characters."""
+MAX_PROMPT_TOKENS = 1024
+MAX_NEW_TOKENS = 64
+SPEC = "bench_spec.json"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts of a rollout; each has as many completions as there are seeds."""
+
+    prompts: Sequence[Sequence[int]]
+    seeds: Sequence[Sequence[int]]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Round:
+    """One rollout, in seconds from its beginning."""
+
+    seconds: float
+    num_tokens: int
+    ends: Sequence[float]
+    """Times at which prompts were answered, ascending."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def tail(self) -> float:
+        """Share of the time in which the last tenth of the prompts is answered."""
+        return (self.ends[-1] - self.ends[len(self.ends) * 9 // 10 - 1]) / self.ends[-1]
+
+
+class TimedDispatcher(Dispatcher):
+    """Notes when prompts are answered."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.ends: list[float] = []
+
+    def answer(self, engine: int, index: int, completions: Sequence[Completion]) -> bool:
+        """Take an answer; see ``Dispatcher``."""
+        accepted = super().answer(engine, index, completions)
+        if accepted:
+            self.ends.append(time.perf_counter())
+        return accepted
+
+
+class OrderGivenDispatcher(TimedDispatcher):
+    """Deals prompts in their order: it knows their numbers of completions, and no lengths."""
+
+    def _cost(self, index: int) -> int:
+        return self._size(index)
+
+
+def rollout(trainer: RemoteEngines, load: Load, dispatcher: type[TimedDispatcher] = TimedDispatcher) -> Round:
+    """Sample once with version 1, which is in force."""
+    made: list[TimedDispatcher] = []
+
+    def make(*arguments: Any, **settings: Any) -> TimedDispatcher:
+        made.append(dispatcher(*arguments, **settings))
+        return made[0]
+
+    with mock.patch.object(remote, "Dispatcher", make):
+        begin = time.perf_counter()
+        groups = trainer.sample(load.prompts, load.seeds, load.sampling, 1, _no_beat)
+        seconds = time.perf_counter() - begin
+    counts = trainer.take_counts()
+    assert not counts["rollout/moved_prompts"], "an engine was lost: these seconds would say nothing"
+    num_tokens = sum(len(completion.token_ids) for group in groups for completion in group)
+    return Round(seconds, num_tokens, [end - begin for end in made[0].ends])
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines that listen, and trainers that use the first of them."""
+
+    root: Path
+    spec: dict[str, Any]
+
+    def trainer(self, number: int) -> RemoteEngines:
+        """The first ``number`` engines with version 1 in force."""
+        spec = {**self.spec, "rollout": {**self.spec["rollout"], "engines": number}}
+        context = make_context(str(self.root), spec, 0, 1)
+        trainer = RemoteEngines(context, Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore()))
+        trainer.load(tiny_model(self.spec["model"]["config"]), 1, _no_beat)
+        return trainer
+
+
+@contextlib.contextmanager
+def running_engines(root: Path, cores: Sequence[int], **settings: Any) -> Iterator[Engines]:
+    """Start one engine on each of these cores; they are ended with the block.
+
+    Args:
+        settings: of ``[rollout]``.
+    """
+    spec = tiny_spec(
+        model={"config": MODEL},
+        rollout={"engines": len(cores), "max_new_tokens": MAX_NEW_TOKENS, **settings},
+        data={"max_prompt_tokens": MAX_PROMPT_TOKENS},
+    )
+    folder = RunDir(root).initial_model
+    tiny_model(MODEL).save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    (root / SPEC).write_text(json.dumps(spec))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with contextlib.ExitStack() as running:
+        for rank, core in enumerate(cores):
+            output = running.enter_context((root / f"engine-{rank}.out").open("wb"))
+            words = [sys.executable, __file__, str(root), str(rank), str(core)]
+            process = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            running.callback(process.wait)
+            running.callback(process.kill)
+        yield Engines(root, spec)
+
+
+def _engine(root: str, rank: int, core: int) -> None:
+    os.sched_setaffinity(0, {core})  # before there are other threads, which inherit it
+    spec = json.loads((Path(root) / SPEC).read_text())
+    run_engine(replace(make_context(root, spec, rank, spec["rollout"]["engines"]), role=Role.ROLLOUT))
+
+
+def _no_beat() -> None:
+    """A beat that goes nowhere."""
+
+
+if __name__ == "__main__":
+    _engine(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
