@@ -15,7 +15,6 @@ from rlhf_core.preflight.memory import (
     engine_estimate,
     evaluator_estimate,
     gpu_memory_bytes,
-    num_engines,
     shape_of,
     token_cache_bytes,
     trainer_estimate,
@@ -124,7 +123,7 @@ def plan_run(
 
 def layout_of(spec: RunSpec) -> Layout:
     """The layout that a config asks for."""
-    return Layout(spec.num_ranks, num_engines(spec), tensor_parallel=1)
+    return Layout(spec.num_ranks, spec.rollout.engines, tensor_parallel=1)
 
 
 def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
@@ -144,7 +143,7 @@ def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
 
 def _memory(spec: RunSpec, shape: Shape, gpu: int | None) -> dict[str, Estimate]:
     found = {"trainer": trainer_estimate(spec, shape, gpu)}
-    if num_engines(spec):
+    if spec.rollout.engines:
         found["rollout engine"] = engine_estimate(spec, shape, gpu)
     return found | ({"evaluator": evaluator_estimate(spec, shape, gpu)} if spec.is_evaluated else {})
 
@@ -159,7 +158,7 @@ def _gpu_bytes(spec: RunSpec, inventory: Inventory) -> int | None:
 
 def _main_memory(spec: RunSpec, inventory: Inventory) -> int | None:
     node = spec.resources.memory_gb or inventory.memory_gb
-    processes = spec.resources.ranks_per_node + -(-num_engines(spec) // spec.resources.num_nodes)
+    processes = spec.resources.ranks_per_node + -(-spec.rollout.engines // spec.resources.num_nodes)
     return int(node * GIB / processes) if node else None
 
 

@@ -16,7 +16,6 @@ from rlhf_core.preflight.memory import (
     cache_bytes,
     longest_sequence,
     micro_batch_tokens,
-    num_engines,
     weight_bytes,
 )
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
@@ -92,9 +91,9 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
         "communication": _communicated_bytes(spec, shape, tokens) / _link(spec),
     }
     if algorithm.samples:
-        sampled = algorithm.sequences_per_step / (num_engines(spec) or spec.num_ranks)
+        sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
         parts = {"sampling": _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds, **parts}
-        if num_engines(spec):  # once over each link: engines pass the weights on
+        if spec.rollout.engines:  # once over each link: engines pass the weights on
             parts["weight sync"] = weight_bytes(shape, spec.model.dtype) / _link(spec)
     return StepTime(parts)
 

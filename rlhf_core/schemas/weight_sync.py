@@ -149,6 +149,10 @@ class Offer(Schema):
             raise ValueError(f"found place {self.place}, expected one below the {len(self.receivers)} receivers")
         return self
 
+    def for_all(self) -> "list[Offer]":
+        """The same offer to each receiver, in their order."""
+        return [self.model_copy(update={"place": place}) for place in range(len(self.receivers))]
+
     @property
     def receiver(self) -> str:
         """Name of the engine that this offer is for."""

@@ -90,6 +90,13 @@ def gathered_weights(
     yield {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
+def named_weights(model: nn.Module, beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights of :func:`gathered_weights` one by one, with a beat after each bucket. Collective likewise."""
+    for bucket in gathered_weights(model):
+        yield from bucket.items()
+        beat()
+
+
 def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat: Callable[[], None]) -> None:
     """Write a model that is split over the ranks as a Hugging Face folder, one file of weights after the other.
 

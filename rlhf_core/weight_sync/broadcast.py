@@ -65,21 +65,18 @@ class BroadcastOutgoing:
         if self._link is None or tuple(receivers) != self._receivers:
             self._session, self._link, self._receivers = uuid.uuid4().hex, None, tuple(receivers)
         self._cancelled.clear()
-        return [
-            Offer(
-                transport=Transport.BROADCAST,
-                manifest=manifest,
-                sender=self._name,
-                receivers=self._receivers,
-                place=place,
-                session=self._session,
-                is_new_session=self._link is None,
-                address=self._address,
-                port=self._store.port,
-                stall_timeout_s=self._timeout_s,
-            )
-            for place in range(len(receivers))
-        ]
+        return Offer(
+            transport=Transport.BROADCAST,
+            manifest=manifest,
+            sender=self._name,
+            receivers=self._receivers,
+            place=0,
+            session=self._session,
+            is_new_session=self._link is None,
+            address=self._address,
+            port=self._store.port,
+            stall_timeout_s=self._timeout_s,
+        ).for_all()
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Send a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""

@@ -50,19 +50,16 @@ class FilesOutgoing:
         for old in sorted(self._folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-2]:
             shutil.rmtree(old, ignore_errors=True)
         self._cancelled.clear()
-        return [
-            Offer(
-                transport=Transport.FILES,
-                manifest=manifest,
-                sender=self._name,
-                receivers=tuple(receivers),
-                place=place,
-                session=self._name,
-                path=str(path),
-                stall_timeout_s=self._timeout_s,
-            )
-            for place in range(len(receivers))
-        ]
+        return Offer(
+            transport=Transport.FILES,
+            manifest=manifest,
+            sender=self._name,
+            receivers=tuple(receivers),
+            place=0,
+            session=self._name,
+            path=str(path),
+            stall_timeout_s=self._timeout_s,
+        ).for_all()
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Write a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.

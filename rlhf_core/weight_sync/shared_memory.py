@@ -80,19 +80,16 @@ class SharedMemoryOutgoing:
         self._area.state[_BUCKETS] = 0
         self._area.state[_VERSION] = manifest.version
         self._cancelled.clear()
-        return [
-            Offer(
-                transport=Transport.SHARED_MEMORY,
-                manifest=manifest,
-                sender=self._name,
-                receivers=tuple(receivers),
-                place=place,
-                session=self._name,
-                path=str(self._path),
-                stall_timeout_s=self._timeout_s,
-            )
-            for place in range(len(receivers))
-        ]
+        return Offer(
+            transport=Transport.SHARED_MEMORY,
+            manifest=manifest,
+            sender=self._name,
+            receivers=tuple(receivers),
+            place=0,
+            session=self._name,
+            path=str(self._path),
+            stall_timeout_s=self._timeout_s,
+        ).for_all()
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Write a version, packed in place; see :class:`rlhf_core.weight_sync.base.Outgoing`."""

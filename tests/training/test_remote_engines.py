@@ -339,13 +339,11 @@ def follow_split_weights(
 ) -> dict[str, list[list[list[list[int]]]]]:
     """Scenario of one trainer rank: completions with two versions, by the engines and by the rank itself."""
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training import distributed
-    from rlhf_core.training.gathering import gathered_weights, is_split
+    from rlhf_core.training import distributed, gathering
     from rlhf_core.training.models import PolicyModel
-    from rlhf_core.training.rollouts import weights
     from rlhf_core.training.trainers.engine import split_frozen
 
-    weights.gathered_weights = partial(gathered_weights, bucket_elements=1)  # type: ignore[assignment]
+    gathering.gathered_weights = partial(gathering.gathered_weights, bucket_elements=1)  # type: ignore[assignment]
     context = make_context(root, spec, rank, num_ranks, restart=restart)
     ranks = distributed.init_process_group(context)
     engines: dict[str, RolloutEngine] = {
@@ -357,7 +355,7 @@ def follow_split_weights(
     for version in (1, 2):
         policy = PolicyModel(tiny_model(seed=version))
         split_frozen(policy, "float32", ranks, NativeTrainer(zero_stage=3))
-        assert is_split(policy.causal_lm)
+        assert gathering.is_split(policy.causal_lm)
         for name, engine in engines.items():
             engine.load(policy.causal_lm, version, no_beat)
             drawn, greedy = (engine.sample(prompts, seeds, how, version, no_beat) for how in (DRAWN, GREEDY))

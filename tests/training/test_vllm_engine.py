@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
+from rlhf_core.training import gathering
 from rlhf_core.training.rollouts import vllm_engine
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
@@ -163,7 +164,7 @@ def test_a_copy_that_is_broken_off_leaves_no_version_in_force(
 
     engine.load(model, 30, no_beat)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_engine, "gathered_weights", broken)
+        patch.setattr(gathering, "gathered_weights", broken)
         with pytest.raises(RuntimeError, match="a bucket did not come"):
             engine.load(model, 31, no_beat)
     for version in (30, 31):

@@ -18,7 +18,6 @@ from rlhf_core.preflight.memory import (
     evaluator_estimate,
     gpu_memory_bytes,
     main_memory_bytes,
-    num_engines,
     remedies,
     reward_model_bytes,
     shape_of,
@@ -98,7 +97,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
     spec, shape, room = facts.spec, _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # memory.trainer says so
-    if num_engines(spec) and spec.resources.gpus_per_node:
+    if spec.rollout.engines and spec.resources.gpus_per_node:
         setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
         yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
     if spec.rollout.engine == "vllm":
@@ -245,7 +244,7 @@ def _room(facts: Facts) -> int | str:
 def _engine_bytes(facts: Facts) -> int:
     """Main memory of the rollout engines of a node; 0 as far as the config does not tell."""
     shape = _shape(facts)
-    if shape is None or not num_engines(facts.spec):
+    if shape is None or not facts.spec.rollout.engines:
         return 0
     return engines_per_node(facts.spec) * engine_estimate(facts.spec, shape).peak_bytes
 

@@ -10,7 +10,6 @@ prompts and completions that the config allows: good to some ten per cent, and r
 
 from rlhf_core.preflight.memory.engines import (
     engines_per_node,
-    num_engines,
     token_cache_bytes,
     vllm_cache_budget,
     vllm_fixed_bytes,
@@ -79,7 +78,6 @@ __all__ = [
     "longest_sequence",
     "main_memory_bytes",
     "micro_batch_tokens",
-    "num_engines",
     "optimizer_bytes",
     "own_weight_bytes",
     "reduction_bytes",

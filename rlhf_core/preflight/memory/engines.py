@@ -15,13 +15,8 @@ STEP_SEQUENCES = {"cpu": 256, "gpu": 1024}
 """Most sequences of one step, likewise."""
 
 
-def num_engines(spec: RunSpec) -> int:
-    """Rollout engines in processes of their own; 0 where the trainers sample."""
-    return spec.rollout.engines
-
-
 def engines_per_node(spec: RunSpec) -> int:
-    """Most of them on one node."""
+    """Rollout engines of their own that a node has at most."""
     return spec.processes_per_node - spec.resources.ranks_per_node
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
-from rlhf_core.preflight.memory.engines import num_engines, token_cache_bytes, vllm_cache_budget
+from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
 from rlhf_core.preflight.memory.roles import trainer_estimate
 from rlhf_core.preflight.memory.shapes import Shape
 from rlhf_core.schemas.run import RunSpec, with_changes
@@ -53,7 +53,7 @@ def _first_that_fits(
 
 def _shares(spec: RunSpec, shape: Shape, gpu: int | None) -> list[dict[str, JsonValue]]:
     """Smaller shares of the GPU for vLLM that still hold its weights and one sequence of the full length."""
-    if spec.rollout.engine != "vllm" or num_engines(spec) or gpu is None:
+    if spec.rollout.engine != "vllm" or spec.rollout.engines or gpu is None:
         return []
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     needed = length * token_cache_bytes(shape, spec.model.dtype)

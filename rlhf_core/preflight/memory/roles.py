@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlhf_core.preflight.memory.engines import num_engines, vllm_moment, vllm_resident
+from rlhf_core.preflight.memory.engines import vllm_moment, vllm_resident
 from rlhf_core.preflight.memory.formulas import (
     BYTES,
     CPU_BASE_BYTES,
@@ -76,7 +76,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
         "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
         # Without GPUs main memory is all there is.
         **({} if on_gpu else main_memory_bytes(shape, dtype, zero, lora)),
-        **({} if num_engines(spec) else vllm_resident(spec, shape)),
+        **({} if spec.rollout.engines else vllm_resident(spec, shape)),
     }
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
@@ -94,7 +94,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
             "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
         },
     }
-    if num_engines(spec):  # they sample; the trainer gathers its weights for them bucket by bucket
+    if spec.rollout.engines:  # they sample; the trainer gathers its weights for them bucket by bucket
         del moments["sample"]
     if any(algorithm.reference for algorithm in algorithms):
         # Under an adapter the reference is the policy without it, or with a second one that is frozen.
@@ -197,7 +197,7 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES}
     resident |= vllm_resident(spec, shape) if spec.rollout.engine == "vllm" else {"weights": weights}
     sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
-    sampling = _sampling(spec, shape, sequences // max(1, num_engines(spec)), gpu)
+    sampling = _sampling(spec, shape, sequences // max(1, spec.rollout.engines), gpu)
     return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": weights}})})
 
 

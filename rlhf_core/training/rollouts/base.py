@@ -13,10 +13,6 @@ from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
 from rlhf_core.training.seeds import uniforms
 from rlhf_core.training.types import Completion
 
-TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of a log-probability that rounding and other kernels explain, by number format of the weights.
-Wrong weights differ by nats."""
-
 
 @dataclass(frozen=True)
 class Sampling:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 from pydantic import BaseModel
@@ -19,6 +19,7 @@ from rlhf_core.schemas.engines import (
     WeightsInForce,
 )
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+from rlhf_core.training.rollouts.weight_probe import WeightProbe, require_same
 
 CONNECT_TIMEOUT_S = 5.0
 JSON = {"content-type": "application/json"}
@@ -26,16 +27,6 @@ JSON = {"content-type": "application/json"}
 
 class EngineUnusable(Exception):
     """An engine is gone, hangs, or refuses what it is asked: others are asked then."""
-
-
-class WeightProbe(BaseModel):
-    """Log-probabilities that show which weights an engine computes with."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Of every token but the first, as the trainer computes them."""
-    tolerance: float
-    """Largest difference that rounding and other kernels explain."""
 
 
 def engine_name(rank: int) -> str:
@@ -115,13 +106,8 @@ class EngineClient:
             OSError: the engine is gone or silent.
             WeightSyncFailed: it refuses.
         """
-        with self._as_os_error():
-            url, headers = f"{self._url}{path}", {**self._headers, **JSON}
-            answer = http.post(url, content=body, headers=headers, timeout=self._timeout)
-        problem = _error_of(answer)
-        if problem:
-            raise WeightSyncFailed(f"{self.name}: {problem}", self.name)
-        return answer.text
+        url, headers = f"{self._url}{path}", {**self._headers, **JSON}
+        return self._answer(lambda: http.post(url, content=body, headers=headers, timeout=self._timeout))
 
     def get(self, http: httpx.Client, path: str) -> str:
         """Ask for something that is there.
@@ -130,19 +116,18 @@ class EngineClient:
             OSError: the engine is gone or silent.
             WeightSyncFailed: it refuses.
         """
-        with self._as_os_error():
-            answer = http.get(f"{self._url}{path}", headers=self._headers, timeout=self._timeout)
+        url = f"{self._url}{path}"
+        return self._answer(lambda: http.get(url, headers=self._headers, timeout=self._timeout))
+
+    def _answer(self, ask: Callable[[], httpx.Response]) -> str:
+        try:
+            answer = ask()
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"{self.name} does not answer: {_shown(error)}") from error
         problem = _error_of(answer)
         if problem:
             raise WeightSyncFailed(f"{self.name}: {problem}", self.name)
         return answer.text
-
-    @contextlib.contextmanager
-    def _as_os_error(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.HTTPError as error:
-            raise ConnectionError(f"{self.name} does not answer: {_shown(error)}") from error
 
 
 class HttpEngineControl:
@@ -191,22 +176,6 @@ class HttpEngineControl:
 
     def _post(self, path: str, message: BaseModel) -> str:
         return self._client.post(self._http, path, message.model_dump_json())
-
-
-def require_same(name: str, found: Sequence[float], probe: WeightProbe) -> None:
-    """Refuse an engine that computes other log-probabilities than the trainer.
-
-    Raises:
-        StaleWeights: by more than rounding explains.
-    """
-    differences = [abs(one - other) for one, other in zip(found, probe.logprobs, strict=True)]
-    difference = max(differences, default=0.0)
-    if not difference <= probe.tolerance:  # also where it is no number
-        raise StaleWeights(
-            f"{name} and the trainer compute different log-probabilities with the same weights, by up to "
-            f"{difference:.3g}; expected at most {probe.tolerance}. The engine has not taken over all weights, or its "
-            f"kernels are wrong for this model"
-        )
 
 
 def _sampled(line: str, name: str) -> SampledPrompt:

@@ -11,27 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import httpx
-import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
 from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.gathering import is_split, whole_model
-from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, WeightTransfer, require_prompts, require_version
+from rlhf_core.training.gathering import is_split
+from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
 from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
-from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl, WeightProbe
+from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl
 from rlhf_core.training.rollouts.remote_rollout import RemoteRollout
-from rlhf_core.training.rollouts.samplers import probe_logprobs
+from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.rollouts.weights import WeightPublisher, gather_along
 from rlhf_core.training.types import Completion, WorkerContext
 from rlhf_core.whole_files import read_model, shared_secret
 
 MAX_SYNCS = 3
 """Times that a version is sent before it is given up: an engine may be lost in each."""
-PROBE_TOKENS = 16
-"""Tokens that an engine is probed with, or one less than it takes at most."""
 POLL_S = 0.2
 COUNTS = (
     "rollout/moved_prompts",
@@ -80,53 +77,47 @@ class RemoteEngines:
             return None
         self.version = None
         self._model = model
-        self._probe = _probe_of(model, min(PROBE_TOKENS, self._max_tokens - 1), TOLERANCE[self._dtype])
+        self._probe = probe_of(model, self._max_tokens, self._dtype)
         problem = ""
         for _ in range(MAX_SYNCS):
-            transfers: list[WeightTransfer] = []
-            problem = self._send(self._living(beat), model, version, beat, transfers)
+            problem, transfer = self._send(self._living(beat), model, version, beat)
             if not problem:
                 self.version = version
-                return transfers[0] if transfers else None
+                return transfer
         _raise(problem)
         return None
 
     def _send(
-        self,
-        engines: Sequence[EngineClient],
-        model: PreTrainedModel,
-        version: int,
-        beat: Callable[[], None],
-        transfers: list[WeightTransfer],
-    ) -> str:
-        """One try to give a version to engines; the problem that rank 0 had with it. Collective.
+        self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
+    ) -> tuple[str, WeightTransfer | None]:
+        """One try to give a version to engines: the problem that rank 0 had with it, and what it has sent. Collective.
 
-        Args:
-            transfers: what was sent is appended, on rank 0.
+        The transfer is None on other ranks, and where there was a problem.
         """
         sync = self._sync
         if sync is None:
             gather_along(model, beat)
-            return self._from_first(lambda: None)
+        transfer: WeightTransfer | None = None
 
         def send() -> None:
+            nonlocal transfer
+            assert sync is not None  # only rank 0 is asked to
             report = sync.send(self._controlled(engines, version), model, version, beat)
-            self._count("time/weight_wire_s", report.wire_s)
-            self._count("time/weight_apply_s", report.apply_s)
-            self._count("rollout/sync_bytes", report.sent.bytes_sent)
-            transfers.append(
-                WeightTransfer(
-                    str(Transport.BROADCAST),
-                    report.sent.bytes_sent,
-                    wire_s=report.wire_s,
-                    apply_s=report.apply_s,
-                    acknowledged=len(report.applied),
-                )
+            transfer = WeightTransfer(
+                str(Transport.BROADCAST),
+                report.sent.bytes_sent,
+                wire_s=report.wire_s,
+                apply_s=report.apply_s,
+                acknowledged=len(report.applied),
             )
+            self._count("time/weight_wire_s", transfer.wire_s)
+            self._count("time/weight_apply_s", transfer.apply_s)
+            self._count("rollout/sync_bytes", transfer.bytes)
             for name, why in report.lost.items():
                 self._ranks.log(f"{name} does not serve at step {version}: {why}")
 
-        return self._from_first(send)
+        problem = self._from_first(send)
+        return problem, transfer
 
     def _living(self, beat: Callable[[], None]) -> list[EngineClient]:
         """Engines that answer rank 0, on rank 0. All are waited for at first, later one of them. Collective.
@@ -285,16 +276,3 @@ def _is_unusable(answer: object) -> bool:
     if isinstance(answer, BaseException) and not isinstance(answer, EngineUnusable):
         raise answer
     return isinstance(answer, EngineUnusable)
-
-
-def _probe_of(model: PreTrainedModel, num_tokens: int, tolerance: float) -> WeightProbe:
-    """What the trainer computes for a few tokens. Collective where the model is split."""
-    tokens = [position % model.config.vocab_size for position in range(1, num_tokens + 1)]
-    was_training = model.training
-    model.eval()
-    try:
-        with whole_model(model), torch.no_grad():
-            logits = model(torch.tensor([tokens], device=model.device)).logits[0]
-    finally:
-        model.train(was_training)
-    return WeightProbe(tokens=tuple(tokens), logprobs=tuple(probe_logprobs(logits, tokens)), tolerance=tolerance)

@@ -16,6 +16,7 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.training.models import random_causal_lm
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import generate
+from rlhf_core.training.rollouts.weight_probe import probe_logprobs
 from rlhf_core.training.types import Completion
 
 
@@ -145,15 +146,3 @@ class TransformersSampler:
                 break
             batch.append(request)
         return batch
-
-
-def probe_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Log-probability of every token but the first.
-
-    Args:
-        logits: of each position, ``[T, V]``.
-        tokens: ``T`` tokens.
-    """
-    targets = torch.tensor(list(tokens[1:]), device=logits.device)[:, None]
-    logprobs: list[float] = logits[:-1].float().log_softmax(-1).gather(-1, targets)[:, 0].tolist()
-    return logprobs

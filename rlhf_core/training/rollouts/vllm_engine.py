@@ -25,11 +25,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoint_state import kept_random_state
-from rlhf_core.training.gathering import gathered_weights, whole_model
-from rlhf_core.training.rollouts.base import TOLERANCE, Sampling, WeightTransfer, require_prompts, require_version
+from rlhf_core.training.gathering import named_weights
+from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
+from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
-
-_PROBE_TOKENS = 16
 
 
 class VllmEngine:
@@ -97,7 +96,8 @@ class VllmEngine:
             return None
         self.version = None
         started = time.monotonic()
-        counted = _Counted(_tensors(model, beat))
+        # Copies: vLLM keeps tensors until their layer is complete, which may be in a later bucket.
+        counted = _Counted((name, tensor.clone()) for name, tensor in named_weights(model, beat))
         self.load_tensors(counted)
         apply_s = time.monotonic() - started
         if not self._is_verified:
@@ -224,19 +224,8 @@ class VllmEngine:
 
     def _verify(self, model: PreTrainedModel) -> None:
         """Compare what vLLM and the trainer compute for a few tokens. Collective where the model is split."""
-        tokens = [position % model.config.vocab_size for position in range(1, _PROBE_TOKENS + 1)]
-        tokens = tokens[: self._engine.model_config.max_model_len - 1]
-        with whole_model(model), torch.no_grad():
-            logits = model(torch.tensor([tokens], device=model.device)).logits[0, :-1].float()
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:], device=logits.device)[:, None])[:, 0]
-        found = torch.tensor(self.score(tokens), device=expected.device)
-        difference = float((found - expected).abs().max())
-        if not difference <= TOLERANCE[self._dtype]:
-            raise StaleWeights(
-                f"vLLM and the trainer compute different log-probabilities with the same weights, by up to "
-                f"{difference:.3g}; expected at most {TOLERANCE[self._dtype]}. vLLM has not taken over all weights of "
-                f'this model, or its kernels are wrong for it: use rollout.engine = "transformers"'
-            )
+        probe = probe_of(model, self._engine.model_config.max_model_len, self._dtype)
+        require_same("vLLM", self.score(probe.tokens), probe, ': use rollout.engine = "transformers"')
 
     def _parameters(self, seed: int, sampling: Sampling) -> Any:
         from vllm import SamplingParams
@@ -284,14 +273,6 @@ def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
         "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation, for kernels that eager mode does not use
     }
-
-
-def _tensors(model: PreTrainedModel, beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
-    """Weights one by one. Copies: vLLM keeps them until their layer is complete, which may be in a later bucket."""
-    for bucket in gathered_weights(model):
-        for name, tensor in bucket.items():
-            yield name, tensor.clone()
-        beat()
 
 
 class _Counted:

@@ -1,14 +1,13 @@
 """The way of the weights from trainer rank 0 to the engines of the group."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.weight_sync import WeightSyncReport
-from rlhf_core.training.gathering import gathered_weights, weight_shapes
+from rlhf_core.training.gathering import named_weights, weight_shapes
 from rlhf_core.training.rollouts.engine_client import HttpEngineControl
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.base import Beat
@@ -64,10 +63,3 @@ def gather_along(model: PreTrainedModel, beat: Beat) -> None:
     """Take part in the gathering of weights that rank 0 sends."""
     for _ in named_weights(model, beat):
         pass
-
-
-def named_weights(model: PreTrainedModel, beat: Beat) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights one by one. Collective where the model is split."""
-    for bucket in gathered_weights(model):
-        yield from bucket.items()
-        beat()

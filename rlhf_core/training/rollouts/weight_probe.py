@@ -1,0 +1,77 @@
+"""Log-probabilities of a few tokens, by which an engine shows that it computes with the weights of the trainer."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import StaleWeights
+from rlhf_core.training.gathering import whole_model
+
+TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of a log-probability that rounding and other kernels explain, by number format of the weights.
+Wrong weights differ by nats."""
+PROBE_TOKENS = 16
+"""Tokens that an engine is probed with, or one less than it takes at most."""
+
+
+class WeightProbe(BaseModel):
+    """Log-probabilities that show which weights an engine computes with."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of every token but the first, as the trainer computes them."""
+    tolerance: float
+    """Largest difference that rounding and other kernels explain."""
+
+
+def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe:
+    """Compute the trainer's side of a probe. Collective where the model is split.
+
+    Args:
+        max_tokens: longest sequence of the engine.
+        dtype: number format of the weights.
+    """
+    tokens = [position % model.config.vocab_size for position in range(1, min(PROBE_TOKENS, max_tokens - 1) + 1)]
+    was_training = model.training
+    model.eval()
+    try:
+        with whole_model(model), torch.no_grad():
+            logits = model(torch.tensor([tokens], device=model.device)).logits[0]
+    finally:
+        model.train(was_training)
+    return WeightProbe(tokens=tuple(tokens), logprobs=tuple(probe_logprobs(logits, tokens)), tolerance=TOLERANCE[dtype])
+
+
+def probe_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Log-probability of every token but the first.
+
+    Args:
+        logits: of each position, ``[T, V]``.
+        tokens: ``T`` tokens.
+    """
+    targets = torch.tensor(list(tokens[1:]), device=logits.device)[:, None]
+    logprobs: list[float] = logits[:-1].float().log_softmax(-1).gather(-1, targets)[:, 0].tolist()
+    return logprobs
+
+
+def require_same(name: str, found: Sequence[float], probe: WeightProbe, advice: str = "") -> None:
+    """Refuse an engine that computes other log-probabilities than the trainer.
+
+    Args:
+        name: name of the engine.
+        found: what it computes for the tokens of the probe.
+        advice: end of the message.
+
+    Raises:
+        StaleWeights: by more than rounding explains.
+    """
+    differences = [abs(one - other) for one, other in zip(found, probe.logprobs, strict=True)]
+    if not all(one <= probe.tolerance for one in differences):  # not any(>): what is no number is refused too
+        raise StaleWeights(
+            f"{name} and the trainer compute different log-probabilities with the same weights, by up to "
+            f"{max(differences):.3g}; expected at most {probe.tolerance}. The engine has not taken over all "
+            f"weights, or its kernels are wrong for this model{advice}"
+        )
