@@ -130,9 +130,10 @@ def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
             scheduler.submit(make_request(tmp_path, "true", attempt=2))
         with pytest.raises(SchedulerError, match="controller does not answer"):
             scheduler.inventory()
-        monkeypatch.setattr(slurm, "CANCEL_S", 1.0)
-        with pytest.raises(SchedulerError, match=r"has ended is not known: .*controller does not answer"):
-            scheduler.cancel(submission)
+        with monkeypatch.context() as hurry:
+            hurry.setattr(slurm, "CANCEL_S", 1.0)
+            with pytest.raises(SchedulerError, match=r"has ended is not known: .*controller does not answer"):
+                scheduler.cancel(submission)
     finally:
         cluster.start("slurmctld")
     until(lambda: state(scheduler, submission) is JobState.RUNNING)
