@@ -53,6 +53,10 @@ class RolloutSpec(Schema):
     """Engines over all nodes, as processes of their own beside the trainers, each restarted alone when it fails. 0: in
     the process of every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is
     given those of every step."""
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Steps that the weights may be behind which completions were sampled with. 0: the engines sample for a step once
+    they have its weights, and the trainers wait. 1: they sample for the next step while the trainers train (needs
+    `rollout.engines` and a correction, `loops.main.algorithm.correction`)."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities in training are taken at the same temperature."""
     max_new_tokens: Positive = 64

@@ -47,6 +47,8 @@ class TrainerState:
     """``random_state`` of this rank; None for one that the checkpoint does not know."""
     critic: Iterable[dict[str, Any]] | None = None
     """``Engine.state`` of the value model's engine, likewise, of an algorithm with a critic."""
+    in_flight: Iterable[dict[str, Any]] = ()
+    """Completions that each of those ranks had made for the next step (``trainers/in_flight.py``), likewise."""
 
 
 def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
@@ -65,16 +67,17 @@ def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
     others = [rank for rank in range(num_saved) if rank != own]
     random = state["random"] if ranks.rank < num_saved else None
     critic = _shares(checkpoint, state, others, "critic") if "critic" in state else None
-    return TrainerState(progress, _shares(checkpoint, state, others, "engine"), random, critic)
+    in_flight = _shares(checkpoint, state, others, "in_flight") if "in_flight" in state else ()
+    return TrainerState(progress, _shares(checkpoint, state, others, "engine"), random, critic, in_flight)
 
 
 def _shares(
-    checkpoint: CheckpointDir, own: dict[str, Any], others: Sequence[int], model: str
+    checkpoint: CheckpointDir, own: dict[str, Any], others: Sequence[int], part: str
 ) -> Iterator[dict[str, Any]]:
-    """Optimizer shares of one model: this rank's first, then those of the others, each read when its turn comes."""
-    yield own[model]
+    """Shares of the ranks in one part of the state: this rank's first, then each other when its turn comes."""
+    yield own[part]
     for rank in others:
-        yield _read_state(checkpoint, rank)[model]
+        yield _read_state(checkpoint, rank)[part]
 
 
 def state_file(checkpoint: CheckpointDir, rank: int) -> Path:

@@ -109,6 +109,7 @@ class CheckpointWriter:
         model: PreTrainedModel,
         engine_state: dict[str, Any],
         critic: SavedModel | None = None,
+        in_flight: dict[str, Any] | None = None,
     ) -> CheckpointDir:
         """Take a snapshot, and have it written while training goes on; wait for the one before first.
 
@@ -119,6 +120,7 @@ class CheckpointWriter:
             model: the weights; rank 0 writes them, gathered from all ranks where they are split.
             engine_state: ``Engine.state`` of this rank.
             critic: a value model that is trained beside the policy.
+            in_flight: completions of this rank for a step that has not been made (``trainers/in_flight.py``).
 
         Returns:
             Its folder, once it is complete.
@@ -136,6 +138,8 @@ class CheckpointWriter:
         state["random"] = random_state(self._ranks.device)
         if critic is not None:
             state["critic"] = critic.state()
+        if in_flight is not None:
+            state["in_flight"] = in_flight
         part = CheckpointPart(progress, partial, final, model, critic, state)
         if self._ranks.is_first:
             self._clear_away()

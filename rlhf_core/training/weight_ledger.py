@@ -10,7 +10,7 @@ from rlhf_core.appended_files import LineWriter
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import RolloutEngine, Sampling, WeightTransfer
+from rlhf_core.training.rollouts.base import Ahead, RolloutEngine, Sampling, WeightTransfer
 from rlhf_core.training.types import Completion
 
 
@@ -41,6 +41,11 @@ class RecordedEngine:
     def version(self) -> int | None:
         """Version of the weights in force; None before the first."""
         return self._engine.version
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """Sampling beside training, of an engine that can."""
+        return self._engine.ahead
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Take over the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.

@@ -88,6 +88,13 @@ def with_lora(**settings: Any) -> Facts:
     return with_spec(model={"lora": settings})
 
 
+def with_staleness(algorithm: str, engines: int = 2, **settings: Any) -> Facts:
+    """Healthy facts of a run that samples a step ahead."""
+    loop = {"num_steps": 1, "algorithm": {"name": algorithm, **settings}, "optimizer": {"learning_rate": 1e-4}}
+    loops = {"main": loop, "warm_start": None}
+    return with_spec(rollout={"engines": engines, "max_staleness": 1}, loops=loops)
+
+
 def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
     """Healthy facts of a run with rollout engines of their own."""
     if algorithm:
@@ -319,6 +326,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_engines(4, resources={"ranks_per_node": 6, "gpus_per_node": 8}),
         "set resources.ranks_per_node=4",
     ),
+    ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
+    ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
+    ("rollout.max_staleness", BLOCKED, with_staleness("rloo"), "set loops.main.algorithm.correction to"),
     ("memory.trainer", BLOCKED, with_engines(8, resources={"memory_gb": 4}), "a rank of a node has 0.0 GiB"),
     (
         "promote.folder",
@@ -447,6 +457,11 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
     assert [result.status for result in found(facts, "rollout.engines")] == [CheckStatus.PASSED]
     gpus = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=4).inventory())
     assert [result.status for result in found(gpus, "resources.gpus")] == [CheckStatus.PASSED]
+
+
+def test_samples_of_a_step_ahead_are_allowed_with_a_correction() -> None:
+    facts = with_staleness("grpo", correction="sequence_mask")
+    assert [result.status for result in found(facts, "rollout.max_staleness")] == [CheckStatus.PASSED]
 
 
 def test_every_check_has_a_run_that_fails_it() -> None:

@@ -25,8 +25,8 @@ from rlhf_core.training.algorithms.objective import SampledBatch, StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.algorithms.surrogate import mean_ratio, mismatch_weights, sequence_ratio
 from rlhf_core.training.trainers.minibatches import divide
-from rlhf_core.training.trainers.online import select_groups
 from rlhf_core.training.trainers.ppo import explained_variance
+from rlhf_core.training.trainers.sampling import select_groups
 
 pytestmark = pytest.mark.training
 

@@ -7,6 +7,7 @@ from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed
+from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 
 OLDEST_VLLM = Version("0.22")
 """As the extra ``vllm`` asks for: the first without CVE-2026-27893. Run here: 0.32."""
@@ -97,6 +98,37 @@ def engines(facts: Facts) -> Iterator[Finding]:
     else:
         where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on the node"
         yield passed(f"{asked} engines of their own, {where}, beside {resources.ranks_per_node} trainer ranks")
+
+
+@check("rollout.max_staleness", trainer="native")
+def max_staleness(facts: Facts) -> Iterator[Finding]:
+    """Completions of an older policy that are taken for those of the one that is trained bend the gradient unseen."""
+    spec = facts.spec
+    if not spec.rollout.max_staleness:
+        return
+    said = f"rollout.max_staleness = {spec.rollout.max_staleness}"
+    loops = {name: loop.algorithm for name, loop in spec.loops.named.items()}
+    sampling = {name: one for name, one in loops.items() if isinstance(one, PolicyGradientSpec)}
+    uncorrected = [name for name, one in sampling.items() if one.correction == "none"]
+    if not sampling:
+        yield blocked(
+            f"{said}, and no loop samples", "an algorithm with completions to sample", "set rollout.max_staleness=0"
+        )
+    elif not spec.rollout.engines:
+        yield blocked(
+            f"{said} and rollout.engines = 0",
+            "engines of their own: in the trainers' processes nothing samples while they train",
+            "set rollout.engines, or rollout.max_staleness=0",
+        )
+    elif uncorrected:
+        names = ", ".join(f"loops.{name}.algorithm.correction" for name in uncorrected)
+        yield blocked(
+            f'{said} and {names} = "none"',
+            "weights for what the policy has changed since it sampled",
+            f"set {names} to token_truncate or sequence_mask, for instance",
+        )
+    else:
+        yield passed("engines sample for the next step while the trainers train")
 
 
 def _room_for(facts: Facts, per_node: int) -> str:

@@ -44,6 +44,49 @@ class WeightTransfer:
     """Limit of the link of this rank; None where it is not known."""
 
 
+class Ahead(Protocol):
+    """Sampling that goes on while the trainer trains: one rollout at a time, with the weights in force at its start.
+
+    The engine may be given the next version meanwhile: it waits for the rollout first.
+    """
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
+    ) -> None:
+        """Begin to sample, as ``RolloutEngine.sample`` does. Not collective.
+
+        Raises:
+            StaleWeights, ValueError: as there.
+        """
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Wait until what can be answered is; returns at once where nothing was begun.
+
+        Args:
+            beat: called whenever an engine is seen to make progress.
+
+        Raises:
+            EnginesLost: no engine serves, and none came back in time.
+        """
+
+    def stop(self) -> None:
+        """Have it end soon, and wait for that."""
+
+    def peek(self) -> Mapping[int, list[Completion]]:
+        """Completions that are there once it has ended, by the index of the prompt."""
+
+    def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
+        """Wait, and sample with the version in force by now what was left: its engines had to be started again.
+        Collective.
+
+        Returns:
+            One list per prompt with one completion per seed, in the order given.
+
+        Raises:
+            EnginesLost: as :meth:`wait`.
+        """
+
+
 class RolloutEngine(Protocol):
     """Samples completions of prompts with one version of the weights.
 
@@ -55,6 +98,10 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int | None:
         """Version of the weights in force; None before the first."""
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """Sampling beside training; None for an engine in the trainer's process, which has no time for both."""
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Take over the weights of ``model``. Collective over the ranks of the trainer.

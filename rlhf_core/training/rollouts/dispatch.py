@@ -34,7 +34,8 @@ class Dispatcher:
         self._window = window
         self._first = first
         self._tasks = {task.index: task for task in tasks}
-        self._pending = sorted(self._tasks, key=lambda index: (-self._cost(index), index))
+        self._pending: list[int] = []
+        self._enqueue(self._tasks)
         self._outstanding: dict[int, set[int]] = {}
 
     @property
@@ -101,7 +102,18 @@ class Dispatcher:
         back = own & set(own if indices is None else indices)
         own -= back
         self.num_moved += len(back)
-        self._pending = sorted([*self._pending, *back], key=lambda index: (-self._cost(index), index))
+        self._enqueue(back)
+
+    def recall(self) -> None:
+        """Take back what no engine is asked for any more: it waits for another rollout."""
+        back = set[int]().union(*self._outstanding.values())
+        self._outstanding.clear()
+        self._enqueue(back)
+
+    @property
+    def num_missing(self) -> int:
+        """Prompts that are not answered."""
+        return len(self._tasks) - len(self.made)
 
     def results(self) -> list[list[Completion]]:
         """Completions of all prompts, in their order."""
@@ -110,6 +122,9 @@ class Dispatcher:
     def counts(self) -> Mapping[str, int]:
         """Metrics of the rollout."""
         return {"rollout/moved_prompts": self.num_moved, "rollout/refused_completions": self.num_refused}
+
+    def _enqueue(self, indices: Collection[int]) -> None:
+        self._pending = sorted([*self._pending, *indices], key=lambda index: (-self._cost(index), index))
 
     def _cost(self, index: int) -> int:
         """Tokens of a prompt and its completions at most."""

@@ -18,6 +18,7 @@ from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
 from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.gathering import is_split
+from rlhf_core.training.rollouts.background import RolloutAhead
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
 from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl
@@ -59,6 +60,7 @@ class RemoteEngines:
         self._num_rollouts = 0
         self._was_complete = False
         self._counts = dict.fromkeys(COUNTS, 0.0)
+        self.ahead = RolloutAhead(self._dispatcher, self._background_rollout, self._finish)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
@@ -75,6 +77,9 @@ class RemoteEngines:
         """
         if self.version == version:
             return None
+        if self.ahead.is_begun:
+            self.ahead.wait(beat)
+            self._ranks.barrier()  # another rank's prompts would be refused by engines with the next version
         self.version = None
         self._model = model
         self._probe = probe_of(model, self._max_tokens, self._dtype)
@@ -154,10 +159,12 @@ class RemoteEngines:
                     )
                 await asyncio.sleep(POLL_S)
 
-    def _restore(self, version: int, beat: Callable[[], None], client: EngineClient) -> None:
+    def _restore(self, beat: Callable[[], None], client: EngineClient) -> None:
         """Give the weights in force to an engine that has come back meanwhile."""
+        version = self.version
         assert self._sync is not None
         assert self._model is not None
+        assert version is not None
         try:
             self._sync.send(self._controlled([client], version), self._model, version, beat)
         except (WeightSyncFailed, StaleWeights, OSError) as error:
@@ -188,30 +195,95 @@ class RemoteEngines:
         Raises:
             EnginesLost: no engine serves, and none came back in time.
         """
+        return self._complete(self._dispatcher(prompts, seeds, sampling, version), sampling, beat)
+
+    def _dispatcher(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
+    ) -> Dispatcher:
         require_version(self.version, version)
         require_prompts(prompts, seeds)
-        self._num_rollouts += 1
         tasks = [PromptTask(index, *one) for index, one in enumerate(zip(prompts, seeds, strict=True))]
-        dispatcher = Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, first=self._ranks.rank)
-        # A model that is split cannot be read by one rank alone: its engines come back at the next version.
-        restores = self._ranks.is_first and self._model is not None and not is_split(self._model)
-        rollout = RemoteRollout(
+        return Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, first=self._ranks.rank)
+
+    def _run(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> None:
+        """Sample what is not answered, with the weights that are in force and in the model."""
+        self._num_rollouts += 1
+        if self._is_split():  # one rank alone cannot read the weights for an engine that comes back
+            rollout = self._background_rollout(dispatcher, sampling, beat)
+        else:
+            restore = partial(self._restore, beat) if self._ranks.is_first else None
+            rollout = self._rollout(dispatcher, sampling, beat, restore, self._leave_together())
+        asyncio.run(rollout.run())
+
+    def _background_rollout(
+        self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]
+    ) -> RemoteRollout:
+        """A rollout during which no engine can be given weights."""
+        return self._rollout(dispatcher, sampling, beat, None, lambda: True)
+
+    def _rollout(
+        self,
+        dispatcher: Dispatcher,
+        sampling: Sampling,
+        beat: Callable[[], None],
+        restore: Callable[[EngineClient], None] | None,
+        may_leave: Callable[[], bool],
+    ) -> RemoteRollout:
+        assert self.version is not None  # required by _dispatcher
+        return RemoteRollout(
             dispatcher,
-            WeightsInForce(start=self._start, version=version),
+            WeightsInForce(start=self._start, version=self.version),
             sampling,
             self._spec.remote,
             self._clients,
             beat=beat,
             log=lambda message: print(message, flush=True),
-            restore=partial(self._restore, version, beat) if restores else None,
-            may_leave=self._leave_together(),
+            restore=restore,
+            may_leave=may_leave,
         )
-        try:
-            asyncio.run(rollout.run())
-        finally:
-            for name, count in dispatcher.counts().items():
-                self._count(name, count)
+
+    def _finish(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
+        """Completions of a rollout in the background that has ended, with what it had to leave. Collective."""
+        if self._is_answered(dispatcher):
+            return self._results(dispatcher)
+        return self._complete(dispatcher, sampling, beat)
+
+    def _complete(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
+        """Sample what is not answered. Collective.
+
+        Raises:
+            EnginesLost: no engine serves, or all were started again once too often.
+        """
+        for _ in range(MAX_SYNCS):
+            self._run(dispatcher, sampling, beat)
+            # An engine that comes back is given the weights of a model that is not split while the rollout waits.
+            if not self._is_split() or self._is_answered(dispatcher):
+                return self._results(dispatcher)
+            self._give_again(beat)
+        raise EnginesLost(
+            f"{dispatcher.num_missing} prompts of rank {self._ranks.rank} were given up after all engines had been "
+            f"started again {MAX_SYNCS} times in one rollout. The logs of the group rollout say why"
+        )
+
+    def _give_again(self, beat: Callable[[], None]) -> None:
+        """Give the version in force to the engines that live now. Collective."""
+        model, version = self._model, self.version
+        assert model is not None
+        assert version is not None
+        self.version = None
+        self.load(model, version, beat)
+
+    def _results(self, dispatcher: Dispatcher) -> list[list[Completion]]:
+        for name, count in dispatcher.counts().items():
+            self._count(name, count)
         return dispatcher.results()
+
+    def _is_answered(self, dispatcher: Dispatcher) -> bool:
+        """True if no rank has prompts left. Collective."""
+        return not any(self._ranks.sum([dispatcher.num_missing]))
+
+    def _is_split(self) -> bool:
+        return self._model is not None and is_split(self._model)
 
     def take_counts(self) -> Mapping[str, float]:
         """Prompts that were asked for again, completions refused, and what syncs took, since the last call."""
@@ -243,6 +315,7 @@ class RemoteEngines:
 
     def close(self) -> None:
         """Give back what the sync of weights holds; the engines end with their group."""
+        self.ahead.stop()
         self.version = None
         if self._sync is not None:
             self._sync.close()

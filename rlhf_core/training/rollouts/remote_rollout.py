@@ -39,7 +39,7 @@ class _Progress:
 
 
 class RemoteRollout:
-    """Runs until every prompt of the dispatcher is answered."""
+    """Runs until every prompt of the dispatcher is answered, or no engine can answer them any more."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class RemoteRollout:
         """Args:
         clients: the engines as they are registered now.
         beat: called whenever an engine is seen to make progress.
-        restore: gives an engine that came back the weights, where this rank can.
+        restore: gives an engine that came back the weights; None where that cannot be while the rollout goes on.
         may_leave: asked once all prompts are answered; False while other ranks may need this one.
         """
         self._dispatcher = dispatcher
@@ -75,10 +75,17 @@ class RemoteRollout:
         self._moves: dict[int, int] = {}
         self._last_loss = "none has registered"
         self._none_since_s = time.monotonic()
+        self._others: set[tuple[int, int]] = set()
+        self._is_stopped = False
         self._wake = asyncio.Event()
 
+    def stop(self) -> None:
+        """Have it end soon, from another thread; what is answered by then stays with the dispatcher."""
+        self._is_stopped = True
+
     async def run(self) -> None:
-        """Have every prompt answered.
+        """Have every prompt answered. Some are left where it is stopped, or where all engines came back with other
+        weights and cannot be given these.
 
         Raises:
             EnginesLost: no engine serves for too long, or all fail at one prompt.
@@ -87,7 +94,10 @@ class RemoteRollout:
         async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
-                    for client in self._clients():
+                    clients = self._clients()
+                    if self._is_stopped or self._is_stranded(clients):
+                        break
+                    for client in clients:
                         rank = client.address.rank
                         if rank not in watchers or watchers[rank].done():
                             watchers[rank] = asyncio.create_task(self._watch(http, client))
@@ -99,6 +109,11 @@ class RemoteRollout:
                     _raise_errors([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
             finally:
                 await _end([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
+                self._dispatcher.recall()
+
+    def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
+        """True if every engine is known to have other weights, and stays so."""
+        return self._restore is None and bool(clients) and all(_start_of(client) in self._others for client in clients)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Watching
@@ -122,8 +137,10 @@ class RemoteRollout:
             self._lose(rank, f"{client.name} has other weights in force")
             if self._restore is not None:
                 self._restore(client)
+            else:
+                self._others.add(_start_of(client))
             return
-        start = (rank, client.address.generation)
+        start = _start_of(client)
         seen, busy = self._progress.get(start), bool(self._dispatcher.outstanding(rank))
         if seen is None or health.progress != seen.count:
             self._progress[start] = _Progress(health.progress, now_s)
@@ -214,6 +231,10 @@ class RemoteRollout:
         else:
             self._dispatcher.answer(rank, made.index, [_completion(one) for one in made.completions])
         self._wake.set()
+
+
+def _start_of(client: EngineClient) -> tuple[int, int]:
+    return client.address.rank, client.address.generation
 
 
 def _completion(made: SampledCompletion) -> Completion:

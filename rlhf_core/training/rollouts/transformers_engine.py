@@ -38,6 +38,7 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._model: PreTrainedModel | None = None
         self.version: int | None = None
+        self.ahead = None
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
         """Sample with ``model`` itself from now on."""

@@ -58,6 +58,7 @@ class VllmEngine:
         self._is_verified = False
         self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
+        self.ahead = None
         os.environ.update({**_environment(settings, on_gpu), **variables})
         options: dict[str, Any] = {"dtype": dtype}
         if on_gpu:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,17 @@ def loops(spec: RunSpec) -> list[Loop]:
         found.append(Loop(loop, done + 1, done + loop.num_steps))
         done += loop.num_steps
     return found
+
+
+class SampledAhead(Protocol):
+    """Completions that are being made for the next step while this one trains."""
+
+    @property
+    def num_rows_ahead(self) -> int:
+        """Rows over all ranks that were taken for them."""
+
+    def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
+        """This rank's, for a checkpoint: tensors, and what JSON knows."""
 
 
 class Totals:
@@ -301,12 +313,19 @@ class TrainingContext:
         step.metrics.total("train/num_tokens", step.num_tokens)
 
     def end_step(
-        self, step: TrainingStep, loop: Loop, model: PreTrainedModel, engine: Engine, critic: SavedModel | None = None
+        self,
+        step: TrainingStep,
+        loop: Loop,
+        model: PreTrainedModel,
+        engine: Engine,
+        critic: SavedModel | None = None,
+        ahead: SampledAhead | None = None,
     ) -> bool:
         """Evaluate if it is time, reduce and write the metrics, save if it is time or asked for.
 
         Args:
             critic: a model that is trained beside the policy, to be saved with it.
+            ahead: what is sampled for the next step already, likewise.
 
         Returns:
             Whether to end here, because an agent asked for it; the state is saved then.
@@ -345,11 +364,13 @@ class TrainingContext:
                 step=step.number,
                 loop=loop.algorithm.name,
                 loop_finished=finished,
-                position=self.position,
+                position=self.position - (ahead.num_rows_ahead if ahead else 0),
                 health=self._judge.state,
                 reward_models=self.scorer.model_states,
             )
-            self._saving.save(progress, model, engine, critic, is_last=finished or reduced.stop)
+            is_last = finished or reduced.stop
+            in_flight = ahead.in_flight(is_last=is_last) if ahead else None
+            self._saving.save(progress, model, engine, critic, in_flight, is_last=is_last)
         return reduced.stop
 
     def is_evaluated(self, number: int) -> bool:

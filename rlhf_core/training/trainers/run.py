@@ -155,7 +155,8 @@ def _train_loop(
         # Until here this process drew from generators that it seeded itself; now those of the run go on.
         restore_random_state(state.random, ranks.device)
     if isinstance(policy, PolicyModel) and loop.algorithm.samples:
-        stopped = online.train(training, loop, policy, engine, reference, critic)
+        in_flight = state.in_flight if state else ()
+        stopped = online.train(training, loop, policy, engine, reference, critic, in_flight)
     else:
         stopped = offline.train(training, loop, policy, engine, reference)
     engine.close()

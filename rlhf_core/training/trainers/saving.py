@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -69,11 +70,19 @@ class Saving:
         return found
 
     def save(
-        self, progress: Progress, model: PreTrainedModel, engine: Engine, critic: SavedModel | None, *, is_last: bool
+        self,
+        progress: Progress,
+        model: PreTrainedModel,
+        engine: Engine,
+        critic: SavedModel | None,
+        in_flight: dict[str, Any] | None,
+        *,
+        is_last: bool,
     ) -> None:
         """Begin a checkpoint.
 
         Args:
+            in_flight: completions of this rank for the next step, if there are any.
             is_last: what comes after it needs it whole.
 
         Raises:
@@ -84,7 +93,7 @@ class Saving:
         self._wait_s = time.monotonic() - started
         self._beat(Phase.CHECKPOINT)
         self._sync_files()
-        saved = self._writer.begin(progress, model, engine.state(), critic)
+        saved = self._writer.begin(progress, model, engine.state(), critic, in_flight)
         if is_last:
             self.finish()
         self._waited_s = time.monotonic() - started

@@ -1,0 +1,301 @@
+"""Prompts of each step, their completions and rewards; where the run asks for it, completions are made one step ahead.
+
+Ahead (``rollout.max_staleness``), the engines sample for step ``n + 1`` with the weights that step ``n`` begins with,
+while it trains. What is in flight is part of a checkpoint: a run that goes on from it trains on the same completions.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.algorithms.grpo import zero_std_groups
+from rlhf_core.training.algorithms.objective import SampledBatch
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.scoring import Scores
+from rlhf_core.training.seeds import sample_seed
+from rlhf_core.training.trainers.context import Loop, TrainingContext, TrainingStep
+from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
+from rlhf_core.training.trainers.updates import StepBatch
+from rlhf_core.training.types import Completion, Row
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """This rank's prompts of one round of sampling."""
+
+    step: int
+    rows: list[Row]
+    prompts: list[list[int]]
+    seeds: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """This rank's completions of one step, ``P`` prompts with ``G`` samples each."""
+
+    rows: list[Row]
+    prompts: list[list[int]]
+    seeds: list[list[int]]
+    completions: list[list[Completion]]
+    rewards: Tensor
+    """``[P, G]`` float64, summed over the reward functions."""
+    scores: Scores
+    """The same by function, P*G values each, and failures."""
+
+    @property
+    def flat(self) -> list[Completion]:
+        """All completions, group after group."""
+        return [completion for group in self.completions for completion in group]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(completion.token_ids) for completion in self.flat)
+
+    def take(self, groups: Sequence[int]) -> "Rollout":
+        """The same with some of the groups only."""
+        size = self.rewards.shape[1]
+        flat = [group * size + index for group in groups for index in range(size)]
+        return Rollout(
+            [self.rows[group] for group in groups],
+            [self.prompts[group] for group in groups],
+            [self.seeds[group] for group in groups],
+            [self.completions[group] for group in groups],
+            self.rewards[list(groups)],
+            self.scores.take(flat),
+        )
+
+    def batch(self, places: Sequence[int], *, mask_truncated: bool) -> StepBatch:
+        """The completions as the updates take them.
+
+        Args:
+            places: index of each group among those of the whole step, over all ranks.
+        """
+        size = self.rewards.shape[1]
+        lengths = torch.tensor([len(completion.token_ids) for completion in self.flat], dtype=torch.int64)
+        mask = torch.arange(max(lengths.tolist(), default=0)) < lengths[:, None]
+        finished = torch.tensor([completion.finished for completion in self.flat], dtype=torch.bool)
+        trained = mask & finished[:, None] if mask_truncated else mask
+        return StepBatch(
+            [prompt for prompt in self.prompts for _ in range(size)],
+            self.flat,
+            [place * size + index for place in places for index in range(size)],
+            SampledBatch(self.rewards, mask, finished, trained),
+        )
+
+
+class StepSampler:
+    """Rollouts of one loop, step by step."""
+
+    def __init__(
+        self,
+        training: TrainingContext,
+        loop: Loop,
+        model: PreTrainedModel,
+        saved: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        """Make one for the steps of ``loop`` that are left.
+
+        Args:
+            model: policy whose weights the engines are given.
+            saved: completions that were in flight for the first of these steps, as :meth:`in_flight` of each rank has
+                given them.
+        """
+        self._training = training
+        self._loop = loop
+        self._model = model
+        self._max_staleness = training.spec.rollout.max_staleness
+        self._ahead = training.rollouts.ahead if self._max_staleness else None
+        self._request: PromptBatch | None = None
+        self._saved = kept_completions(saved)
+
+    def sample(self, step: TrainingStep) -> tuple["Rollout", list[int], list[int]]:
+        """Complete and reward this rank's prompts of the step. Collective.
+
+        Where an algorithm wants groups with something to compare only, it is done again with the next prompts, until
+        there are as many as a step takes, or as often as it may be done (dynamic sampling, DAPO, arXiv 2503.14476, sec.
+        3.2).
+
+        Returns:
+            All that was sampled, the groups of it to train on, and the index of each of these among those of all ranks.
+        """
+        ranks, algorithm = self._training.ranks, self._loop.algorithm
+        rounds: list[Rollout] = []
+        flags: list[list[list[float]]] = []
+        for number in range(algorithm.sampling_rounds):
+            rounds.append(self._round(step, number))
+            if algorithm.sampling_rounds == 1:
+                own = len(rounds[0].rows)
+                return rounds[0], list(range(own)), list(range(ranks.rank * own, (ranks.rank + 1) * own))
+            flags.append(ranks.gather_numbers((~zero_std_groups(rounds[-1].rewards)).double().tolist()))
+            if sum(sum(map(sum, told)) for told in flags) >= algorithm.rows_per_step:
+                break
+        self._begin_next(step)
+        groups, places = select_groups(flags, algorithm.rows_per_step, ranks.rank)
+        return _joined(rounds), groups, places
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What is in flight
+
+    @property
+    def num_rows_ahead(self) -> int:
+        """Rows over all ranks that were taken for the next step."""
+        return self._loop.algorithm.rows_per_step if self._request is not None else 0
+
+    def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
+        """Completions of this rank for the next step, for a checkpoint; None where nothing was begun.
+
+        Args:
+            is_last: this process ends then, and what is not made yet is not waited for.
+        """
+        if self._ahead is None or self._request is None:
+            return None
+        if is_last:
+            self._ahead.stop()
+        else:
+            self._ahead.wait(self._training.beating(Phase.ROLLOUT))
+        made = {self._request.rows[index].uid: group for index, group in self._ahead.peek().items()}
+        return stored_completions(self._request.step, made)
+
+    def _begin_next(self, step: TrainingStep) -> None:
+        """Have the engines sample for the next step with the weights that are in force."""
+        if self._ahead is None or step.number == self._loop.last_step:
+            return
+        request = self._ask(step.number + 1, 0)
+        self._ahead.begin(request.prompts, request.seeds, self._sampling(), step.number - 1)
+        self._request = request
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # One round
+
+    def _round(self, step: TrainingStep, number: int) -> "Rollout":
+        """Complete and reward the next prompts; ``number`` counts the rounds of the step from 0."""
+        training = self._training
+        if number == 0:
+            request, completions = self._first_completions(step)
+        else:
+            with step.watch.part("rollout"):
+                request = self._ask(step.number, number)
+                completions = self._complete(request, {})
+        if self._loop.algorithm.sampling_rounds == 1:
+            self._begin_next(step)
+        num_samples = self._loop.algorithm.group
+        with step.watch.part("reward"):
+            row_of_each = [row for row in request.rows for _ in range(num_samples)]
+            made = [completion for group in completions for completion in group]
+            scores = training.scorer.score(
+                row_of_each,
+                [completion.text for completion in made],
+                step.number,
+                training.beating(Phase.REWARD),
+                number,
+                [completion.finished for completion in made],
+            )
+            training.warn(FailureKind.REWARD_FUNCTION, scores.warnings)
+        rewards = torch.tensor(scores.total, dtype=torch.float64).view(len(request.rows), num_samples)
+        return Rollout(request.rows, request.prompts, request.seeds, completions, rewards, scores)
+
+    def _first_completions(self, step: TrainingStep) -> tuple[PromptBatch, list[list[Completion]]]:
+        """The prompts of a step and their completions: begun in the step before, or sampled now."""
+        training, request = self._training, self._request
+        self._request = None
+        beat = training.beating(Phase.ROLLOUT)
+        if self._ahead is not None:
+            with step.watch.part("rollout"):
+                training.beat(Phase.ROLLOUT)
+                self._ahead.wait(beat)
+        with step.watch.part("weight_sync"):
+            training.beat(Phase.WEIGHT_SYNC)
+            training.rollouts.load(self._model, step.number - 1, training.beating(Phase.WEIGHT_SYNC))
+        with step.watch.part("rollout"):
+            training.beat(Phase.ROLLOUT)
+            if request is not None and self._ahead is not None:
+                return request, self._ahead.collect(beat)
+            saved, self._saved = self._saved.get(step.number, {}), {}
+            request = self._ask(step.number, 0)
+            return request, self._complete(request, saved)
+
+    def _ask(self, step: int, number: int) -> PromptBatch:
+        num_samples = self._loop.algorithm.group
+        rows, prompts = self._training.take_rows(self._loop.algorithm.rows_per_step)
+        # A prompt that comes again in a later round of the step gets other samples.
+        indices = range(number * num_samples, (number + 1) * num_samples)
+        seeds = [[sample_seed(self._training.spec.seed, step, row.uid, index) for index in indices] for row in rows]
+        return PromptBatch(step, rows, prompts, seeds)
+
+    def _complete(self, request: PromptBatch, saved: Mapping[str, list[Completion]]) -> list[list[Completion]]:
+        """Sample with the weights in force what is not ``saved``, by the prompt's uid. Collective."""
+        version = request.step - 1
+        kept = {
+            row.uid: saved[row.uid]
+            for row, seeds in zip(request.rows, request.seeds, strict=True)
+            if row.uid in saved and _is_of_use(saved[row.uid], len(seeds), version - self._max_staleness)
+        }
+        missing = [index for index, row in enumerate(request.rows) if row.uid not in kept]
+        if saved:
+            self._training.ranks.log(f"{len(kept)} of {len(request.rows)} prompts were completed before the restart")
+        sampled = self._training.rollouts.sample(
+            [request.prompts[index] for index in missing],
+            [request.seeds[index] for index in missing],
+            self._sampling(),
+            version,
+            self._training.beating(Phase.ROLLOUT),
+        )
+        made = dict(zip(missing, sampled, strict=True))
+        return [made[index] if index in made else kept[row.uid] for index, row in enumerate(request.rows)]
+
+    def _sampling(self) -> Sampling:
+        rollout = self._training.spec.rollout
+        return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.batch_size)
+
+
+def _is_of_use(group: Sequence[Completion], wanted: int, oldest: int) -> bool:
+    """True if saved completions are as many as a prompt has now, and none is of weights older than ``oldest``."""
+    return len(group) == wanted and all(made.weight_version >= oldest for made in group)
+
+
+def select_groups(flags: Sequence[Sequence[Sequence[float]]], wanted: int, rank: int) -> tuple[list[int], list[int]]:
+    """The groups of a step: the first ones with something to compare, and others where there are not enough.
+
+    The choice follows from the order in which prompts were taken, so it is the same on any number of ranks. Ranks may
+    get different numbers of groups.
+
+    Args:
+        flags: 1 for each group with different rewards, by round, rank and group.
+        wanted: groups of the step, over all ranks.
+
+    Returns:
+        This rank's groups, counted over its rounds, and their places among all that were chosen.
+    """
+    found = [
+        (number, owner, index, flag)
+        for number, told in enumerate(flags)
+        for owner, own in enumerate(told)
+        for index, flag in enumerate(own)
+    ]
+    preferred = sorted(range(len(found)), key=lambda place: (not found[place][3], place))
+    chosen = [found[place] for place in sorted(preferred[:wanted])]
+    mine = [
+        (number * len(flags[0][rank]) + index, place)
+        for place, (number, owner, index, _) in enumerate(chosen)
+        if owner == rank
+    ]
+    return [group for group, _ in mine], [place for _, place in mine]
+
+
+def _joined(rounds: Sequence[Rollout]) -> Rollout:
+    """All rounds of a step as one."""
+    return Rollout(
+        [row for one in rounds for row in one.rows],
+        [prompt for one in rounds for prompt in one.prompts],
+        [seeds for one in rounds for seeds in one.seeds],
+        [group for one in rounds for group in one.completions],
+        torch.cat([one.rewards for one in rounds]),
+        Scores.joined([one.scores for one in rounds]),
+    )

@@ -1,0 +1,247 @@
+"""Completions that are sampled one step ahead, by real engines beside two ranks: which weights made them, what a
+checkpoint keeps of them, and what is left when engines are lost."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from core_models import QWEN, char_tokenizer, tiny_model
+from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from rank_launcher import launch, make_context, tiny_spec, values
+from test_loop_online import spec_of
+from test_loop_runs import Interrupting, final_state, interrupt, told
+from test_remote_engines import tokens_of
+
+from rlhf_core.appended_files import read_models
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import Phase, SampleLine
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.seeds import sample_seed
+from rlhf_core.training.trainers.in_flight import kept_completions
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+PROMPTS = [[20 + index, 30, 40] for index in range(8)]
+STEPS = range(3, 7)
+"""Of the loop that samples; two of a warm start come before."""
+
+
+def ahead(
+    algorithm: str = "grpo", max_staleness: int = 1, learning_rate: float = 3e-3, **settings: Any
+) -> dict[str, Any]:
+    """A run that is saved after steps 2, 4 and 6."""
+    spec = spec_of(algorithm, 4, **{"correction": "token_truncate", **settings})
+    spec["loops"]["main"]["optimizer"]["learning_rate"] = learning_rate
+    # A prompt at a time: what is sampled together differs by when it comes, and rounds differently.
+    rollout = {"engines": 2, "max_new_tokens": 5, "max_staleness": max_staleness, "batch_size": 4}
+    spec |= {"model": {**spec["model"], "config": QWEN}, "rollout": rollout}
+    spec["reward"] = {"functions": ["test_loop_ahead:by_text"]}
+    return {**spec, "trainer": {**spec["trainer"], "log_samples_every": 1}}
+
+
+def by_text(*, completions: list[str], **columns: Any) -> list[float]:
+    """A reward that no group has throughout: every step changes the weights."""
+    return [sum(map(ord, text)) % 7 / 6 for text in completions]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "ahead": ahead(),
+    "in step": ahead(max_staleness=0),
+    "dynamic": ahead("dapo", max_sampling_rounds=3),
+    "split": {**ahead(), "trainer": {**ahead()["trainer"], "zero_stage": 3}},
+    "evaluated": {**ahead(), "evaluate": {**ahead()["evaluate"], "every_num_steps": 1}},
+    "still": ahead(learning_rate=1e-30),
+    "still, in step": ahead(learning_rate=1e-30, max_staleness=0),
+}
+
+
+def every_scenario(rank: int, num_ranks: int, folder: str, engines: str) -> dict[str, str]:
+    """Runs of seconds that share the engines, one after the other in one process group."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import sampling
+    from rlhf_core.training.trainers.run import train_run
+
+    ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    results: dict[str, str] = {}
+    starts = iter(range(1, 100))
+
+    def train(name: str, spec: dict[str, Any], reporter: Any = None) -> None:
+        """One start of a run, with a number of its own: engines tell starts by it."""
+        if ranks.is_first:
+            shutil.copytree(engines, RunDir(Path(folder) / name).attempt(1).engines, dirs_exist_ok=True)
+        ranks.barrier()
+        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, next(starts), reporter)
+        try:
+            result = str(train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
+        except InterruptedError as error:
+            result = str(error)
+        results[f"{name} {context.restart}"] = result
+        ranks.barrier()
+
+    for name, spec in RUNS.items():
+        train(name, spec)
+    for name in ("ahead", "dynamic"):
+        train(f"{name}, killed", RUNS[name], Interrupting(Phase.TRAIN, 5, interrupt))
+        if ranks.is_first and name == "ahead":
+            shutil.copytree(f"{folder}/ahead, killed", f"{folder}/ahead, forgetful")
+            shutil.copytree(f"{folder}/ahead, killed", f"{folder}/ahead, too old")
+        ranks.barrier()
+        train(f"{name}, killed", RUNS[name])
+    with mock.patch.object(sampling, "kept_completions", return_value={}):
+        train("ahead, forgetful", RUNS["ahead"])
+    with mock.patch.object(sampling, "kept_completions", of_older_weights):
+        train("ahead, too old", RUNS["ahead"])
+    leave_process_group(ranks)
+    return results
+
+
+def of_older_weights(stored: Any) -> Any:
+    """Completions in flight, as if another step lay between."""
+    return {
+        step: {
+            uid: [dataclasses.replace(one, weight_version=one.weight_version - 1) for one in group]
+            for uid, group in groups.items()
+        }
+        for step, groups in kept_completions(stored).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
+    with engine_group(tmp_path_factory.mktemp("engines"), 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, engines: EngineGroup) -> list[dict[str, str]]:
+    wait_for(lambda: all(engines.address(rank) for rank in range(engines.num)))
+    addresses = str(RunDir(engines.root).attempt(1).engines)
+    return values(launch(every_scenario, 2, folder / "launch", 400, folder=str(folder), engines=addresses))
+
+
+def metrics(folder: Path, name: str) -> dict[int, dict[str, float]]:
+    """Metrics of all starts of a run, by step."""
+    restarts = sorted((RunDir(folder / name).attempt(1).root / "restarts").iterdir())
+    return {step: found for start in restarts for step, found in told(folder, name, int(start.name)).items()}
+
+
+def versions(folder: Path, name: str) -> dict[int, set[int]]:
+    """Weights that logged completions were sampled with, by step."""
+    found: dict[int, set[int]] = {}
+    for path in sorted(RunDir(folder / name).attempt(1).root.rglob("samples.jsonl")):
+        for line in read_models(path, SampleLine):
+            found.setdefault(line.step, set()).add(line.weight_version)
+    return found
+
+
+def test_every_run_ends(results: list[dict[str, str]]) -> None:
+    for name, result in results[0].items():
+        expected = "the test ends this worker here" if name in FIRST_STARTS else "done"
+        assert result == expected, name
+
+
+FIRST_STARTS = ("ahead, killed 8", "dynamic, killed 10")
+
+
+@pytest.mark.parametrize("name", ["ahead", "dynamic", "split", "evaluated"])
+def test_completions_are_of_the_step_before(results: list[dict[str, str]], folder: Path, name: str) -> None:
+    """But those of the first step, which nothing trained before; and of later rounds of a step, which are sampled when
+    it is known that they are needed. With the control, in step."""
+    found, control = versions(folder, name), versions(folder, "in step")
+    for step in STEPS:
+        assert min(found[step]) == max(step - 2, 2)
+        assert control[step] == {step - 1}
+        staleness = metrics(folder, name)[step]["rollout/staleness"]
+        assert staleness == float(step > 3) if name != "dynamic" else staleness <= 1
+    assert "rollout/staleness" not in metrics(folder, "in step")[6]
+
+
+def test_what_the_policy_has_changed_since_is_weighed(results: list[dict[str, str]], folder: Path) -> None:
+    """The weight of the correction is 1 where completions are of the policy that is trained, and is not where they are
+    a step behind: what the loss would leave out without it. The rule that compares engine and trainer is not given
+    what the update has changed."""
+    found, control = metrics(folder, "ahead"), metrics(folder, "in step")
+    assert all(control[step]["policy/mismatch_weight"] == pytest.approx(1, abs=1e-5) for step in STEPS)
+    assert found[3]["policy/mismatch_weight"] == pytest.approx(1, abs=1e-5)
+    assert all(abs(found[step]["policy/mismatch_weight"] - 1) > 1e-4 for step in STEPS[1:])
+    assert all(found[step]["rollout/policy_gap"] > 1e-3 for step in STEPS[1:])
+    assert "rollout/train_gap" not in found[6]
+    assert control[6]["rollout/train_gap"] < 1e-5
+
+
+def test_with_weights_that_stand_still_it_is_the_same(results: list[dict[str, str]], folder: Path) -> None:
+    """The same prompts, seeds and completions as in step; with the control, weights that move."""
+    digests = {name: [metrics(folder, name)[step]["rollout/completion_digest"] for step in STEPS] for name in RUNS}
+    assert digests["still"] == digests["still, in step"]
+    assert digests["ahead"][0] == digests["in step"][0]
+    assert digests["ahead"][1:] != digests["in step"][1:]
+
+
+@pytest.mark.parametrize("name", ["ahead", "dynamic"])
+def test_a_killed_run_trains_on_the_same_completions(results: list[dict[str, str]], folder: Path, name: str) -> None:
+    """Completions in flight at the checkpoint are trained on once, with the weights that they were sampled with: steps
+    and last checkpoint are bitwise those of the run that was not killed."""
+    killed = metrics(folder, f"{name}, killed")
+    assert killed == metrics(folder, name)
+    assert final_state(folder, f"{name}, killed") == final_state(folder, name)
+
+
+def test_a_resume_that_forgets_what_was_in_flight_is_caught(results: list[dict[str, str]], folder: Path) -> None:
+    """It samples the same prompts with newer weights."""
+    forgetful, straight = metrics(folder, "ahead, forgetful"), metrics(folder, "ahead")
+    assert forgetful[5]["rollout/seed_digest"] == straight[5]["rollout/seed_digest"]
+    assert forgetful[5]["rollout/staleness"] == 0
+    assert forgetful[5]["rollout/completion_digest"] != straight[5]["rollout/completion_digest"]
+
+
+def test_completions_that_are_too_old_are_sampled_again(results: list[dict[str, str]], folder: Path) -> None:
+    """The same prompts, with the weights of the step; with the control, those that are not too old."""
+    assert metrics(folder, "ahead, too old")[5] == metrics(folder, "ahead, forgetful")[5]
+    assert metrics(folder, "ahead, killed")[5]["rollout/staleness"] == 1
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of one rank: the trainer's."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_left_when_all_engines_are_lost_is_sampled_with_the_next_weights(
+    tmp_path: Path, process_group: None
+) -> None:
+    """Both engines are killed with some prompts answered; restarted, they have no weights, and those of the
+    rollout are gone. Every prompt is completed once, and each completion says by which weights."""
+    with engine_group(tmp_path, 2) as group:
+        trainer, sampling = group.trainer(), Sampling(max_new_tokens=12, temperature=1.0, batch_size=4)
+        trainer.load(tiny_model(seed=1), 1, no_beat)
+        seeds = [[sample_seed(0, 2, str(prompt), index) for index in range(4)] for prompt in PROMPTS]
+        gate = group.gate("decode", 1).close()
+        trainer.ahead.begin(PROMPTS, seeds, sampling, 1)
+        wait_for(gate.reached.exists)
+        wait_for(lambda: trainer.ahead.peek())
+        for rank in range(2):
+            group.kill(rank)
+        gate.open()
+        group.start_missing()
+        trainer.load(tiny_model(seed=2), 2, no_beat)
+        made = trainer.ahead.collect(no_beat)
+    assert {one.weight_version for group in made for one in group} == {1, 2}
+    for version in (1, 2):
+        alone = TransformersEngine(char_tokenizer())
+        alone.load(tiny_model(seed=version), version, no_beat)
+        expected = tokens_of(alone.sample(PROMPTS, seeds, sampling, version, no_beat))
+        own = [index for index, group in enumerate(made) if group[0].weight_version == version]
+        assert [tokens_of(made)[index] for index in own] == [expected[index] for index in own]
