@@ -16,6 +16,7 @@ from rlhf_core.preflight.memory import (
     cache_bytes,
     longest_sequence,
     micro_batch_tokens,
+    trained_shape,
     weight_bytes,
 )
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
@@ -94,7 +95,8 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
         parts = {"sampling": _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds, **parts}
         if spec.rollout.engines:  # once over each link: engines pass the weights on
-            parts["weight sync"] = weight_bytes(shape, spec.model.dtype) / _link(spec)
+            given = trained_shape(shape, spec.model.lora)  # the adapter alone, where there is one
+            parts["weight sync"] = weight_bytes(given, spec.model.dtype) / _link(spec)
     return StepTime(parts)
 
 

