@@ -145,7 +145,7 @@ def offload(facts: Facts) -> Iterator[Finding]:
             f"{text}, it has {_gib(node * GIB)} GiB",
             f"at most {_gib(TIGHT * node * GIB)} GiB",
             "take more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
-            'trainer.offload="none", reward.models.<name>.device="rank"',
+            'trainer.offload="none", reward.models.<name>.device="rank", engines of their own (rollout.engines)',
         )
     else:
         yield passed(text)
