@@ -362,13 +362,18 @@ def _patch_loss() -> None:
 
 
 def _patch_sync() -> None:
-    """A signal to an engine once all engines wait for the bytes of a version, before they come."""
+    """A signal to an engine once all engines wait for the bytes of a version, before they come.
+
+    At the step of the fault or the first one after it with a sync: an evaluation has given the engines the weights.
+    """
     from rlhf_core.weight_sync.sender import Sender
 
     plain = Sender.send
 
     def send(self: Any, beat: Any) -> Any:
-        for fault in _due("sync"):
+        for fault in _mine("sync"):
+            if _now["step"] < fault["step"] or not _strike(fault):
+                continue
             os.kill(_engine_pid(fault["engine"]), getattr(signal, fault["what"]))
         return plain(self, beat)
 
