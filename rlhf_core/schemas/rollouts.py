@@ -5,6 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.weight_sync import Transport
 
 VLLM_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM has room for (0.32, ``config/lora.py``); a smaller one takes the room of the next."""
@@ -47,6 +48,19 @@ class RemoteSettings(Schema):
     """Longest wait for an engine: at the start, and whenever none is left."""
 
 
+class SyncSettings(Schema):
+    """Settings of the way of the weights to rollout engines in processes of their own."""
+
+    transport: Transport = Transport.BROADCAST
+    """Way of the weights: `broadcast` over the network, where each engine passes them on to the next; `shared_memory`
+    on one node; `files` in the run directory, where nodes reach each other over nothing else."""
+    delta: bool = False
+    """Send what has changed since the last version, where that is less: in bfloat16 a small part at the learning rates
+    of RLHF. Takes a copy of the weights in the main memory of trainer rank 0."""
+    full_every: Positive = 50
+    """Versions after which deltas are interrupted by the whole weights."""
+
+
 class RolloutSpec(Schema):
     """Settings of the completions that are sampled in training."""
 
@@ -69,6 +83,9 @@ class RolloutSpec(Schema):
     vllm: VllmSettings = VllmSettings()
     """Settings of vLLM."""
     remote: RemoteSettings = RemoteSettings()
+    """Settings of engines in processes of their own."""
+    sync: SyncSettings = SyncSettings()
+    """Settings of the way of the weights to them."""
 
     def layout(self, num_nodes: int) -> EngineLayout | None:
         """Spread the engines evenly: the same number on each node, or one on each of the first nodes.

@@ -330,6 +330,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_engines(4, resources={"ranks_per_node": 6, "gpus_per_node": 8}),
         "set resources.ranks_per_node=4",
     ),
+    (
+        "rollout.sync",
+        BLOCKED,
+        with_spec(rollout={"engines": 4, "sync": {"transport": "shared_memory"}}, resources={"num_nodes": 2}),
+        "engines on 2 nodes",
+    ),
     ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
     ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
     ("rollout.max_staleness", BLOCKED, with_staleness("rloo"), "set loops.main.algorithm.correction to"),

@@ -92,15 +92,17 @@ class EngineGroup:
             if not process.is_alive():
                 self.start(rank)
 
-    def restart(self, rank: int) -> None:
-        """Kill an engine, and start it again."""
-        self.kill(rank)
-        self.start(rank)
-
     def kill(self, rank: int) -> None:
         """Kill an engine, and wait until it is gone."""
         self.signal(rank, signal.SIGKILL)
         self.processes[rank].join()
+
+    def restart(self, rank: int) -> None:
+        """Kill an engine, start it again, and wait until it has registered."""
+        before = self.address(rank)
+        self.kill(rank)
+        self.start(rank)
+        wait_for(lambda: self.address(rank) != before)
 
     def gate(self, place: str, rank: int) -> "Gate":
         """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
@@ -114,10 +116,11 @@ class EngineGroup:
         """Place at which an engine has registered."""
         return read_model(RunDir(self.root).attempt(1).engine(rank), EngineAddress)
 
-    def trainer(self, restart: int = 0, num_engines: int = 0) -> RemoteEngines:
-        """The engines, or the first of them, as a trainer that is alone uses them."""
-        rollout = {**self.spec["rollout"], "engines": num_engines or self.num}
+    def trainer(self, restart: int = 0, num_engines: int = 0, **sync: Any) -> RemoteEngines:
+        """The engines, or the first of them, as a trainer that is alone uses them; ``sync`` is ``rollout.sync``."""
+        rollout = {**self.spec["rollout"], "engines": num_engines or self.num, "sync": sync}
         context = make_context(str(self.root), {**self.spec, "rollout": rollout}, 0, 1, restart=restart)
+        context = replace(context, memory=self.root / "memory")
         ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore())
         return RemoteEngines(context, ranks)
 

@@ -15,7 +15,7 @@ from engine_groups import EngineGroup, engine_group, no_beat, wait_for
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import told
-from test_remote_engines import DRAWN, PROMPTS, SEEDS, generation_of, tokens_of, weights_of
+from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
@@ -65,7 +65,7 @@ def follow(group: EngineGroup, remote: RemoteEngines, model: PreTrainedModel, ve
     peer.load(model, version, no_beat)
     assert transfer is not None
     size = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    assert size <= transfer.bytes < size + 64 * len(list(model.parameters())), "nothing but the adapter"
+    assert transfer.bytes < size + 64 * len(list(model.parameters())), "nothing but the adapter"
     found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
     assert found == expected, "bit by bit: the engine has the trainer's base and adapter, and nothing is merged"
     return tokens_of(found)
@@ -82,8 +82,9 @@ def test_every_version_is_that_of_the_trainer(group: EngineGroup) -> None:
     follow(group, remote, again, 3)
     anew = remote.sample(PROMPTS, SEEDS, GREEDY, 3, no_beat)
     assert [[dataclasses.replace(one, weight_version=0) for one in completions] for completions in anew] == made
-    both = group.trainer(restart=next(STARTS))
-    assert follow(group, both, first, 0) == answers[0]
+    both = group.trainer(restart=next(STARTS), delta=True)
+    for version in range(2):  # the second time as a delta
+        assert follow(group, both, first, version) == answers[0]
 
 
 def test_bfloat16_and_an_untied_head(tmp_path: Path) -> None:
@@ -133,7 +134,6 @@ def test_an_engine_with_another_base_model_does_not_serve(
     shutil.copytree(kept, folder, dirs_exist_ok=True)
     group.restart(1)
     damage = group.gate("other-base", 1).close()
-    wait_for(lambda: generation_of(group, 1) == group.generation - 1)
     remote.load(model, 1, no_beat)
     assert [weights_of(group, rank) for rank in range(2)] == [1, None]
     assert "engine-1 and the trainer compute different log-probabilities" in capfd.readouterr().out

@@ -9,6 +9,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
+from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.22")
 """As the extra ``vllm`` asks for: the first without CVE-2026-27893. Run here: 0.32."""
@@ -124,6 +125,23 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed("engines sample for the next step while the trainers train")
+
+
+@check("rollout.sync", trainer="native")
+def sync(facts: Facts) -> Iterator[Finding]:
+    """Weights that go through the memory of one node never come to the engines of another."""
+    spec, transport = facts.spec, facts.spec.rollout.sync.transport
+    layout = spec.rollout.layout(spec.resources.num_nodes)
+    if not spec.rollout.engines or layout is None:
+        return
+    if transport is Transport.SHARED_MEMORY and layout.num_nodes > 1:
+        yield blocked(
+            f'rollout.sync.transport = "{transport}", and engines on {layout.num_nodes} nodes',
+            "engines on the node of trainer rank 0 alone",
+            "set rollout.sync.transport=broadcast",
+        )
+    else:
+        yield passed(f"weights go to engines by {transport}{', as deltas' if spec.rollout.sync.delta else ''}")
 
 
 def _room_for(facts: Facts, per_node: int) -> str:

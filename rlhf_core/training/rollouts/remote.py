@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.checkpoint_soundness import initial_folder
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.gathering import is_split
@@ -118,7 +117,7 @@ class RemoteEngines:
             assert sync is not None  # only rank 0 is asked to
             report = sync.send(self._controlled(engines, version), model, version, beat)
             transfer = WeightTransfer(
-                str(Transport.BROADCAST),
+                str(sync.transport),
                 report.sent.bytes_sent,
                 wire_s=report.wire_s,
                 apply_s=report.apply_s,
