@@ -34,6 +34,15 @@ class VllmSettings(Schema):
     """Do without CUDA graphs: a quicker start and less memory, slower sampling."""
 
 
+class SglangSettings(Schema):
+    """Settings of SGLang where it samples."""
+
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of a GPU's memory that SGLang may take for weights and cache."""
+    prefix_caching: bool = True
+    """Compute what the prompts of a group have in common once."""
+
+
 class RemoteSettings(Schema):
     """Settings of rollout engines in processes of their own (`rollout.engines`)."""
 
@@ -64,8 +73,9 @@ class SyncSettings(Schema):
 class RolloutSpec(Schema):
     """Settings of the completions that are sampled in training."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Program that samples: `transformers`, with its KV cache, or `vllm` (needs the extra `vllm`)."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """Program that samples: `transformers`, with its KV cache; `vllm` (needs the extra `vllm`); or `sglang`, in engines
+    of their own alone, which was not run with SGLang itself yet."""
     engines: NonNegative = 0
     """Engines over all nodes, as processes of their own beside the trainers, each restarted alone when it fails. 0: in
     the process of every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is
@@ -82,6 +92,8 @@ class RolloutSpec(Schema):
     """Sequences generated at once on one rank, or by one engine for one rank."""
     vllm: VllmSettings = VllmSettings()
     """Settings of vLLM."""
+    sglang: SglangSettings = SglangSettings()
+    """Settings of SGLang."""
     remote: RemoteSettings = RemoteSettings()
     """Settings of engines in processes of their own."""
     sync: SyncSettings = SyncSettings()

@@ -322,6 +322,20 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
         "set model.lora.rank=512",
     ),
+    ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang"}), "set rollout.engines"),
+    ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang", "engines": 2}), "SGLang is missing"),
+    (
+        "rollout.sglang",
+        BLOCKED,
+        with_spec(model={"lora": {}}, rollout={"engine": "sglang", "engines": 2}),
+        "adapters are not given to SGLang",
+    ),
+    (
+        "rollout.sglang",
+        WARNING,
+        with_packages({"sglang": "0.5.23"}, rollout={"engine": "sglang", "engines": 2}),
+        "was not run with",
+    ),
     ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
     ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
     (

@@ -21,6 +21,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts import sglang_server
 from rlhf_core.training.rollouts.engine_process import run_engine
 from rlhf_core.training.rollouts.engine_worker import EngineWorker
 from rlhf_core.training.rollouts.remote import RemoteEngines
@@ -30,6 +31,8 @@ from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.whole_files import read_model
 
 TIMEOUT_S = 120.0
+STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))
+"""Program in the place of SGLang's server."""
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
@@ -182,6 +185,7 @@ def _obey_files(root: Path, rank: int) -> None:
         while gate.exists():
             time.sleep(0.01)
 
+    sglang_server.PROGRAM = STAND_IN
     progressed, load = EngineWorker._progressed, TransformersSampler.load
     receive = Receiver.receive
 

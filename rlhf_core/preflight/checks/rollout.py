@@ -6,7 +6,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.registry import Finding, blocked, check, passed
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
 from rlhf_core.schemas.weight_sync import Transport
@@ -55,6 +55,38 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(shown)
+
+
+@check("rollout.sglang", trainer="native")
+def sglang(facts: Facts) -> Iterator[Finding]:
+    """SGLang that is missing, or is to run where it is no server of its own, ends every engine when it is started."""
+    spec, compute = facts.spec, facts.compute
+    if spec.rollout.engine != "sglang" or compute.problem:
+        return
+    if not spec.rollout.engines:
+        yield blocked(
+            'rollout.engine = "sglang" and rollout.engines = 0',
+            "engines of their own: SGLang is a server beside the trainers",
+            "set rollout.engines, or rollout.engine=vllm",
+        )
+    elif spec.model.lora is not None:
+        yield blocked(
+            "model.lora, and SGLang to sample with the adapter",
+            "whole weights, or completions by transformers or vLLM",
+            "set rollout.engine=vllm: adapters are not given to SGLang",
+        )
+    elif "sglang" not in compute.packages:
+        yield blocked(
+            f'rollout.engine = "sglang", and SGLang is missing in {compute.python}',
+            "sglang, which needs GPUs, in the compute environment",
+            f"{compute.python} -m pip install sglang, or set rollout.engine=vllm",
+        )
+    else:
+        yield warning(
+            f"sglang {compute.packages['sglang']}, which this version was not run with",
+            "an engine that runs in the tests: transformers or vllm",
+            "look at rollout/train_gap in the first steps",
+        )
 
 
 @check("rollout.engines")
