@@ -189,17 +189,15 @@ def _proposals(
     found = []
     for layout in layouts(cluster):
         processes = layout.trainers + layout.engines * layout.tensor_parallel
-        for engine in _engines(spec, layout) if processes == cluster.num_gpus else ():
+        for engine in _engines(layout) if processes == cluster.num_gpus else ():
             proposal = _proposal(spec, shape, layout, engine, kind, gpu, scale)
             found += [proposal] if proposal is not None else []
     narrow = [one for one in found if one.layout.tensor_parallel == 1]
     return sorted(narrow or found, key=lambda one: one.step.seconds)[:NUM_PROPOSED]
 
 
-def _engines(spec: RunSpec, layout: Layout) -> tuple[str, ...]:
-    """Programs that may sample in a layout. Adapters are not given to vLLM."""
-    if spec.model.lora is not None:
-        return () if layout.engines else ("transformers",)
+def _engines(layout: Layout) -> tuple[str, ...]:
+    """Programs that may sample in a layout."""
     return ("vllm",) if layout.engines else ("transformers", "vllm")
 
 

@@ -16,6 +16,7 @@ from rlhf_core.preflight.memory import (
     cache_bytes,
     longest_sequence,
     micro_batch_tokens,
+    trained_shape,
     weight_bytes,
 )
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
@@ -98,7 +99,8 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
             sampling = max(0.0, sampling - sum(parts.values()))
         parts = {"sampling": sampling, **parts}
         if spec.rollout.engines:  # once over each link: engines pass the weights on
-            parts["weight sync"] = weight_bytes(shape, spec.model.dtype) / _link(spec)
+            given = trained_shape(shape, spec.model.lora)  # the adapter alone, where there is one
+            parts["weight sync"] = weight_bytes(given, spec.model.dtype) / _link(spec)
     return StepTime(parts)
 
 

@@ -102,6 +102,10 @@ class Committed(Schema):
     """Seconds in which the staged tensors were taken over."""
     probe_logprobs: tuple[Finite, ...]
     """Log-probability of every token of the probe but the first, as the engine computes it with these weights."""
+    base: str = ""
+    """Digest of the base model that the engine has read; empty where it was given whole weights."""
+    num_differing: NonNegative = 0
+    """Tensors of an adapter that the engine's model does not hold as they were given."""
 
 
 class EngineRefusal(Schema):

@@ -1,5 +1,6 @@
 """Settings of the model: its source, its tokenizer, and an adapter of it."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -34,6 +35,11 @@ class LoraSpec(Schema):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, `use_rslora` in peft (arXiv 2312.03732): a high rank then learns as fast as
     a low one."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the two matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @model_validator(mode="after")
     def _names_targets(self) -> Self:

@@ -7,6 +7,9 @@ from pydantic import Field
 from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
 from rlhf_core.schemas.weight_sync import Transport
 
+VLLM_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM has room for (0.32, ``config/lora.py``); a smaller one takes the room of the next."""
+
 
 class EngineLayout(NamedTuple):
     """Rollout engines on the nodes of an attempt."""
@@ -76,7 +79,7 @@ class RolloutSpec(Schema):
     engines: NonNegative = 0
     """Engines over all nodes, as processes of their own beside the trainers, each restarted alone when it fails. 0: in
     the process of every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is
-    given those of every step."""
+    given those of every step. With `model.lora` engines read the base model themselves, and are given the adapter."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Steps that the weights may be behind which completions were sampled with. 0: the engines sample for a step once
     they have its weights, and the trainers wait. 1: they sample for the next step while the trainers train (needs

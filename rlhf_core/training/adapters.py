@@ -9,7 +9,7 @@ in place: a model with an adapter is the same transformers model, for sampling, 
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _TRAINED, _REFERENCE = "default", "reference"
 _PREFIX = "base_model.model."
 """Beginning of the names in peft's files."""
+_METADATA = {"format": "pt"}
 _HEAD = "score"
 """Head of a reward model, which is trained whole."""
 _BASE_FILES = ("config.json", "*.safetensors", "*.bin")
@@ -47,17 +48,20 @@ def add_adapter(model: nn.Module, lora: LoraSpec, seed: int) -> None:
     Raises:
         BadConfig: peft is missing, a target matches no linear layer, or it is an embedding or the output layer.
     """
-    peft = _peft()
-    config = peft.LoraConfig(
+    config = _config(lora, target_modules(model, lora), has_head=hasattr(model, _HEAD))
+    _inject(model, config, _TRAINED, seed)
+
+
+def _config(lora: LoraSpec, targets: Iterable[str], *, has_head: bool) -> Any:
+    return _peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=list(target_modules(model, lora)),
-        modules_to_save=[_HEAD] if hasattr(model, _HEAD) else None,
-        task_type="SEQ_CLS" if hasattr(model, _HEAD) else "CAUSAL_LM",
+        target_modules=list(targets),
+        modules_to_save=[_HEAD] if has_head else None,
+        task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
     )
-    _inject(model, config, _TRAINED, seed)
 
 
 def add_reference(model: nn.Module, folder: Path) -> None:
@@ -196,13 +200,32 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: Path, is_first: boo
     save_file(
         {f"{_PREFIX}{name}": tensor for name, tensor in named.items()},
         folder / ADAPTER_WEIGHTS,
-        metadata={"format": "pt"},
+        metadata=_METADATA,
     )
     configs: Any = model.peft_config
     values = configs[_TRAINED].to_dict() | {"inference_mode": True, "base_model_name_or_path": str(base.resolve())}
     type(configs[_TRAINED])(**values).save_pretrained(str(folder))
     record = BaseModelRecord(files=base_files(base, beat))
     write_text(folder / BASE_RECORD, record.model_dump_json(indent=2) + "\n")
+
+
+def write_adapter(folder: Path, lora: LoraSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors of an adapter of a language model as peft does, without its base model.
+
+    Args:
+        folder: an empty folder.
+        tensors: by their names in the model that is trained.
+
+    Raises:
+        OSError, SafetensorError: they cannot be written.
+    """
+    named = {
+        f"{_PREFIX}{name.replace(f'.{_TRAINED}.', '.')}": tensor.to("cpu", copy=True).contiguous()
+        for name, tensor in tensors
+    }
+    targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in named}
+    save_file(named, folder / ADAPTER_WEIGHTS, metadata=_METADATA)
+    _config(lora, sorted(targets), has_head=False).save_pretrained(str(folder))
 
 
 def load_adapter(model: nn.Module, folder: Path, name: str = _TRAINED) -> None:

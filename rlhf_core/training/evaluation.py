@@ -19,7 +19,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.adapters import is_adapter
+from rlhf_core.training.adapters import base_of, is_adapter
 from rlhf_core.training.checkpoint_soundness import agree, initial_folder, reference_folder, verify_checkpoint
 from rlhf_core.training.data import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
@@ -307,7 +307,8 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
         model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
     model.to(ranks.device)
     with reward_scorer(spec, ranks.rank) as scorer:
-        start = functools.partial(start_engine, context, ranks, tokenizer, checkpoint.model)
+        folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
+        start = functools.partial(start_engine, context, ranks, tokenizer, folder)
         evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False)
         _evaluate_start(context, ranks, evaluator)
         reports = evaluator.run(

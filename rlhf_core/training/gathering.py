@@ -90,9 +90,11 @@ def gathered_weights(
     yield {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def named_weights(model: nn.Module, beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: nn.Module, beat: Callable[[], None], *, trained_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Whole weights of :func:`gathered_weights` one by one, with a beat after each bucket. Collective likewise."""
-    for bucket in gathered_weights(model):
+    for bucket in gathered_weights(model, trained_only=trained_only):
         yield from bucket.items()
         beat()
 
@@ -185,8 +187,10 @@ def keeps_names(model: PreTrainedModel) -> bool:
     return not get_model_conversion_mapping(model, add_legacy=False)
 
 
-def weight_shapes(model: nn.Module) -> dict[str, tuple[dtype, Size]]:
+def weight_shapes(model: nn.Module, *, trained_only: bool = False) -> dict[str, tuple[dtype, Size]]:
     """Types and shapes of the whole weights, by name, in the order of :func:`gathered_weights`."""
+    if trained_only:
+        return {name: (one.dtype, whole_shape(one)) for name, one in model.named_parameters() if one.requires_grad}
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     saved = model.state_dict().keys()
     return {name: (tensor.dtype, whole_shape(tensor)) for name, tensor in named.items() if name in saved}

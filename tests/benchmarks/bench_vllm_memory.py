@@ -3,7 +3,8 @@
 One engine in a process of its own that has the trainer's model and libraries; measured is what vLLM adds: its start,
 two syncs of weights, and completions of prompts of 512 tokens. Run it once for each case.
 
-Usage: bench_vllm_memory.py [--hidden 512] [--layers 16] [--vocabulary 8192] [--cache-gb 1] [--tied] [--dtype float32]
+Usage: bench_vllm_memory.py [--hidden 512] [--layers 16] [--vocabulary 8192] [--cache-gb 1] [--tied]
+                            [--dtype float32] [--lora-rank 0]
 """
 
 import argparse
@@ -30,6 +31,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tied", action="store_true", help="tie the output layer to the embedding")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--lora-rank", type=int, default=0, help="syncs are of an adapter of this rank; 0: of weights")
     options = parser.parse_args()
     import torch
     import torch.distributed as dist
@@ -38,8 +40,10 @@ def main() -> None:
         importlib.import_module(library)
     from rlhf_core.preflight import memory
     from rlhf_core.preflight.memory import engines
+    from rlhf_core.schemas.model import LoraSpec
     from rlhf_core.schemas.rollouts import VllmSettings
     from rlhf_core.schemas.run import RunSpec
+    from rlhf_core.training.adapters import add_adapter
     from rlhf_core.training.models import build_causal_lm
     from rlhf_core.training.rollouts.base import Sampling
     from rlhf_core.training.rollouts.vllm_engine import VllmEngine
@@ -60,15 +64,19 @@ def main() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(config, tokenizer, 0).to(getattr(torch, options.dtype))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     folder = Path(tempfile.mkdtemp())
     model.save_pretrained(folder)
+    lora = LoraSpec(rank=options.lora_rank) if options.lora_rank else None
+    if lora is not None:
+        add_adapter(model, lora, 0)
     gc.collect()
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins again
     settings = VllmSettings(cpu_cache_gb=options.cache_gb)
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     engine = VllmEngine(
-        folder, tokenizer, settings, dtype=options.dtype, max_tokens=1024, on_gpu=False, variables=variables
+        folder, tokenizer, settings, dtype=options.dtype, max_tokens=1024, on_gpu=False, variables=variables, lora=lora
     )
     for version in (1, 2):
         engine.load(model, version, lambda: None)
@@ -77,8 +85,9 @@ def main() -> None:
     measured = resident_bytes("VmHWM") - before
     spec = RunSpec.model_validate(tiny_spec())
     rollout = spec.rollout.model_copy(update={"engine": "vllm", "vllm": settings})
-    spec = spec.model_copy(update={"rollout": rollout, "model": spec.model.model_copy(update={"dtype": options.dtype})})
-    shape = memory.shape_of(config, sum(parameter.numel() for parameter in model.parameters()), options.vocabulary)
+    changed = spec.model.model_copy(update={"dtype": options.dtype, "lora": lora})
+    spec = spec.model_copy(update={"rollout": rollout, "model": changed})
+    shape = memory.shape_of(config, parameters, options.vocabulary)
     assert shape is not None
     parts = engines.vllm_resident(spec, shape) | engines.vllm_moment(spec, shape, 1, 1, None)
     estimate = sum(parts.values())

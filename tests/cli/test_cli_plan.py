@@ -75,6 +75,9 @@ def test_a_preset_of_7b_is_planned_on_one_node(plan: Plan) -> None:
     own = next(one for one in found["proposals"] if one["engines"])
     assert own["step_s"]["weight sync"] == pytest.approx(2 * parameters / 200e9, rel=1e-3)
     assert own["engine_bytes"] <= found["limit_bytes"]
+    _, adapted = plan("qwen2.5-7b-gsm8k", "model.lora.rank=16")
+    own = next(one for one in adapted["proposals"] if one["engines"])
+    assert own["step_s"]["weight sync"] == pytest.approx(2 * 40_370_176 / 200e9, rel=1e-3), "the adapter alone"
 
 
 def test_a_model_that_a_share_does_not_hold_is_not_proposed_with_it(plan: Plan) -> None:

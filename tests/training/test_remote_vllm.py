@@ -8,9 +8,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch.distributed as dist
+from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import engine_group, no_beat
 
+from rlhf_core.run_dir import RunDir
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
@@ -51,3 +53,21 @@ def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
         texts = [[made.text for made in group] for group in drawn]
         assert texts == [[made.text for made in group] for group in again]
         assert all(len(set(group)) == len(group) for group in texts)
+
+
+def test_vllm_of_its_own_is_given_adapters(tmp_path: Path) -> None:
+    """The same with an adapter on a base model that vLLM has read itself."""
+    config = {**QWEN, "head_dim": 32, "tie_word_embeddings": False}
+    with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm") as group:
+        remote, peer = group.trainer(), TransformersEngine(char_tokenizer())
+        answers = []
+        for version in range(2):
+            model = adapted(RunDir(tmp_path).initial_model, version)
+            for one in (remote, peer):
+                one.load(model, version, no_beat)
+            found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
+            for (made, *_), (right, *_) in zip(found, expected, strict=True):
+                assert made.token_ids == right.token_ids
+                assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            answers.append([group[0].text for group in found])
+        assert answers[0] != answers[1], "adapters that change nothing would show nothing"

@@ -12,12 +12,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 import torch.distributed as dist
+from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, told
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training import gathering
@@ -68,10 +70,17 @@ _STARTED: list[VllmEngine] = []
 """An engine that nothing refers to ends the process group of all."""
 
 
-def started(folder: Path) -> VllmEngine:
+def started(folder: Path, lora: LoraSpec | None = None) -> VllmEngine:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     engine = VllmEngine(
-        folder, char_tokenizer(), VllmSettings(), dtype="float32", max_tokens=64, on_gpu=False, variables=variables
+        folder,
+        char_tokenizer(),
+        VllmSettings(),
+        dtype="float32",
+        max_tokens=64,
+        on_gpu=False,
+        variables=variables,
+        lora=lora,
     )
     _STARTED.append(engine)
     return engine
@@ -158,7 +167,7 @@ def test_a_copy_that_is_broken_off_leaves_no_version_in_force(
 ) -> None:
     model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
 
-    def broken(*_: Any) -> Iterator[dict[str, torch.Tensor]]:
+    def broken(*_: Any, **__: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {"model.norm.weight": model.model.norm.weight.detach()}
         raise RuntimeError("a bucket did not come")
 
@@ -186,6 +195,34 @@ def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
         broken.load(model, 0, no_beat)
     assert broken.version is None
     broken.close()
+
+
+def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, beside the base model that vLLM has read; one that is skipped is found, however little it changes."""
+    model_of("tied").save_pretrained(tmp_path)
+    engine, peer = started(tmp_path, LoraSpec.model_validate(LORA)), TransformersEngine(char_tokenizer())
+    answers = []
+    for version in range(3):
+        model = adapted(tmp_path, seed=version)
+        transfer = engine.load(model, version, no_beat)
+        peer.load(model, version, no_beat)
+        assert transfer is not None
+        assert transfer.bytes == sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (engine, peer))
+        for made, right in zip(found, expected, strict=True):
+            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
+            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+        answers.append([made.text for made in found])
+    assert answers[0] != answers[1] != answers[2], "adapters that change nothing would show nothing"
+    assert engine._adapter is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._adapter, "load", lambda *_: None)
+        with pytest.raises(StaleWeights, match=r"vLLM does not hold \d+ tensors of the adapter"):
+            engine.load(adapted(tmp_path, seed=2, size=0.300001), 3, no_beat)
+    with pytest.raises(StaleWeights, match="no step"):
+        engine.sample(PROMPTS, SEEDS, GREEDY, 3, no_beat)
+    engine.load(adapted(tmp_path, seed=4), 4, no_beat)
+    engine.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from rlhf_core.preflight.memory import (
     vllm_cache_budget,
     vllm_fixed_bytes,
     vllm_share_bytes,
+    waiting_base_bytes,
     weight_bytes,
     with_reward_models,
     zero_of,
@@ -132,6 +133,7 @@ def offload(facts: Facts) -> Iterator[Finding]:
     offloaded = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
     if shape is not None:
         offloaded |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
+        offloaded |= waiting_base_bytes(spec, shape)
     node = resources.memory_gb or facts.inventory.memory_gb
     if not offloaded or not resources.gpus_per_node or not node:
         return
@@ -143,7 +145,7 @@ def offload(facts: Facts) -> Iterator[Finding]:
             f"{text}, it has {_gib(node * GIB)} GiB",
             f"at most {_gib(TIGHT * node * GIB)} GiB",
             "take more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
-            'trainer.offload="none", reward.models.<name>.device="rank"',
+            'trainer.offload="none", reward.models.<name>.device="rank", engines of their own (rollout.engines)',
         )
     else:
         yield passed(text)

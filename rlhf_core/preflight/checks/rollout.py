@@ -8,6 +8,7 @@ from packaging.version import InvalidVersion, Version
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
+from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
 from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.22")
@@ -40,11 +41,11 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"{OLDEST_VLLM} or newer",
             f"{compute.python} -m pip install '{next(iter(found))}>={OLDEST_VLLM}'",
         )
-    elif spec.model.lora is not None:
+    elif spec.model.lora is not None and spec.model.lora.rank > VLLM_ADAPTER_RANKS[-1]:
         yield blocked(
-            "model.lora, and vLLM to sample with the adapter",
-            "whole weights, or completions by transformers",
-            "set rollout.engine=transformers: adapters are not given to vLLM yet",
+            f"model.lora.rank = {spec.model.lora.rank}, and vLLM to sample with the adapter",
+            f"at most {VLLM_ADAPTER_RANKS[-1]}, the largest rank that vLLM has room for",
+            f"set model.lora.rank={VLLM_ADAPTER_RANKS[-1]}, or rollout.engine=transformers",
         )
     elif not spec.resources.gpus_per_node and size is not None and size not in CPU_HEAD_SIZES:
         yield blocked(
@@ -67,6 +68,12 @@ def sglang(facts: Facts) -> Iterator[Finding]:
             'rollout.engine = "sglang" and rollout.engines = 0',
             "engines of their own: SGLang is a server beside the trainers",
             "set rollout.engines, or rollout.engine=vllm",
+        )
+    elif spec.model.lora is not None:
+        yield blocked(
+            "model.lora, and SGLang to sample with the adapter",
+            "whole weights, or completions by transformers or vLLM",
+            "set rollout.engine=vllm: adapters are not given to SGLang",
         )
     elif "sglang" not in compute.packages:
         yield blocked(
@@ -101,12 +108,6 @@ def engines(facts: Facts) -> Iterator[Finding]:
             f"{said}, and no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
             "an algorithm with completions to sample",
             "set rollout.engines=0: evaluations are sampled by the trainers themselves",
-        )
-    elif spec.model.lora is not None:
-        yield blocked(
-            f"{said} and model.lora",
-            "whole weights, or completions by the trainers themselves",
-            "set rollout.engines=0: adapters are not given to engines yet",
         )
     elif layout is None:
         fewer = asked // resources.num_nodes * resources.num_nodes

@@ -14,6 +14,7 @@ from rlhf_core.preflight.memory.engines import (
     vllm_cache_budget,
     vllm_fixed_bytes,
     vllm_share_bytes,
+    waiting_base_bytes,
 )
 from rlhf_core.preflight.memory.formulas import (
     CPU_BASE_BYTES,
@@ -91,6 +92,7 @@ __all__ = [
     "vllm_cache_budget",
     "vllm_fixed_bytes",
     "vllm_share_bytes",
+    "waiting_base_bytes",
     "weight_bytes",
     "with_reward_models",
     "zero_of",

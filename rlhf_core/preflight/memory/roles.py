@@ -109,9 +109,10 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
 
 
 def _weights_to_send(spec: RunSpec, shape: Shape) -> int:
-    """Copies of the weights that rank 0 keeps for the engines: the base of deltas, and what lies in shared memory."""
+    """Copies of what rank 0 gives to the engines: the base of deltas, and what lies in shared memory."""
     sync = spec.rollout.sync
-    return weight_bytes(shape, spec.model.dtype) * (sync.delta + (sync.transport is Transport.SHARED_MEMORY))
+    given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
+    return given * (sync.delta + (sync.transport is Transport.SHARED_MEMORY))
 
 
 def with_reward_models(estimate: Estimate, spec: RunSpec, shapes: Mapping[str, Shape]) -> Estimate:
@@ -196,18 +197,21 @@ def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> E
 def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
     """Memory of one rollout engine in a process of its own: the weights and what sampling takes.
 
-    The weights of the next version are staged in main memory: they count where that is all there is.
+    The weights of the next version, or its adapter alone, are staged in main memory: they count where that is all there
+    is.
 
     Args:
         gpu: as in :func:`trainer_estimate`.
     """
     on_gpu = bool(spec.resources.gpus_per_node)
     weights, loops = weight_bytes(shape, spec.model.dtype), spec.loops.named.values()
+    given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
+    own = weights if spec.model.lora is None else weights + given
     resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES}
-    resident |= vllm_resident(spec, shape) if spec.rollout.engine == "vllm" else {"weights": weights}
+    resident |= vllm_resident(spec, shape) if spec.rollout.engine == "vllm" else {"weights": own}
     sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
     sampling = _sampling(spec, shape, sequences // max(1, spec.rollout.engines), gpu)
-    return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": weights}})})
+    return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": given}})})
 
 
 def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None) -> dict[str, int]:

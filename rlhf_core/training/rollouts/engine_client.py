@@ -95,9 +95,15 @@ class EngineClient:
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
 
-    def control(self, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe) -> "HttpEngineControl":
-        """Control channel for the sync of one version."""
-        return HttpEngineControl(self, http, weights, probe)
+    def control(
+        self, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe, base: str
+    ) -> "HttpEngineControl":
+        """Control channel for the sync of one version.
+
+        Args:
+            base: digest of the base model that an adapter is given for; empty for whole weights.
+        """
+        return HttpEngineControl(self, http, weights, probe, base)
 
     def post(self, http: httpx.Client, path: str, body: str) -> str:
         """Ask for something that may take a while, during which the engine gives signs of life.
@@ -133,11 +139,14 @@ class EngineClient:
 class HttpEngineControl:
     """Control channel to one engine while a version is synced (``weight_sync.base.EngineControl``)."""
 
-    def __init__(self, client: EngineClient, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe) -> None:
+    def __init__(
+        self, client: EngineClient, http: httpx.Client, weights: WeightsInForce, probe: WeightProbe, base: str
+    ) -> None:
         self._client = client
         self._http = http
         self._weights = weights
         self._probe = probe
+        self._base = base
         self.is_stale = False
         """True if it has acknowledged weights that it does not compute with."""
 
@@ -163,12 +172,31 @@ class HttpEngineControl:
         request = CommitRequest(weights=self._weights, probe=self._probe.tokens)
         committed = Committed.model_validate_json(self._post("/weights/commit", request))
         try:
-            require_same(self.name, committed.probe_logprobs, self._probe)
+            self._require_given(committed)
         except StaleWeights as error:
             self.is_stale = True
             raise WeightSyncFailed(str(error), self.name) from error
         self._post("/weights/confirm", self._weights)
         return AppliedVersion(receiver=self.name, version=version, apply_s=committed.apply_s)
+
+    def _require_given(self, committed: Committed) -> None:
+        """Refuse an engine that does not compute with what it was given.
+
+        Raises:
+            StaleWeights: it has another base model, another adapter, or computes something else.
+        """
+        if committed.base != self._base:
+            raise StaleWeights(
+                f"{self.name} has read another base model than the trainer: the digest of its files is "
+                f"{committed.base[:16] or 'none'}, expected {self._base[:16] or 'none'}. The folder of the model has "
+                f"to be the same on all nodes, and as it was when the trainers started"
+            )
+        if committed.num_differing:
+            raise StaleWeights(
+                f"{self.name} does not hold {committed.num_differing} tensors of the adapter as it was given them: it "
+                f"has not taken over this version"
+            )
+        require_same(self.name, committed.probe_logprobs, self._probe)
 
     def abort(self, version: int) -> None:
         """Have the engine drop what it has staged."""

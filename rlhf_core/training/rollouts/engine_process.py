@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoint_soundness import initial_folder
 from rlhf_core.training.distributed import make_deterministic
 from rlhf_core.training.models import tokenizer_folder
+from rlhf_core.training.rollouts.engine_adapter import base_digest
 from rlhf_core.training.rollouts.engine_client import engine_name
 from rlhf_core.training.rollouts.engine_worker import EngineWorker
 from rlhf_core.training.rollouts.samplers import Sampler, TransformersSampler
@@ -43,9 +45,10 @@ def run_engine(context: WorkerContext) -> RoleResult:
     attempt = context.run_dir.attempt(context.attempt)
     folder = _model_folder(context)
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
+    base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
     sampler = _sampler(context, folder, tokenizer)
     receiver = Receiver(engine_name(context.rank))
-    worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter)
+    worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)
     with EngineServer(worker, receiver, shared_secret(attempt.engine_key), context.listening_address) as server:
         address = EngineAddress(
             rank=context.rank, generation=generation, node=context.node, host=context.address, port=server.port
@@ -57,7 +60,7 @@ def run_engine(context: WorkerContext) -> RoleResult:
 
 
 def _model_folder(context: WorkerContext) -> Path:
-    """Folder with the configuration of the model, which trainer rank 0 may be building."""
+    """Folder of the model, which trainer rank 0 may be building."""
     folder = initial_folder(context.spec, context.run_dir)
     while not folder.is_dir():
         context.reporter.beat(Phase.SETUP, 0)
@@ -70,7 +73,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent shows it one GPU
     if spec.rollout.engine == "transformers":
         make_deterministic(device)
-        return TransformersSampler(folder, tokenizer, spec.model.dtype, device)
+        return TransformersSampler(folder, tokenizer, spec.model.dtype, device, spec.model.lora)
     if spec.rollout.engine == "sglang":
         return _sglang(context, folder, tokenizer)
     # Only this engine needs vLLM.
@@ -85,6 +88,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
         dtype=spec.model.dtype,
         max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
         on_gpu=on_gpu,
+        lora=spec.model.lora,
     )
 
 

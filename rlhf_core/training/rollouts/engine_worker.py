@@ -62,11 +62,19 @@ class _PendingPrompt:
 class EngineWorker:
     """One engine: a sampler, the weights in force, and the requests at work."""
 
-    def __init__(self, rank: int, generation: int, sampler: Sampler, receiver: Receiver, reporter: Reporter) -> None:
+    def __init__(
+        self, rank: int, generation: int, sampler: Sampler, receiver: Receiver, reporter: Reporter, base: str = ""
+    ) -> None:
+        """Have no weights yet.
+
+        Args:
+            base: digest of the base model of the adapter that is taken over; empty for whole weights.
+        """
         self._rank = rank
         self._generation = generation
         self._sampler = sampler
         self._receiver = receiver
+        self._base = base
         self._reporter = reporter
         self._calls: queue.SimpleQueue[_Call[object]] = queue.SimpleQueue()
         self._wanted: dict[int, _PendingPrompt] = {}
@@ -156,7 +164,13 @@ class EngineWorker:
         seconds = time.monotonic() - started
         logprobs = self._sampler.score(request.probe)
         self._unconfirmed = request.weights
-        return Committed(weights=request.weights, apply_s=seconds, probe_logprobs=tuple(logprobs))
+        return Committed(
+            weights=request.weights,
+            apply_s=seconds,
+            probe_logprobs=tuple(logprobs),
+            base=self._base,
+            num_differing=self._sampler.count_differing(staged.tensors()),
+        )
 
     def confirm(self, weights: WeightsInForce) -> None:
         """Have the weights that were taken over in force.

@@ -15,11 +15,14 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.checkpoint_soundness import initial_folder
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.gathering import is_split
 from rlhf_core.training.rollouts.background import RolloutAhead
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
 from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.engine_adapter import base_digest
 from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl
 from rlhf_core.training.rollouts.remote_rollout import RemoteRollout
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
@@ -54,6 +57,12 @@ class RemoteEngines:
         self._attempt = context.run_dir.attempt(context.attempt)
         self._token = shared_secret(self._attempt.engine_key)
         self._sync = WeightPublisher(context) if ranks.is_first else None
+        self._base = ""
+        if ranks.is_first and spec.model.lora is not None:
+            # Now, while the files are those that the trainers read.
+            self._base = base_digest(
+                initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
+            )
         self._model: PreTrainedModel | None = None
         self._probe: WeightProbe | None = None
         self._num_rollouts = 0
@@ -176,7 +185,7 @@ class RemoteEngines:
     ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
         weights, probe = WeightsInForce(start=self._start, version=version), self._probe
         assert probe is not None
-        return lambda http: [engine.control(http, weights, probe) for engine in engines]
+        return lambda http: [engine.control(http, weights, probe, self._base) for engine in engines]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sampling

@@ -13,8 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.training.adapters import has_adapter
 from rlhf_core.training.models import random_causal_lm
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.engine_adapter import adapted_causal_lm, count_differing, taken_weights
 from rlhf_core.training.rollouts.transformers_engine import generate
 from rlhf_core.training.rollouts.weight_probe import probe_logprobs
 from rlhf_core.training.types import Completion
@@ -42,15 +45,19 @@ class Sampler(Protocol):
         """False once a process has ended that it samples with."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Take all weights over. Called while there are no requests.
+        """Take a version over. Called while there are no requests.
 
         Args:
-            tensors: names and tensors, tied ones once.
+            tensors: names and tensors of all weights, tied ones once; of an adapter those that it consists of.
             beat: called after every tensor.
 
         Raises:
             StaleWeights: these are not the weights of this model. It may hold a part of them then.
         """
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Number of tensors of an adapter that the model does not hold bit for bit; 0 where whole weights are taken
+        over, which may be in another layout."""
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first."""
@@ -75,14 +82,21 @@ class Sampler(Protocol):
 class TransformersSampler:
     """transformers' model with our own decode loop; a batch is made to its end before the next one begins."""
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: str, device: torch.device) -> None:
-        """Build the model with random weights.
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str,
+        device: torch.device,
+        lora: LoraSpec | None = None,
+    ) -> None:
+        """Build the model with random weights, or read it where versions are those of an adapter.
 
         Args:
-            folder: Hugging Face folder with the configuration of the model.
+            folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
         """
         self._tokenizer = tokenizer
-        self._model = random_causal_lm(folder, dtype)
+        self._model = random_causal_lm(folder, dtype) if lora is None else adapted_causal_lm(folder, dtype, lora)
         self._model.to(device)
         self._waiting: dict[int, SamplerRequest] = {}
 
@@ -99,8 +113,8 @@ class TransformersSampler:
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Copy weights into the model; see :class:`Sampler`."""
-        places = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        missing = set(places) & set(self._model.state_dict())
+        places = taken_weights(self._model)
+        missing = set(places)
         for name, tensor in tensors:
             place = places.get(name)
             if place is None or place.shape != tensor.shape:
@@ -111,6 +125,10 @@ class TransformersSampler:
             beat()
         if missing:
             raise StaleWeights(f"{len(missing)} weights did not come, among them {min(missing)}")
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Compare an adapter with that of the model; see :class:`Sampler`."""
+        return count_differing(tensors, taken_weights(self._model)) if has_adapter(self._model) else 0
 
     @torch.no_grad()
     def score(self, tokens: Sequence[int]) -> list[float]:

@@ -85,6 +85,10 @@ class SglangSampler:
         if answer.status_code != httpx.codes.OK or not answer.json().get("success"):
             raise StaleWeights(f"SGLang has not taken the weights over: {_error_of(answer)}")
 
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """0: SGLang is given whole weights alone."""
+        return 0
+
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first."""
         asked = {

@@ -21,7 +21,8 @@ def start_engine(
     """Start the engine of ``rollout.engine``, without weights, or join those of the group. Collective.
 
     Args:
-        folder: Hugging Face folder with the configuration of the model that is to sample.
+        folder: Hugging Face folder with the configuration of the model that is to sample, in the trainer the one that
+            training starts from: a base model is read there.
     """
     spec = context.spec
     if spec.rollout.engines and context.role is Role.TRAINER:  # the group serves trainers; evaluators come after it
@@ -44,6 +45,7 @@ def start_engine(
             "LOCAL_RANK": str(context.local_rank),
             "WORLD_SIZE": str(context.num_ranks),
         },
+        lora=spec.model.lora if context.role is Role.TRAINER else None,  # an evaluator samples with the merged model
     )
     return _recorded(engine, context, ranks, ranks.num_ranks)
 

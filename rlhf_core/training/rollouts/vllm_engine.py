@@ -7,12 +7,14 @@ copied into it bucket by bucket, through vLLM's own loader. Three traps of that,
 - a tied ``lm_head`` keeps a repacked *copy* of the embedding on CPU, which no reload refreshes: outputs are wrong
   without an error. It is packed anew here;
 - prefixes that older weights have cached are dropped with each version.
+
+Of an adapter (``model.lora``) vLLM reads the base model itself, and is given the adapter alone (``vllm_adapter.py``).
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoint_state import kept_random_state
-from rlhf_core.training.gathering import named_weights
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
+from rlhf_core.training.rollouts.engine_adapter import given_weights
+from rlhf_core.training.rollouts.vllm_adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
@@ -44,13 +48,15 @@ class VllmEngine:
         max_tokens: int,
         on_gpu: bool,
         variables: Mapping[str, str],
+        lora: LoraSpec | None = None,
     ) -> None:
-        """Start an engine without weights. Collective: all ranks of the process group start theirs at once.
+        """Start an engine without a version. Collective: all ranks of the process group start theirs at once.
 
         Args:
-            folder: Hugging Face folder with the configuration of the model; its weights are not read.
+            folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
             max_tokens: longest prompt and completion together.
             variables: of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), where vLLM reads them.
+            lora: adapter that versions consist of; None where they are whole weights.
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -60,7 +66,10 @@ class VllmEngine:
         self.version: int | None = None
         self.ahead = None
         os.environ.update({**_environment(settings, on_gpu), **variables})
-        options: dict[str, Any] = {"dtype": dtype}
+        self._adapter = None if lora is None else VllmAdapter(lora)
+        options: dict[str, Any] = {"dtype": dtype, "load_format": "dummy"}
+        if self._adapter is not None:
+            options |= {"load_format": "auto", **self._adapter.options}
         if on_gpu:
             options["gpu_memory_utilization"] = settings.gpu_memory_share
         else:
@@ -70,10 +79,11 @@ class VllmEngine:
             # Only runs with this engine need it, and it takes seconds to import.
             from vllm import LLM
 
+            if self._adapter is not None and not on_gpu:
+                use_products()
             self._llm = LLM(
                 str(folder),
                 skip_tokenizer_init=True,
-                load_format="dummy",
                 max_model_len=max_tokens,
                 enforce_eager=settings.enforce_eager or not on_gpu,
                 enable_prefix_caching=settings.prefix_caching,
@@ -88,20 +98,24 @@ class VllmEngine:
         self.sleep()
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
-        """Copy the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+        """Copy the weights of ``model``, or its adapter; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
         Raises:
-            StaleWeights: vLLM does not compute with the first weights it is given what the trainer computes with them.
+            StaleWeights: vLLM does not compute with the first weights it is given, or with an adapter, what the trainer
+                computes with them.
         """
         if self.version == version:
             return None
         self.version = None
         started = time.monotonic()
         # Copies: vLLM keeps tensors until their layer is complete, which may be in a later bucket.
-        counted = _Counted((name, tensor.clone()) for name, tensor in named_weights(model, beat))
-        self.load_tensors(counted)
+        counted = _Counted((name, tensor.clone()) for name, tensor in given_weights(model, beat))
+        given = counted if self._adapter is None else list(counted)
+        self.load_tensors(iter(given))
         apply_s = time.monotonic() - started
-        if not self._is_verified:
+        if self._adapter is not None and (number := self.count_differing(given)):
+            raise StaleWeights(f"vLLM does not hold {number} tensors of the adapter as it was given them")
+        if not self._is_verified or self._adapter is not None:  # the first version of an adapter adds nothing yet
             self._verify(model)
         self._is_verified = True
         self.version = version
@@ -111,16 +125,24 @@ class VllmEngine:
         """Copy weights into vLLM, and drop what older ones have cached.
 
         Args:
-            tensors: all weights by name, valid until the last one has come. Gone through to the end whatever happens.
+            tensors: all weights by name, or those of an adapter, valid until the last one has come. Gone through to
+                the end whatever happens.
 
         Raises:
             StaleWeights: requests are still at work.
         """
         self._wake("weights")
-        self._copy(tensors)
+        if self._adapter is None:
+            self._copy(tensors)
+        else:
+            self._adapter.load(self._engine, list(tensors))
         self._wake("kv_cache")
         if not self._engine.reset_prefix_cache():
             raise StaleWeights("vLLM keeps prefixes that older weights have cached: requests are still at work")
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Number of tensors of an adapter that the layers in use do not hold bit for bit; 0 for whole weights."""
+        return self._adapter.count_differing(self._worker.model_runner, tensors) if self._adapter is not None else 0
 
     def sample(
         self,
@@ -155,7 +177,7 @@ class VllmEngine:
 
     def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         """Ask for one completion, which :meth:`step` will return by this name."""
-        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters(seed, sampling))
+        self._add(name, prompt, self._parameters(seed, sampling))
 
     def step(self) -> list[tuple[str, Completion]]:
         """Make one decoding step; completions that are done, by name, without a version."""
@@ -178,22 +200,29 @@ class VllmEngine:
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self._engine.add_request("probe", {"prompt_token_ids": list(tokens)}, parameters)
+        self._add("probe", tokens, parameters)
         while True:
             for output in self._engine.step():
                 if output.finished:
                     rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
                     return [row[token].logprob for row, token in rows]
 
+    def _add(self, name: str, prompt: Sequence[int], parameters: Any) -> None:
+        adapter = None if self._adapter is None else self._adapter.request
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters, lora_request=adapter)
+
     def take_counts(self) -> Mapping[str, float]:
         """None: an engine of this process is not lost alone."""
         return {}
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back until the next version is loaded. vLLM has no sleep on CPU."""
+        """Give the memory of weights and cache back until the next version is loaded. vLLM has no sleep on CPU.
+
+        The base model of an adapter waits in main memory: no version brings it again.
+        """
         self.version = None
         if self._on_gpu:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def close(self) -> None:
         """Put the engine to sleep for good; it goes with its process.

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.vllm_engine import VllmEngine
@@ -33,14 +34,22 @@ class VllmSampler:
         dtype: str,
         max_tokens: int,
         on_gpu: bool,
+        lora: LoraSpec | None,
     ) -> None:
-        """Start vLLM with random weights. The process group of this process alone is there already.
+        """Start vLLM without a version. The process group of this process alone is there already.
 
         Args: as of :class:`VllmEngine`.
         """
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         self._engine = VllmEngine(
-            folder, tokenizer, settings, dtype=dtype, max_tokens=max_tokens, on_gpu=on_gpu, variables=variables
+            folder,
+            tokenizer,
+            settings,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            on_gpu=on_gpu,
+            variables=variables,
+            lora=lora,
         )
         self._open: dict[int, _Open] = {}
 
@@ -55,8 +64,12 @@ class VllmSampler:
         return True
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Take all weights over; see ``samplers.Sampler``."""
+        """Take a version over; see ``samplers.Sampler``."""
         self._engine.load_tensors(_beating(tensors, beat))
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Compare an adapter with that of the model; see ``samplers.Sampler``."""
+        return self._engine.count_differing(tensors)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first."""

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Transport, WeightSyncReport
-from rlhf_core.training.gathering import named_weights, weight_shapes
+from rlhf_core.training.adapters import has_adapter
+from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
 from rlhf_core.training.rollouts.engine_client import HttpEngineControl
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.base import Beat, Outgoing
@@ -41,7 +42,8 @@ class WeightPublisher:
         version: int,
         beat: Beat,
     ) -> WeightSyncReport:
-        """Bring the weights of ``model`` into force on engines. Beside it, the other ranks call :func:`gather_along`.
+        """Bring the weights of ``model`` into force on engines, or its adapter where it has one. Beside it, the other
+        ranks call :func:`gather_along`.
 
         Returns:
             Account of the sync. Engines that were lost at their commit are named in it; one at least was not.
@@ -50,10 +52,10 @@ class WeightPublisher:
             WeightSyncFailed: the version came into force on no engine.
             StaleWeights: and this is because all that took it over compute something else with it.
         """
-        tensors = entries_of(weight_shapes(model), tied_names(model))
+        tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
         with httpx.Client(limits=httpx.Limits(max_connections=None)) as http:
             engines = controls(http)
-            report = synchronize(self._sender, engines, version, tensors, named_weights(model, beat), beat)
+            report = synchronize(self._sender, engines, version, tensors, given_weights(model, beat), beat)
         if not report.applied:
             kind = StaleWeights if any(engine.is_stale for engine in engines) else WeightSyncFailed
             raise kind("; ".join(report.lost.values()))
@@ -83,5 +85,5 @@ def _outgoing(context: WorkerContext) -> Outgoing:
 
 def gather_along(model: PreTrainedModel, beat: Beat) -> None:
     """Take part in the gathering of weights that rank 0 sends."""
-    for _ in named_weights(model, beat):
+    for _ in given_weights(model, beat):
         pass
