@@ -33,7 +33,7 @@ UNLIMITED = httpx.Timeout(None, connect=10.0)
 
 
 @dataclass
-class _Open:
+class _SentPrompt:
     """A prompt of which some completions are not made."""
 
     tasks: list["Future[None]"]
@@ -56,7 +56,7 @@ class SglangSampler:
         without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
         shutil.copytree(folder, weights, ignore=without_weights)
         self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _SentPrompt] = {}
         self._made: queue.SimpleQueue[tuple[int, int, Completion | Exception]] = queue.SimpleQueue()
         self._num_chunks = 0
         self._loop = asyncio.new_event_loop()
@@ -108,7 +108,7 @@ class SglangSampler:
             self._make(request.key, place, request.prompt, seed, request.sampling)
             for place, seed in enumerate(request.seeds)
         ]
-        self._open[request.key] = _Open([self._begin(one) for one in asked])
+        self._open[request.key] = _SentPrompt([self._begin(one) for one in asked])
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
         """Collect what is made meanwhile, after a short wait.
