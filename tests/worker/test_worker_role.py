@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from agent_runs import REPOSITORY, make_spec
 
+from rlhf_core.garbage import uncollected
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
@@ -16,7 +17,7 @@ from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.whole_files import read_model, write_model, write_text
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.roles import load, uncollected
+from rlhf_core.worker.roles import load
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 HEAD = (
