@@ -31,9 +31,6 @@ no place of the work pool. Each holds some 200 MB, so that there is an end to it
 FLOW_STOP_TIMEOUT_S = 20.0
 """Time that the processes of flow runs have to release their runs, before they are killed."""
 
-FLOW_PROGRAMS = frozenset({"flows.engine", "prefect.engine"})
-"""Modules that drive a flow run; the second one those that a worker of 0.1 started."""
-
 MAX_LOG_BYTES = 20 << 20
 """Size from which on the log of all flow runs is put aside; the one put aside before is removed."""
 
@@ -150,7 +147,7 @@ def flow_processes(home: Path) -> list[psutil.Process]:
 
 def _is_flow_process(process: psutil.Process, home: Path) -> bool:
     """True if a process drives a flow run of this home folder. The jobs that it started carry the same variables."""
-    if not FLOW_PROGRAMS.intersection(process.cmdline()):
+    if "prefect.engine" not in process.cmdline():
         return False
     return process.environ().get(HOME_MARKER) == str(home) and process.status() != psutil.STATUS_ZOMBIE
 

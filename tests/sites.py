@@ -216,7 +216,7 @@ class Site:
             pids = self.pids()
         doomed = [psutil.Process(pids[name]) for name in names if name in pids]
         if "worker" in names:
-            doomed += [one for one in self.processes() if "flows.engine" in one.cmdline()]
+            doomed += [one for one in self.processes() if "prefect.engine" in one.cmdline()]
         kill(doomed)
         until(lambda: not any(one.is_running() for one in doomed), f"the end of {names}")
 

@@ -45,7 +45,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         assert connection.execute("SELECT run_id, state FROM runs ORDER BY run_id").fetchall() == both
     with psycopg.connect(prefect) as connection:
         assert connection.execute("SELECT count(*) FROM flow_run WHERE state_name = 'Completed'").fetchone() >= (2,)
-    assert any("flows.engine" in line for line in lines), "the controller was among those that were looked at"
+    assert any("prefect.engine" in line for line in lines), "the controller was among those that were looked at"
     assert not [line for line in lines if SECRET in line]
     assert around, "its job was among those that were looked at"
     assert not [text for text in around if SECRET in text]
