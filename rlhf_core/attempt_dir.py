@@ -182,6 +182,11 @@ class AttemptDir:
         return self.engines / "key"
 
     @property
+    def weights(self) -> Path:
+        """Folder of the weights for rollout engines, where they go through files."""
+        return self.engines / "weights"
+
+    @property
     def commands(self) -> Path:
         """Folder of orders from the control plane to agent 0."""
         return self.root / "commands"

@@ -59,7 +59,7 @@ class StageRecord:
     state: StageState = StageState.RUNNING
     ended_at: datetime | None = None
     message: str = ""
-    """What there is to say about it: of a trial, which."""
+    """Remark about it; of a trial, its name."""
 
 
 @dataclass
@@ -79,25 +79,25 @@ class AttemptRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it is at work."""
+        """True if nothing of it is at work."""
         return self.state in ATTEMPT_ENDS
 
 
 @dataclass(frozen=True)
 class PromotionRecord:
-    """Where the promotion of the model stands, as the journal tells it."""
+    """State of the promotion of the model, as the journal tells it."""
 
     state: PromotionState
     checkpoint_step: int
     asked_at: datetime
-    """When it began; of one that waits, what its deadline counts from."""
+    """Time at which it began; of one that waits, the start of its deadline."""
     by: str = ""
     reason: str = ""
     path: str = ""
 
     @property
     def open(self) -> bool:
-        """Whether a controller has something to do about it: wait for the answer, or write the model."""
+        """True if a controller has something to do about it: wait for the answer, or write the model."""
         return self.state in (PromotionState.WAITING, PromotionState.APPROVED)
 
 
@@ -124,7 +124,7 @@ class RunRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of the run is at work."""
+        """True if nothing of the run is at work."""
         return self.state in RUN_ENDS
 
     @property
@@ -137,7 +137,7 @@ class RunRecord:
         return next((stage for stage in reversed(self.stages) if stage.state is StageState.RUNNING), None)
 
     def stage_state(self, name: StageName, attempt: int) -> StageState | None:
-        """How a stage of an attempt went, the last time it was begun; None when it was not."""
+        """Outcome of a stage of an attempt, of the last time it was begun; None when it was not."""
         found = [stage for stage in self.stages if (stage.name, stage.attempt) == (name, attempt)]
         return found[-1].state if found else None
 
@@ -190,7 +190,7 @@ class RunRecord:
 
 
 def fold(lines: Iterable[JournalLine]) -> RunRecord:
-    """What a whole journal says."""
+    """Fold a whole journal into the state of its run."""
     record = RunRecord()
     for line in lines:
         record.apply(line)

@@ -61,6 +61,7 @@ class StepTime:
     """Seconds of one step of the main loop, by what takes them."""
 
     parts: Mapping[str, float]
+    """Sampling is the time that trainers wait for: one step ahead, what training does not cover."""
 
     @property
     def seconds(self) -> float:
@@ -92,7 +93,10 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     }
     if algorithm.samples:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
-        parts = {"sampling": _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds, **parts}
+        sampling = _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds
+        if spec.rollout.engines and spec.rollout.max_staleness:  # engines began a step earlier; the rest is waited for
+            sampling = max(0.0, sampling - sum(parts.values()))
+        parts = {"sampling": sampling, **parts}
         if spec.rollout.engines:  # once over each link: engines pass the weights on
             parts["weight sync"] = weight_bytes(shape, spec.model.dtype) / _link(spec)
     return StepTime(parts)

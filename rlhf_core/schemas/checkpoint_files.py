@@ -43,7 +43,7 @@ class CheckpointManifest(Schema):
     loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
     """Algorithm of the loop that wrote it. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
     loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
-    """Whether that loop was at its end."""
+    """True if that loop was at its end."""
     num_ranks: Int32
     """Ranks that wrote it; optimizer state is split among them."""
     spec_hash: Label
@@ -51,4 +51,4 @@ class CheckpointManifest(Schema):
     files: dict[FileName, FileChecksum]
     """Every file of the checkpoint, by its path in it."""
     time: Moment
-    """When it was complete (UTC)."""
+    """Time at which it was complete (UTC)."""

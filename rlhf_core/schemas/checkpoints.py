@@ -6,7 +6,7 @@ from rlhf_core.schemas.base import Positive, Schema
 
 
 class CheckpointSpec(Schema):
-    """When training state is saved."""
+    """Settings of checkpoints: how often training state is saved, and where copies of it are kept."""
 
     every_num_steps: Positive = 10
     """Steps between checkpoints; the end of the warm start and the last step are saved as well."""

@@ -10,7 +10,7 @@ from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOptio
 
 
 class ResourceSpec(Schema):
-    """What the run needs of the cluster."""
+    """Resources that the run needs of the cluster."""
 
     num_nodes: Positive = 1
     """Nodes."""
@@ -40,7 +40,7 @@ class ResourceSpec(Schema):
 
 
 class SlurmSpec(Schema):
-    """What a Slurm job asks for besides nodes, GPUs, cores, memory and time. The site's own values come first."""
+    """Settings of a Slurm job besides nodes, GPUs, cores, memory and time. The site's own values come first."""
 
     partition: OneLine = ""
     """Partition; empty for the cluster's default."""
@@ -72,7 +72,7 @@ class SlurmSpec(Schema):
     """Names of variables whose values are secret: taken at submission from the environment of whoever submits, or from
     the file `RLHF_JOB_SECRETS`, and handed to the job with any scheduler; nothing stores or shows them."""
     save_lead_s: Positive = 120
-    """How long before the time limit Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
+    """Time before the limit at which Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
     extra: tuple[SbatchOption, ...] = ()
     """Further `sbatch` options, each as `--option=value`."""
 

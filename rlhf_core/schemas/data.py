@@ -11,7 +11,7 @@ DataKind = Literal["answer", "pair", "label"]
 
 
 class DataSpec(Schema):
-    """Where prompts and answers come from."""
+    """Source of prompts and answers."""
 
     train: str = ""
     """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty when `data.generator` makes
@@ -47,13 +47,13 @@ class DataSpec(Schema):
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """What to do with longer prompts: leave the row out (counted and shown), or stop."""
+    """Treatment of longer prompts: leave the row out (counted and shown), or stop."""
     max_completion_tokens: NonNegative = 0
     """Longest completion that is learned from, in tokens; 0 for no limit. Both of a pair have to fit."""
     overlong_completions: Literal["drop", "error"] = "drop"
     """Policy for rows whose completions are longer: leave the row out (counted and shown), or stop."""
     malformed_rows: Literal["error", "drop"] = "error"
-    """What to do with lines that are not valid: stop with file and line number, or leave them out (counted and
+    """Treatment of lines that are not valid: stop with file and line number, or leave them out (counted and
     shown)."""
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from rlhf_core.schemas.reports import EvaluationName
 
 
 class EvaluateSpec(Schema):
-    """How the model is measured on held-out data, before and after training."""
+    """Measurement of the model on held-out data, before and after training."""
 
     scorer: ImportPath = "rlhf_core.training.rewards:exact_match"
     """Reward function whose mean is reported."""
@@ -28,7 +28,7 @@ class EvaluateSpec(Schema):
 
 
 class PromoteSpec(Schema):
-    """Whether the best checkpoint becomes a model directory that others may use."""
+    """Promotion of the best checkpoint to a model directory that others may use."""
 
     when: Literal["never", "approved", "always"] = "never"
     """`never`; `approved`: after the evaluation the run waits for a person (Prefect, or `rlhf approve`); `always`:
@@ -40,4 +40,4 @@ class PromoteSpec(Schema):
     min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Least gain over the evaluation before training; with less nobody is asked and nothing is promoted."""
     timeout_h: PositiveFloat = 72.0
-    """How long a person may take, in hours; after that nothing is promoted, but `rlhf approve` still can."""
+    """Time that a person may take, in hours; after that nothing is promoted, but `rlhf approve` still can."""

@@ -9,7 +9,7 @@ from rlhf_core.schemas.resources import Role
 
 
 class FailureKind(StrEnum):
-    """Why something ended that should not have. One sentence per member; docs/failures.md is made from them."""
+    """Reason why something ended that should not have. One sentence per member; docs/failures.md is made from them."""
 
     PREEMPTION = "preemption"
     """The scheduler took the nodes back."""

@@ -1,4 +1,4 @@
-"""What the controller of a run writes down before it counts (``control.jsonl``).
+"""Events that the controller of a run writes down before they count (``control.jsonl``).
 
 The database is an index of the run directory: every row can be made again from files. What only the control plane knows
 (states, stages, checks, attempts, its own decisions) therefore goes into this journal first, and reaches the database
@@ -40,7 +40,7 @@ class RunMoved(Schema):
     state: RunState
     """The new state."""
     cause: Message
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence for a person."""
 
 
 class StageStarted(Schema):
@@ -50,7 +50,7 @@ class StageStarted(Schema):
     stage_index: Int32
     """Running number of the stage within the run, from 0: stages repeat when there is more than one attempt."""
     name: StageName
-    """Which."""
+    """Name of the stage."""
     attempt: Int32
     """Attempt it belongs to; 0 for preflight."""
 
@@ -62,9 +62,9 @@ class StageEnded(Schema):
     stage_index: Int32
     """Its running number."""
     state: StageState
-    """How."""
+    """State at its end."""
     message: Message = ""
-    """What there is to say about it."""
+    """Remark about it."""
 
 
 class ChecksMade(Schema):
@@ -98,7 +98,7 @@ class AttemptSubmitted(Schema):
 
     kind: Literal["attempt_submitted"] = "attempt_submitted"
     submission: Submission
-    """What it answered."""
+    """Answer of the scheduler."""
 
 
 class AttemptMoved(Schema):
@@ -106,13 +106,13 @@ class AttemptMoved(Schema):
 
     kind: Literal["attempt_moved"] = "attempt_moved"
     attempt: Int32
-    """Which, from 1."""
+    """Number of the attempt, from 1."""
     state: AttemptState
     """The new state."""
     cause: Message
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence for a person."""
     failure_kind: FailureKind | None = None
-    """What went wrong, when it ended badly."""
+    """Kind of the failure, when it ended badly."""
 
 
 class IncidentFound(Schema):
@@ -120,7 +120,7 @@ class IncidentFound(Schema):
 
     kind: Literal["incident_found"] = "incident_found"
     incident: Incident
-    """What."""
+    """Incident that was found."""
 
 
 class DecisionMade(Schema):
@@ -128,7 +128,7 @@ class DecisionMade(Schema):
 
     kind: Literal["decision_made"] = "decision_made"
     decision: Decision
-    """What."""
+    """Decision that was made."""
 
 
 class ControllerStarted(Schema):
@@ -149,7 +149,7 @@ class CancelStarted(Schema):
 
     kind: Literal["cancel_started"] = "cancel_started"
     reason: Message
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence for a person."""
 
 
 class PromotionMoved(Schema):
@@ -163,7 +163,7 @@ class PromotionMoved(Schema):
     by: Label = ""
     """Name of the person who decided, with the operating system's user in brackets; empty while nobody has."""
     reason: Message = ""
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence for a person."""
     path: Message = ""
     """Folder of the model, once it is there."""
 
@@ -197,6 +197,6 @@ class JournalLine(Schema):
     token: Int64
     """Fencing token of the lease its writer held; 0 for the line that creates the run."""
     time: Moment
-    """When (UTC)."""
+    """Time of the event (UTC)."""
     event: ControlEvent
-    """What happened."""
+    """Event that was written down."""

@@ -46,7 +46,7 @@ class LoraSpec(Schema):
 
 
 class ModelSpec(Schema):
-    """Which model is trained, and with which tokenizer."""
+    """Model that is trained, and its tokenizer."""
 
     path: str = ""
     """Folder of a Hugging Face model to start from; empty to build one from `model.config` with random weights."""

@@ -6,15 +6,15 @@ from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat, Sc
 
 
 class PreflightSpec(Schema):
-    """What is looked at before training, and how strictly."""
+    """Checks before training, and how strict they are."""
 
     off: dict[str, str] = {}
     """Checks that are not made: id of the check to the reason, which is kept with the run."""
     probe: bool = True
     """Compare the nodes of every attempt and measure them, before its workers start."""
     trial: Literal["off", "propose", "run"] = "propose"
-    """When data, algorithm, versions or scale have changed since the last good run of this name: `propose` a short
-    trial, `run` one by itself (one node, then all nodes, a few steps each), or neither."""
+    """Answer to data, algorithm, versions or scale that have changed since the last good run of this name: `propose` a
+    short trial, `run` one by itself (one node, then all nodes, a few steps each), or neither."""
     trial_steps: Positive = 3
     """Steps of a trial."""
     per_node_variables: tuple[str, ...] = ()
@@ -33,6 +33,6 @@ class PreflightSpec(Schema):
     min_matmul_tflops: NonNegativeFloat = 0.0
     """Least speed of matrix products per rank, in TFLOP/s; 0 for no floor of its own."""
     meet_s: PositiveFloat = 60.0
-    """How long the first node waits for the others, in seconds; then it names who has not come."""
+    """Time for which the first node waits for the others, in seconds; then it names who has not come."""
     probe_s: PositiveFloat = 60.0
     """Longest time for all measurements together, in seconds; what does not answer until then is named."""

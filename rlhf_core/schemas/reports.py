@@ -1,4 +1,4 @@
-"""What workers and agents say of themselves, in files of the run directory."""
+"""Reports of workers and agents on themselves, in files of the run directory."""
 
 from enum import StrEnum
 from typing import Annotated, Literal, get_args
@@ -23,7 +23,7 @@ STOPPED_STATES = frozenset("Tt")
 
 
 class Phase(StrEnum):
-    """What a worker is doing. The order of members is the number written into its heartbeat slot: append only."""
+    """Activity of a worker. The order of members is the number written into its heartbeat slot: append only."""
 
     SETUP = "setup"
     ROLLOUT = "rollout"
@@ -61,11 +61,11 @@ class RankStatus(Schema):
     collectives: Int64
     """Collectives entered so far."""
     in_collective: bool
-    """Whether it is inside one."""
+    """True if it is inside one."""
     step: Int32
     """Training step it is at."""
     phase: Phase
-    """What it is doing."""
+    """Its activity."""
     age_s: float
     """Seconds since its last beat, by its node's monotonic clock."""
     process_state: Label
@@ -73,9 +73,10 @@ class RankStatus(Schema):
     speaks_for: tuple[SpokenFor, ...] = ()
     """Other processes whose progress its beats show."""
     warm: bool = False
-    """Whether it has been through its present phase before: compilation and the like are behind it."""
+    """True if it has been through its present phase before: compilation and the like are behind it."""
     collective: Label = ""
-    """What its flight recorder says it entered last, for instance ``gloo:all_reduce``; empty when there is none."""
+    """Collective that it entered last by its flight recorder, for instance ``gloo:all_reduce``; empty when there is
+    none."""
     collective_sequence: Int64 | None = None
     """Number of that collective in its process group, from the flight recorder."""
     collective_shape: Message = ""
@@ -88,7 +89,7 @@ class RankStatus(Schema):
 
 
 class AgentStatus(Schema):
-    """What one agent publishes every two seconds (``agents/<node>.json``)."""
+    """Report that one agent publishes every two seconds (``agents/<node>.json``)."""
 
     node: Label
     """Name of the node."""
@@ -109,7 +110,7 @@ class AgentStatus(Schema):
     longest_gaps_s: dict[str, float] = {}
     """Longest gaps between beats that ended well so far, in seconds: ``role/phase`` to gap. Agent 0 knows all."""
     findings: tuple[Message, ...] = ()
-    """What the telemetry of the nodes shows, in sentences for a person: imbalance, a spinning collective."""
+    """Findings of the telemetry of the nodes, in sentences for a person: imbalance, a spinning collective."""
 
 
 class TelemetryLine(Schema):
@@ -118,7 +119,7 @@ class TelemetryLine(Schema):
     time: Moment
     """End of these seconds (UTC), by the clock of the node."""
     seconds: Finite
-    """How long they were."""
+    """Their duration in seconds."""
     figures: dict[str, float]
     """As ``AgentStatus.telemetry``, without what does not change (totals, limits)."""
 
@@ -140,7 +141,7 @@ class MetricsLine(Schema):
     step: Int32
     """Optimizer step of the run, from 1, counted over the warm start and the main algorithm together."""
     time: Moment
-    """When the step ended (UTC)."""
+    """Time at which the step ended (UTC)."""
     loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
     """Algorithm of the loop that made the step. Lines of rlhf-flows 0.1 have it under ``stage``."""
     metrics: Annotated[dict[MetricName, float], Field(max_length=2_000), AfterValidator(_with_printable_names)]
@@ -167,7 +168,7 @@ class AgentEvent(Schema):
     """One line of ``events-<node>.jsonl``."""
 
     time: Moment
-    """When (UTC)."""
+    """Time of writing (UTC)."""
     kind: Literal[
         "agent_started",
         "probe",
@@ -190,9 +191,9 @@ class AgentEvent(Schema):
         "save_requested",
         "agent_ended",
     ]
-    """What happened."""
+    """Kind of the event."""
     node: Label
-    """Where."""
+    """Name of the node."""
     message: Message
     """A sentence for a person."""
     role: Role | None = None
@@ -209,7 +210,7 @@ class SampleLine(Schema):
     prompt_uid: Label
     """Identity of the prompt: a hash of its content and of how often that content came before in the data."""
     sample_index: Int32
-    """Which sample of its group, from 0."""
+    """Index of the sample in its group, from 0."""
     seed: Int64
     """Its sampling seed."""
     weight_version: Int32
@@ -221,13 +222,13 @@ class SampleLine(Schema):
     answer: str
     """The reference answer."""
     reward: float
-    """What it was rewarded with."""
+    """Its reward."""
     advantage: float
     """Its advantage within its group."""
 
 
 class WorkerOutcome(Schema):
-    """How one worker ended (``outcomes/<role>-<node>-<local>.json``); written by the worker, if it still can."""
+    """End of one worker (``outcomes/<role>-<node>-<local>.json``); written by the worker, if it still can."""
 
     role: Role
     """Its role."""
@@ -236,7 +237,7 @@ class WorkerOutcome(Schema):
     node: Label
     """Its node."""
     ok: bool
-    """Whether it did what it was there for."""
+    """True if it did what it was there for."""
     stopped_early: bool = False
     """It saved and ended because it was asked to."""
     error_type: str = ""
@@ -252,20 +253,20 @@ class WorkerOutcome(Schema):
     step: Int32 = 0
     """Step it had reached."""
     phase: Phase = Phase.SETUP
-    """What it was doing."""
+    """Its activity at the end."""
     time: Moment
-    """When it ended (UTC)."""
+    """Time of its end (UTC)."""
 
 
 class AttemptOutcome(Schema):
-    """How an attempt ended (``attempts/<n>/outcome.json``): once, last, by agent 0."""
+    """End of an attempt (``attempts/<n>/outcome.json``): once, last, by agent 0."""
 
     attempt: Int32
     """Attempt, from 1."""
     state: AttemptState
-    """How it ended."""
+    """State at its end."""
     failure_kind: FailureKind | None = None
-    """What went wrong, if something did."""
+    """Kind of the failure, if there was one."""
     message: Message = ""
     """A sentence for a person."""
     num_restarts: Int32 = 0
@@ -275,7 +276,7 @@ class AttemptOutcome(Schema):
     ended_by: Label = ""
     """Signal that ended agent 0 from outside, for instance ``SIGTERM``; why it came is for the scheduler to say."""
     time: Moment
-    """When (UTC)."""
+    """Time of writing (UTC)."""
 
 
 class EvaluationSample(Schema):
@@ -284,7 +285,7 @@ class EvaluationSample(Schema):
     prompt_uid: Label
     """Identity of the prompt."""
     sample_index: Int32
-    """Which sample of that prompt, from 0."""
+    """Index of the sample of that prompt, from 0."""
     prompt: str
     """Text of the prompt."""
     completion: str
@@ -292,7 +293,7 @@ class EvaluationSample(Schema):
     answer: str
     """The reference answer."""
     score: float
-    """What the scorer gave it."""
+    """Score that the scorer gave it."""
 
 
 EvaluationName = Literal["greedy", "sampled", "preference"]
@@ -309,7 +310,7 @@ class EvaluationReport(Schema):
     when: Literal["before", "after"]
     """Before the main algorithm (after the warm start), or after training."""
     metric: Label
-    """What was measured, for instance ``exact_match``."""
+    """Measure, for instance ``exact_match``."""
     value: float
     """Mean score over all samples."""
     ci_low: float
@@ -323,9 +324,9 @@ class EvaluationReport(Schema):
     checkpoint_step: Int32
     """Optimizer steps the weights had seen."""
     seconds: Finite
-    """How long it took."""
+    """Duration in seconds."""
     time: Moment
-    """When it ended (UTC)."""
+    """Time of its end (UTC)."""
     samples: tuple[EvaluationSample, ...]
     """The sample table; at most ``evaluate.keep_samples`` rows, the first by prompt order."""
 
@@ -336,20 +337,20 @@ class AgentCommand(Schema):
     kind: Literal["cancel", "save", "stop_after_step"]
     """``cancel``: end at once. ``save``: write a checkpoint now and go on. ``stop_after_step``: write one and end."""
     reason: Message = ""
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence for a person."""
     time: Moment
-    """When it was given (UTC)."""
+    """Time at which it was given (UTC)."""
 
 
 class ReconcileNote(Schema):
     """One line of ``housekeeping.jsonl``: what the site daemon did about the run."""
 
     time: Moment
-    """When (UTC)."""
+    """Time of writing (UTC)."""
     kind: Label
-    """What was done, for instance ``adopt``."""
+    """Action, for instance ``adopt``."""
     message: Message
-    """Why, and how it went."""
+    """Reason and outcome."""
     attempt: Int32 | None = None
     """Attempt that it was about."""
     data: dict[str, Message] = {}

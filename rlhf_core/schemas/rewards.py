@@ -14,7 +14,7 @@ _REWARD_METRICS = frozenset(
 
 
 class RewardSpec(Schema):
-    """What a completion is worth."""
+    """Rewards of completions: functions and models, with their weights."""
 
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
     """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning

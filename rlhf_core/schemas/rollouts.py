@@ -5,6 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
+from rlhf_core.schemas.weight_sync import Transport
 
 
 class EngineLayout(NamedTuple):
@@ -30,6 +31,15 @@ class VllmSettings(Schema):
     """Do without CUDA graphs: a quicker start and less memory, slower sampling."""
 
 
+class SglangSettings(Schema):
+    """Settings of SGLang where it samples."""
+
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of a GPU's memory that SGLang may take for weights and cache."""
+    prefix_caching: bool = True
+    """Compute what the prompts of a group have in common once."""
+
+
 class RemoteSettings(Schema):
     """Settings of rollout engines in processes of their own (`rollout.engines`)."""
 
@@ -44,11 +54,25 @@ class RemoteSettings(Schema):
     """Longest wait for an engine: at the start, and whenever none is left."""
 
 
+class SyncSettings(Schema):
+    """Settings of the way of the weights to rollout engines in processes of their own."""
+
+    transport: Transport = Transport.BROADCAST
+    """Way of the weights: `broadcast` over the network, where each engine passes them on to the next; `shared_memory`
+    on one node; `files` in the run directory, where nodes reach each other over nothing else."""
+    delta: bool = False
+    """Send what has changed since the last version, where that is less: in bfloat16 a small part at the learning rates
+    of RLHF. Takes a copy of the weights in the main memory of trainer rank 0."""
+    full_every: Positive = 50
+    """Versions after which deltas are interrupted by the whole weights."""
+
+
 class RolloutSpec(Schema):
     """Settings of the completions that are sampled in training."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Program that samples: `transformers`, with its KV cache, or `vllm` (needs the extra `vllm`)."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """Program that samples: `transformers`, with its KV cache; `vllm` (needs the extra `vllm`); or `sglang`, in engines
+    of their own alone, which was not run with SGLang itself yet."""
     engines: NonNegative = 0
     """Engines over all nodes, as processes of their own beside the trainers, each restarted alone when it fails. 0: in
     the process of every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is
@@ -65,7 +89,12 @@ class RolloutSpec(Schema):
     """Sequences generated at once on one rank, or by one engine for one rank."""
     vllm: VllmSettings = VllmSettings()
     """Settings of vLLM."""
+    sglang: SglangSettings = SglangSettings()
+    """Settings of SGLang."""
     remote: RemoteSettings = RemoteSettings()
+    """Settings of engines in processes of their own."""
+    sync: SyncSettings = SyncSettings()
+    """Settings of the way of the weights to them."""
 
     def layout(self, num_nodes: int) -> EngineLayout | None:
         """Spread the engines evenly: the same number on each node, or one on each of the first nodes.

@@ -1,4 +1,4 @@
-"""What a user asks for: the ``RunSpec`` and its sections, one per TOML table.
+"""Run that a user asks for: the ``RunSpec`` and its sections, one per TOML table.
 
 The string under a field is its meaning; it reaches ``rlhf run --help``, docs/configuration.md and the Prefect form.
 Cross-field arithmetic (batch against ranks and so on) is a preflight check, not a validator, so that ``rlhf check`` can

@@ -22,7 +22,7 @@ class StoredSpec(Schema):
     run_id: Label
     """Identity of the run."""
     created_at: Moment
-    """When it was asked for (UTC)."""
+    """Time at which it was asked for (UTC)."""
     owner: Label
     """Name of the person who asked, as was said."""
     owner_account: Label = ""

@@ -8,7 +8,7 @@ from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, Posi
 
 
 class SuperviseSpec(Schema):
-    """How failures are found and how often they are retried."""
+    """Limits by which failures are found, and number of their retries."""
 
     max_restarts: NonNegative = 3
     """Restarts in place without checkpoint progress before the allocation is given up."""

@@ -112,7 +112,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Whatever the block draws from the global random number generators, they go on as if it had not been there."""
+    """Leave the global random number generators after the block as they were before it, whatever it draws from them."""
     state = random_state(device)
     yield
     restore_random_state(state, device)

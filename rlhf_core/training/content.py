@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NUM_ROWS = 2000
 """Rows of each split that are looked at: enough to see a share of a per cent, few enough to take a second."""
 MEMORY_BYTES = 16 << 30
-"""What all of it may take."""
+"""Memory that all of it may take, in bytes."""
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -138,7 +138,7 @@ def _texts(row: Row) -> list[str]:
 
 
 def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
-    """Whether texts come back as they went in, what the tokenizer does not know, whether its chat template renders."""
+    """Try a tokenizer: do texts come back as they went in, what does it not know, does its chat template render."""
     num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
     for text in texts:
         tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -158,7 +158,7 @@ def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
 
 
 def _difference(text: str, back: str, around: int = 20) -> str:
-    """Where two texts part."""
+    """Surroundings of the place at which two texts part."""
     at = next((i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     start = max(0, at - around)
     return f"{text[start : at + around]!r} came back as {back[start : at + around]!r}"

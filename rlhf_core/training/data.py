@@ -32,7 +32,7 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read of one split."""
+    """Account of the reading of one split."""
 
     source: str
     """The file or generator."""
@@ -41,7 +41,7 @@ class DataReport:
     num_malformed: int
     """Rows left out because they were not valid (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
-    """What was wrong with the first of them, with file and line."""
+    """Problem of the first of them, with file and line."""
 
 
 @dataclass(frozen=True)

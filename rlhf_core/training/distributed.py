@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the only one that writes shared files."""
+        """True for rank 0, the only one that writes shared files."""
         return self.rank == 0
 
     def log(self, message: str) -> None:
@@ -194,7 +194,7 @@ def leave_process_group(ranks: Ranks) -> None:
 
 
 def collective_timeout(supervise: SuperviseSpec) -> timedelta:
-    """How long a collective waits before it gives up: longer than the agent takes to find a hang and its cause.
+    """Time after which a collective gives up: longer than the agent takes to find a hang and its cause.
 
     A collective that gives up first would reset its peers' connections and destroy the evidence.
     """

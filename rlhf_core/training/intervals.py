@@ -50,7 +50,7 @@ def wilson_interval(share: float, num_samples: float, confidence: float) -> tupl
 
 
 def effective_samples(scores: Sequence[Sequence[float]]) -> float:
-    """How many independent samples would know the share of successes as well as these clustered ones.
+    """Number of independent samples that would know the share of successes as well as these clustered ones.
 
     Between the number of prompts (all samples of a prompt agree) and the number of samples (they are independent); the
     number of prompts where the scores do not vary at all, because nothing is known about the clustering then.

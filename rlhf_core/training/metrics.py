@@ -44,7 +44,7 @@ VECTOR_SIZE = _HEADER + 2 * CAPACITY + RANK_CAPACITY + SKETCH_SIZE
 
 
 class StepMetrics:
-    """What one rank knows about one step. Every rank adds the same names; the order does not matter."""
+    """Figures that one rank has of one step. Every rank adds the same names; the order does not matter."""
 
     def __init__(self, step: int, ranks: Ranks) -> None:
         self.step = step
@@ -130,7 +130,7 @@ class StepMetrics:
         return {self._shared: share_of_shared(sketches)} if self._shared else {}
 
     def is_digest(self, name: str) -> bool:
-        """Whether the metric is a digest."""
+        """True if the metric is a digest."""
         return name in self._digests
 
     def entries(self) -> dict[str, tuple[float, float]]:
@@ -149,7 +149,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class ReducedMetrics:
-    """What all ranks together know about one step; the same on every rank."""
+    """Figures of all ranks together of one step; the same on every rank."""
 
     values: dict[str, float]
     """Metric to value, names sorted."""

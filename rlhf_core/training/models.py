@@ -83,7 +83,7 @@ def prepare_initial_model(spec: RunSpec, run_dir: RunDir, rows: Iterable[Row]) -
 
 
 def tokenizer_folder(spec: RunSpec, model_path: Path) -> Path:
-    """Where the tokenizer of the model in ``model_path`` is: beside the model, unless the spec names another folder.
+    """Folder of the tokenizer of the model in ``model_path``: that of the model, unless the spec names another folder.
 
     Raises:
         BadConfig: the spec asks for a tokenizer to be built for a model that already exists, or the folder is missing.

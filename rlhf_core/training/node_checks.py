@@ -26,20 +26,20 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from rlhf_core.survival import Survived
 
 MATMUL_S = 0.2
-"""How long matrix products are timed, each time."""
+"""Seconds for which matrix products are timed, each time."""
 PAIR_S = 0.1
-"""How long a pair exchanges data, each time."""
+"""Seconds for which a pair exchanges data, each time."""
 REPEATS = 2
 LATENCY_ROUNDS = 20
 CPU_SIZE, GPU_SIZE = 256, 8192
 CPU_BYTES, GPU_BYTES = 1 << 20, 256 << 20
-"""What a pair exchanges at once: enough to fill the link."""
+"""Bytes that a pair exchanges at once: enough to fill the link."""
 MAX_EXCHANGES = 50
 
 
 @dataclass(frozen=True)
 class MeasuringPlace:
-    """Where this process stands."""
+    """Place of this process among the others."""
 
     node: int
     """Its node's place in the allocation."""
@@ -52,7 +52,7 @@ class MeasuringPlace:
     """Under which the ranks meet in it."""
     gpu: bool
     start_s: float
-    """How long the ranks wait until all have started."""
+    """Time for which the ranks wait until all have started, in seconds."""
     timeout_s: float
     """For one step in which others take part."""
 
@@ -83,7 +83,7 @@ def run(place: dict[str, Any]) -> int:
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Who speaks with whom: a ring of nodes in two halves, and what closes the ring of an odd number in a third.
+    """Pairs of nodes that exchange data, by rounds: a ring in two halves, and what closes an odd one in a third.
 
     Every node has two partners, or one where there are two nodes only; nobody speaks with two at the same time.
     """
@@ -203,7 +203,7 @@ def _matmul(device: torch.device) -> dict[str, float]:
 
 
 def _in_time(place: MeasuringPlace, speak: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a pair measured, if it did so in time: gloo tries for a minute to connect to a silent peer."""
+    """Figures that a pair measured, if it did so in time: gloo tries for a minute to connect to a silent peer."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     # Left behind where it hangs: the process ends without waiting for it.
     threading.Thread(target=lambda: heard.put(speak()), daemon=True).start()

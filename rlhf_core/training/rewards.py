@@ -90,7 +90,7 @@ def _is_harmless(answer: str) -> bool:
 
 @lru_cache(maxsize=65_536)
 def _same_number(found: str, expected: str) -> bool:
-    """Whether two final answers are the same number. Pure, so that repeated answers cost nothing."""
+    """True if two final answers are the same number. Pure, so that repeated answers cost nothing."""
     if not found or not _is_harmless(found):
         return False
     if found == expected:

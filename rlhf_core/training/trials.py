@@ -28,7 +28,7 @@ TRIAL_S = 20.0
 ALL_TRIALS_S = 60.0
 """Longest time for all functions together."""
 MEMORY_BYTES = 4 << 30
-"""What a function may take on top of what its import took."""
+"""Memory that a function may take on top of what its import took, in bytes."""
 NUM_ROWS = 4
 """Rows whose answers it is given."""
 
@@ -197,7 +197,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _wrong_columns(function: RewardFunction, rows: Sequence[Row]) -> str:
-    """Why the columns of the data do not fit the function; empty when they do, or when its form cannot be read."""
+    """Reason why the columns of the data do not fit the function; empty when they do, or its form cannot be read."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -23,7 +23,7 @@ from rlhf_core.schemas.stored_spec import StoredSpec
 
 
 class Reporter(Protocol):
-    """How a worker tells its agent that it is alive, and hears what the agent asks. The worker implements it."""
+    """Channel from a worker to its agent: signs of life, and what the agent asks. The worker implements it."""
 
     def beat(self, phase: Phase, step: int) -> None:
         """Sign of life. Main thread only; costs less than a microsecond, so call it often."""
@@ -32,7 +32,7 @@ class Reporter(Protocol):
         """Wraps every collective call: counts it as entered and marks the rank as inside."""
 
     def request(self) -> Literal["", "save", "stop"]:
-        """What the agent asks of this worker: nothing, save and go on, or save and end."""
+        """Request of the agent to this worker: nothing, save and go on, or save and end."""
 
 
 class NullReporter:
@@ -87,18 +87,18 @@ class WorkerContext:
 
     @property
     def spec(self) -> RunSpec:
-        """What the user asked for, with what this attempt changes of it."""
+        """The run as the user asked for it, with what this attempt changes."""
         return with_changes(self.stored.spec, self.placement.config_diff)
 
     @property
     def restart_dir(self) -> RestartDir:
-        """Where this start of the workers leaves its files."""
+        """Folder in which this start of the workers leaves its files."""
         attempt = self.run_dir.attempt(self.attempt)
         return attempt.restart(self.restart) if self.generation is None else attempt.group(self.role, self.generation)
 
 
 class RoleResult(StrEnum):
-    """How a role's entry function returned; everything else is an exception."""
+    """Ways in which a role's entry function returns; everything else is an exception."""
 
     DONE = "done"
     """All that was asked for is done."""
@@ -117,7 +117,7 @@ class Row:
     answer: str
     """The reference answer."""
     target: str
-    """What supervised training teaches after the prompt: the completion template, filled. Without the end token."""
+    """Text that supervised training teaches after the prompt, without the end token: the template, filled."""
     columns: Mapping[str, JsonValue]
     """All columns of the row as they stood in the data."""
     chosen: str = ""
@@ -153,14 +153,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model answered to one prompt."""
+    """Answer of the model to one prompt."""
 
     token_ids: list[int]
     """Sampled tokens, with the end token if it was sampled."""
     text: str
     """The same as text, without the end token."""
     finished: bool
-    """Whether the end token was sampled; otherwise the completion was cut at the longest length."""
+    """True if the end token was sampled; otherwise the completion was cut at the longest length."""
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""
     weight_version: int = 0

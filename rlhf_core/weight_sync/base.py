@@ -87,8 +87,7 @@ class StagedVersion(Protocol):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors in main memory, aliases left out.
 
-        Of a delta, the tensors with changes. They are views of the staging area: valid until the next version is
-        received, and not to be written to.
+        They are views of the staging area: valid until the next version is received, and not to be written to.
         """
 
 

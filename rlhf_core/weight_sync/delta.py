@@ -159,17 +159,7 @@ def row_digest(manifest: Manifest, row: Tensor, beat: Beat) -> str:
     return digest_of(manifest, checksums())
 
 
-@dataclass(frozen=True)
-class AppliedDelta:
-    """A delta in an engine's copy of the weights."""
-
-    names: tuple[str, ...]
-    """Tensors with changes."""
-    undo: Callable[[], None]
-    """Puts the base back."""
-
-
-def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row: Tensor) -> AppliedDelta:
+def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row: Tensor) -> Callable[[], None]:
     """Change a row of bytes in place.
 
     Args:
@@ -177,12 +167,14 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
         parts: its tensors by name.
         layout: manifest of the whole weights in ``row``.
 
+    Returns:
+        Function that puts the base back.
+
     Raises:
         WeightSyncFailed: it does not fit the row. The row is as it was.
     """
     whole = tensors_of(layout, row)
     before: list[tuple[Tensor, Tensor | slice, Tensor]] = []
-    names = []
 
     def undo() -> None:
         for target, places, values in reversed(before):
@@ -203,8 +195,7 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
                 )
         before.append((target, places, target[places].clone()))
         target[places] = _bits(parts[name if name == entry.name else name + VALUES])
-        names.append(name)
-    return AppliedDelta(tuple(names), undo)
+    return undo
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class FilesOutgoing:
         """Nothing to do: engines keep nothing."""
 
     def close(self) -> None:
-        """Leave the versions where they are."""
+        """Remove the versions."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Shards:

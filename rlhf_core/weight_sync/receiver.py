@@ -1,7 +1,7 @@
 """An engine's side of weight sync: staging, verification, commit."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, Transport
 from rlhf_core.weight_sync.base import Beat, Incoming, StagedVersion
 from rlhf_core.weight_sync.broadcast import BroadcastIncoming
-from rlhf_core.weight_sync.delta import AppliedDelta, apply_delta, row_digest
+from rlhf_core.weight_sync.delta import apply_delta, row_digest
 from rlhf_core.weight_sync.files import FilesIncoming
 from rlhf_core.weight_sync.layout import aliases_of, digest_of, tensors_of
 from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
@@ -19,8 +19,14 @@ from rlhf_core.weight_sync.shared_memory import SharedMemoryIncoming
 class Staged:
     """A version in staging; see :class:`rlhf_core.weight_sync.base.StagedVersion`."""
 
-    def __init__(self, receipt: Receipt, layout: Manifest, row: Tensor, delta: AppliedDelta | None) -> None:
-        self.receipt, self.layout, self.delta = receipt, layout, delta
+    def __init__(
+        self, receipt: Receipt, layout: Manifest, row: Tensor, undo: Callable[[], None] = lambda: None
+    ) -> None:
+        """Args:
+        layout: of the whole weights in ``row``.
+        undo: puts the version before back into ``row``, where this one came as a delta.
+        """
+        self.receipt, self.layout, self.undo = receipt, layout, undo
         self._row = row
 
     @property
@@ -29,11 +35,8 @@ class Staged:
         return aliases_of(self.layout)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors; of a delta, those with changes."""
-        changed = None if self.delta is None else set(self.delta.names)
-        for name, tensor in tensors_of(self.layout, self._row).items():
-            if changed is None or name in changed:
-                yield name, tensor
+        """Names and whole tensors, also of a version that came as a delta."""
+        yield from tensors_of(self.layout, self._row).items()
 
 
 class Receiver:
@@ -74,7 +77,7 @@ class Receiver:
             row = self._take_row(manifest.total_bytes)
             digest = digest_of(manifest, self._filled(offer, row, beat))
             self._row = row
-            staged = Staged(self._receipt(manifest, digest, begin), manifest, row, None)
+            staged = Staged(self._receipt(manifest, digest, begin), manifest, row)
         self._staged = staged
         return staged
 
@@ -117,16 +120,16 @@ class Receiver:
             )
         parts_row = torch.empty(manifest.total_bytes, dtype=torch.uint8)
         self._filled(offer, parts_row, beat)
-        applied = apply_delta(manifest, tensors_of(manifest, parts_row), base.layout, row)
+        undo = apply_delta(manifest, tensors_of(manifest, parts_row), base.layout, row)
         digest = row_digest(base.layout, row, beat)
         if digest != manifest.result_digest:
-            applied.undo()
+            undo()
             raise WeightSyncFailed(
                 f"the weights of version {manifest.version} have digest {digest} after the delta, expected "
                 f"{manifest.result_digest}; send the whole weights",
                 self.name,
             )
-        return Staged(self._receipt(manifest, digest, begin), base.layout, row, applied)
+        return Staged(self._receipt(manifest, digest, begin), base.layout, row, undo)
 
     def _filled(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         way = self._ways.setdefault(offer.transport, _INCOMING[offer.transport]())
@@ -148,8 +151,8 @@ class Receiver:
 
     def _drop(self) -> None:
         staged, self._staged = self._staged, None
-        if staged is not None and staged.delta is not None:
-            staged.delta.undo()
+        if staged is not None:
+            staged.undo()
 
 
 _INCOMING: dict[Transport, type[Incoming]] = {

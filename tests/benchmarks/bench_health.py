@@ -8,8 +8,8 @@
 every step. Prints what became of each, and at which step; 1 when a healthy run was ended, or a broken one was not, or
 not by its rule. A warning counts as an end. ``--keep`` leaves what the judge saw, one file of JSON lines for each run.
 
-With ``--algorithms`` it makes so many healthy runs of each algorithm instead (of all that these runs have data for,
-without a name), and ``--record`` writes the table into docs/benchmarks.md.
+With ``--algorithms`` it makes so many healthy runs of each algorithm instead (of all, without a name), and ``--record``
+puts the rows into the table of docs/benchmarks.md, each as soon as it is there.
 """
 
 import argparse
@@ -25,14 +25,15 @@ from statistics import fmean
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "training")]
 
-from health_runs import CASES, DEGENERATE, case_of, healthy_of, judged, lines, make_runs  # noqa: E402
+from health_runs import CASES, DEGENERATE, case_of, judged, lines, make_runs  # noqa: E402
 from rank_launcher import launch, values  # noqa: E402
 
 from rlhf_core.schemas.algorithms import specs  # noqa: E402
 
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- healthy runs by algorithm: begin -->\n", "<!-- healthy runs by algorithm: end -->\n"
-"""Marks around the table that ``--record`` replaces."""
+"""Marks around the table that ``--record`` keeps."""
+HEAD = "| algorithm | healthy runs | alarms | of which runs | seconds a run | day |\n|---|---|---|---|---|---|\n"
 
 
 def main() -> int:
@@ -55,24 +56,26 @@ def main() -> int:
 
 
 def _by_algorithm(algorithms: list[str], count: int, record: bool) -> int:
-    rows, num_wrong = [], 0
+    num_wrong = 0
     for algorithm in algorithms:
-        try:
-            healthy_of(algorithm, 0)
-        except ValueError as error:
-            print(error)
-            continue
         wrong, seconds = _make([f"{algorithm} {number}" for number in range(count)], None)
         num_wrong += len(wrong)
-        rows.append(f"| `{algorithm}` | {count} | {len(wrong)} | {', '.join(wrong) or '-'} | {seconds / count:.0f} |")
-    told = f"Taken on {datetime.now(UTC):%Y-%m-%d} by `make bench-health`.\n\n"
-    head = "| algorithm | healthy runs | alarms | of which runs | seconds a run |\n|---|---|---|---|---|\n"
-    table = told + head + "".join(f"{row}\n" for row in rows)
-    print(table)
-    if record:
-        before, _, after = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}{table}{END}{after.partition(END)[2]}")
+        names, day = ", ".join(wrong) or "-", f"{datetime.now(UTC):%Y-%m-%d}"
+        row = f"| `{algorithm}` | {count} | {len(wrong)} | {names} | {seconds / count:.0f} | {day} |"
+        print(row, flush=True)
+        if record:
+            _record(algorithm, row)
     return 1 if num_wrong else 0
+
+
+def _record(algorithm: str, row: str) -> None:
+    """Put a row into the table of the page, in the place of an older one of the algorithm."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, after = rest.partition(END)
+    rows = {found: line for line in table.splitlines() if (found := line.split("`")[1] if "`" in line else "")}
+    rows[algorithm] = row
+    ordered = [rows[name] for name in specs() if name in rows]
+    PAGE.write_text(before + BEGIN + HEAD + "".join(f"{line}\n" for line in ordered) + END + after)
 
 
 def _make(names: list[str], keep: Path | None) -> tuple[list[str], float]:

@@ -31,9 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
+from fault_engines import PREFIX as OF_ENGINES
+from fault_engines import engine_scenarios
 from fault_inject import OUTSIDE, Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
-from fault_runs import DisturbedSite, Stuck, steps
+from fault_runs import DisturbedSite, Stuck, engines, steps
 from fault_services import (
     Cluster,
     Postgres,
@@ -73,10 +75,6 @@ class Campaign:
     num_ranks: int = NUM_RANKS
     """Of the undisturbed run, one on each node."""
 
-    @property
-    def reference_file(self) -> Path:
-        return self.results.with_suffix(".reference.json")
-
     def rows(self) -> list[Row]:
         """Finished cases."""
         if not self.results.exists():
@@ -88,15 +86,20 @@ class Campaign:
         with self.results.open("a") as file:
             file.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
-    def reference(self) -> dict[str, str]:
+    def reference(self, settings: tuple[str, ...] = ()) -> dict[str, str]:
         """Hash of the weights at every checkpoint of a run that nothing disturbs, by step.
+
+        Args:
+            settings: what it shares with the runs that are compared with it.
 
         Raises:
             Stuck: it did not get to its end, was taken for broken, or learned nothing between two checkpoints, so that
                 equal weights would prove nothing.
         """
-        if not self.reference_file.exists():
-            overrides = ("checkpoint.keep_last=1000",)
+        file, name = self.results.with_suffix(".references.json"), " ".join(settings)
+        known: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.exists() else {}
+        if name not in known:
+            overrides = ("checkpoint.keep_last=1000", *settings)
             plain = Scenario("reference", (), LONGEST_RUN, self.num_ranks, self.num_ranks, overrides)
             if self.cluster is None:
                 plain = on_one_node(plain)
@@ -113,8 +116,9 @@ class Campaign:
                 for incident in all_incidents(run):
                     raise Stuck(f"false alarm in the undisturbed run: {incident.message}")
                 require_learning(hashes)
-                self.reference_file.write_text(json.dumps(hashes, indent=1))
-        return dict(json.loads(self.reference_file.read_text()))
+                known[name] = hashes
+                file.write_text(json.dumps(known, indent=1))
+        return known[name]
 
     @contextmanager
     def site(self, scenario: Scenario) -> Iterator[Place]:
@@ -170,8 +174,7 @@ class Campaign:
                 site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
             except Stuck as stuck:
                 problem = str(stuck)
-            # The reference is of the native trainer.
-            return self._measure(scenario, place, truths, {} if scenario.is_wrapped else reference, problem)
+            return self._measure(scenario, place, truths, reference, problem)
 
     def _strike(self, place: Place, fault: Fault, number: int) -> Truth:
         """Wait for the fault's moment and do it, or wait until the saboteur has."""
@@ -181,7 +184,12 @@ class Campaign:
             found = site.wait_for(lambda: sorted(site.struck.glob(pattern)), f"fault {number} to strike", START_S)
             time.sleep(0.2)  # the file is made before it is written
             struck = json.loads(found[0].read_text())
-            return Truth(struck["time"], struck["step"] - 1, struck["rank"], struck["node"])
+            rank, node = struck["rank"], struck["node"]
+            if "engine" in fault.inside:
+                rank, node = next(
+                    (one.rank, one.node) for one in engines(place.run) if one.rank == fault.inside["engine"]
+                )
+            return Truth(struck["time"], struck["step"] - 1, rank, node)
         site.wait_for(lambda: last_step(place.run) >= fault.step, f"step {fault.step}", START_S)
         if fault.step > 0:
             time.sleep(place.chance.uniform(0, 2 * PACE_S))
@@ -301,8 +309,14 @@ def main() -> None:
         rows = campaign.rows()
     at_defaults = [row for row in rows if row.row.startswith(PREFIX)]
     of_scripts = [row for row in rows if row.row.startswith(OF_SCRIPTS)]
-    others = [row for row in rows if row not in at_defaults and row not in of_scripts]
-    for place, some in (("fault campaign", others), ("default floors", at_defaults), ("torchrun script", of_scripts)):
+    of_engines = [row for row in rows if row.row.startswith(OF_ENGINES)]
+    others = [row for row in rows if row not in [*at_defaults, *of_scripts, *of_engines]]
+    for place, some in (
+        ("fault campaign", others),
+        ("default floors", at_defaults),
+        ("torchrun script", of_scripts),
+        ("rollout engines", of_engines),
+    ):
         if some:
             table = markdown(some)
             print(table)
@@ -325,6 +339,7 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
     )
     planned += soon_scenarios(options.seed, options.times, one_node=not campaign.cluster)
     planned += wrapped_scenarios(options.seed, options.times, one_node=not campaign.cluster)
+    planned += engine_scenarios(options.seed, options.times, frozenset(available), one_node=not campaign.cluster)
     index, count = map(int, options.shard.split("/"))
     mine = [one for one in planned[index::count] if any(options.only in fault.row for fault in one.faults)]
     done = {row.scenario for row in campaign.rows()}
@@ -332,7 +347,8 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
     print(f"{len(mine)} runs, {len(mine) - len(left)} of them finished; results in {campaign.results}", flush=True)
     if not left:
         return
-    reference = campaign.reference() if not all(one.is_wrapped for one in left) else {}
+    compared = {one.compared for one in left if not one.is_wrapped}
+    references = {settings: campaign.reference(settings) for settings in compared}
     began = time.monotonic()
     for scenario in left:
         if options.minutes and time.monotonic() - began > 60 * options.minutes:
@@ -340,6 +356,7 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
             return
         print(f"{scenario.name} ({time.strftime('%H:%M:%S')})", flush=True)
         try:
+            reference = {} if scenario.is_wrapped else references[scenario.compared]
             rows = campaign.disturb(scenario, reference)
         except Exception:  # noqa: BLE001 - one run that cannot be made must not end the campaign; it stays unfinished
             traceback.print_exc()

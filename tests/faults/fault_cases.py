@@ -75,6 +75,8 @@ class Scenario:
     """Sleep in every call of the reward function, or in every step of the script."""
     is_wrapped: bool = False
     """True for a script of torchrun in the place of the native trainer."""
+    compared: tuple[str, ...] = ()
+    """Settings that the undisturbed run has too which it is compared with."""
 
     @property
     def settings(self) -> list[str]:
@@ -84,6 +86,7 @@ class Scenario:
             f"trainer.num_steps={self.total_steps}" if self.is_wrapped else steps,
             f"resources.num_nodes={self.num_nodes}",
             f"resources.ranks_per_node={self.num_ranks // self.num_nodes}",
+            *self.compared,
             *self.overrides,
         ]
         return [word for setting in own for word in ("--set", setting)]
@@ -115,6 +118,8 @@ class Kind:
     """Steps that the run is longer, and slow ones, so that it lasts longer than what is done to it."""
     is_wrapped: bool = False
     """Done to a script of torchrun, not to the native trainer."""
+    compared: tuple[str, ...] = ()
+    """Settings that the undisturbed run has too which its run is compared with."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -433,6 +438,7 @@ def chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
         needs=frozenset().union(*(kind.needs for kind in kinds)),
         pace_s=SLOW_PACE_S if more_steps else WRAPPED_PACE_S if kinds[0].is_wrapped else PACE_S,
         is_wrapped=kinds[0].is_wrapped,
+        compared=kinds[0].compared,
     )
 
 

@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from fault_runs import DisturbedSite, Stuck, agent_pids, program_ranks, workers
+from fault_runs import DisturbedSite, Stuck, agent_pids, engines, program_ranks, workers
 from fault_services import Cluster, Postgres, PrefectServer
 from sites import last_step
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
+from rlhf_core.whole_files import read_model
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,47 @@ def kill_program_rank(place: Place) -> Truth:
 def stop_program_rank(place: Place) -> Truth:
     """SIGSTOP one rank of a script."""
     return _signal_rank(place, signal.SIGSTOP, of_program=True)
+
+
+def _signal_engine(place: Place, number: signal.Signals) -> Truth:
+    """Signal one rollout engine, and wait until it serves again: with both gone the trainers would wait."""
+    victim = place.chance.choice(engines(place.run))
+    truth = place.truth(victim.rank, victim.node)
+    os.kill(victim.pid, number)
+    wait_for_engine(place, victim.rank)
+    return truth
+
+
+def wait_for_engine(place: Place, rank: int) -> None:
+    """Wait until a newer start of an engine has registered."""
+    path = place.run.attempts()[-1].engine(rank)
+
+    def generation() -> int:
+        address = read_model(path, EngineAddress)
+        return address.generation if address is not None else -1
+
+    before = generation()
+    place.site.wait_for(lambda: generation() > before, f"engine {rank} to be back", 120)
+
+
+def kill_engine(place: Place) -> Truth:
+    """SIGKILL one rollout engine."""
+    return _signal_engine(place, signal.SIGKILL)
+
+
+def stop_engine(place: Place) -> Truth:
+    """SIGSTOP one rollout engine."""
+    return _signal_engine(place, signal.SIGSTOP)
+
+
+def pause_engine(place: Place) -> Truth:
+    """Stop one rollout engine for less time than the floor, and let it go on."""
+    victim = place.chance.choice(engines(place.run))
+    truth = place.truth(victim.rank, victim.node)
+    os.kill(victim.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(victim.pid, signal.SIGCONT)
+    return truth
 
 
 def _kill_agent(place: Place, node: str) -> Truth:
@@ -390,6 +433,9 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
         stop_rank,
         kill_program_rank,
         stop_program_rank,
+        kill_engine,
+        stop_engine,
+        pause_engine,
         kill_leader,
         kill_agent,
         damage_and_kill_rank,

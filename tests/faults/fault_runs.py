@@ -184,18 +184,35 @@ def steps(run: RunDir) -> list[tuple[RestartDir, MetricsLine]]:
 
 
 def workers(run: RunDir) -> list[Worker]:
-    """The ranks of the newest start, as their agents announced them."""
-    started = [(restart, event) for restart, event in events(run) if event.kind == "workers_started"]
+    """The trainer ranks of the newest start, as their agents announced them."""
+    started = [(restart, event) for restart, event in _started(run) if "generation" not in event.data]
     newest = max(((one.attempt, one.restart) for one, _ in started), default=None)
-    found = []
-    for restart, event in started:
-        if (restart.attempt, restart.restart) != newest:
-            continue
-        ranks, pids = event.data["ranks"], event.data["pids"]
-        assert isinstance(ranks, dict)
-        assert isinstance(pids, dict)
-        found += [Worker(int(str(rank)), event.node, int(str(pids[local]))) for local, rank in ranks.items()]
+    found = [
+        worker
+        for restart, event in started
+        if (restart.attempt, restart.restart) == newest
+        for worker in _announced(event)
+    ]
     return sorted(found, key=lambda worker: worker.rank)
+
+
+def engines(run: RunDir) -> list[Worker]:
+    """The rollout engines that were started last, by their ranks in the group."""
+    attempt = run.attempts()[-1].number
+    of_groups = [event for one, event in _started(run) if one.attempt == attempt and "generation" in event.data]
+    newest = {worker.rank: worker for event in of_groups for worker in _announced(event)}
+    return [newest[rank] for rank in sorted(newest)]
+
+
+def _started(run: RunDir) -> list[tuple[RestartDir, AgentEvent]]:
+    return [(restart, event) for restart, event in events(run) if event.kind == "workers_started"]
+
+
+def _announced(event: AgentEvent) -> list[Worker]:
+    ranks, pids = event.data["ranks"], event.data["pids"]
+    assert isinstance(ranks, dict)
+    assert isinstance(pids, dict)
+    return [Worker(int(str(rank)), event.node, int(str(pids[local]))) for local, rank in ranks.items()]
 
 
 def program_ranks(run_id: str) -> list[Worker]:

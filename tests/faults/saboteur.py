@@ -30,7 +30,7 @@ _PLAN: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text
 """``struck``: folder for what has struck. ``pace_s``: sleep per reward call. ``faults``: a list of
 
     name         identity within the run
-    moment       ``beat`` (of ``phase``), ``slow`` (the same), ``reward``, ``metrics`` or ``loss``
+    moment       ``beat`` (of ``phase``), ``slow`` (the same), ``reward``, ``metrics``, ``loss`` or ``sync``
     what         which fault of that moment
     step         training step
     rank         rank that is struck; -1 for every rank
@@ -357,6 +357,53 @@ def _patch_loss() -> None:
     PolicyGradient.loss = broken  # type: ignore[method-assign]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults in a sync of weights
+
+
+def _patch_sync() -> None:
+    """A signal to an engine once all engines wait for the bytes of a version, before they come.
+
+    At the step of the fault or the first one after it with a sync: an evaluation has given the engines the weights.
+    """
+    from rlhf_core.weight_sync.sender import Sender
+
+    plain = Sender.send
+
+    def send(self: Any, beat: Any) -> Any:
+        for fault in _mine("sync"):
+            if _now["step"] < fault["step"] or not _strike(fault):
+                continue
+            os.kill(_engine_pid(fault["engine"]), getattr(signal, fault["what"]))
+        return plain(self, beat)
+
+    Sender.send = send  # type: ignore[method-assign]
+
+
+def _engine_pid(rank: int) -> int:
+    import psutil
+
+    job = os.environ["RLHF_JOB"]
+    found = [
+        process
+        for process in psutil.process_iter()
+        if process.status() != psutil.STATUS_ZOMBIE
+        and (around := _environment(process)).get("RLHF_JOB") == job
+        and around.get("RLHF_GROUP", "").startswith("rollout/")
+        and around.get("RANK") == str(rank)
+    ]
+    return int(min(found, key=lambda process: process.create_time()).pid)  # what it has started is younger
+
+
+def _environment(process: Any) -> dict[str, str]:
+    import psutil
+
+    try:
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
+
+
 if "RLHF_SLOTS" in os.environ:
     # In a worker, that is. Preflight imports this module too, where there is no torch and nothing to strike.
     _patch_beats()
@@ -364,3 +411,5 @@ if "RLHF_SLOTS" in os.environ:
         _patch_metrics()
     if _mine("loss"):
         _patch_loss()
+    if _mine("sync"):
+        _patch_sync()

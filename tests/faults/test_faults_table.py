@@ -4,8 +4,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from campaign import require_learning
+from campaign import LONGEST_RUN, require_learning
 from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
+from fault_engines import KINDS as OF_ENGINES
+from fault_engines import SETTINGS, engine_scenarios
 from fault_measure import Row, again_limit_s, passed_by
 from fault_runs import Stuck
 from fault_soon import CONTROLS as SILENT
@@ -134,3 +136,18 @@ def test_scripts_are_struck_where_they_are_and_only_by_what_fits_them() -> None:
         assert not any(setting.startswith("train.") for setting in scenario.settings)
         assert all(fault.inside or fault.outside.endswith("_program_rank") for fault in scenario.faults)
     assert not any(scenario.is_wrapped for scenario in scenarios(0, 10, 3, 30, EVERYTHING))
+
+
+def test_engines_are_struck_as_often_as_asked_for_and_compared_with_a_run_that_has_engines() -> None:
+    plan = engine_scenarios(0, 5, EVERYTHING)
+    assert plan == engine_scenarios(0, 5, EVERYTHING)
+    rows = [fault.row for scenario in plan for fault in scenario.faults]
+    assert {kind.row: rows.count(kind.row) for kind in OF_ENGINES} == {kind.row: 5 for kind in OF_ENGINES}
+    assert len({scenario.name for scenario in plan}) == len(plan)
+    for scenario in plan:
+        assert scenario.compared == SETTINGS
+        assert set(SETTINGS) <= set(scenario.settings)
+        assert scenario.total_steps <= LONGEST_RUN, "the undisturbed run is shorter"
+    local = engine_scenarios(0, 1, frozenset(), one_node=True)
+    assert {scenario.num_nodes for scenario in local} == {1}
+    assert not any("agent killed" in fault.row for scenario in local for fault in scenario.faults)

@@ -363,6 +363,17 @@ def test_vllm_on_cpu_keeps_weights_and_cache_beside_the_trainer() -> None:
     assert only(beside, "memory.evaluator").status is CheckStatus.BLOCKED, "it has an engine too"
 
 
+def test_copies_of_the_weights_for_engines_are_counted_where_main_memory_is_all_there_is() -> None:
+    def copies(**sync: Any) -> int:
+        spec = with_spec(rollout={"engines": 2, "sync": sync}).spec
+        return memory.trainer_estimate(spec, shape()).resident["weights to send"]
+
+    weights = 4 * shape().parameters
+    assert (copies(), copies(transport="files")) == (0, 0)
+    assert (copies(delta=True), copies(transport="shared_memory")) == (weights, weights)
+    assert copies(transport="shared_memory", delta=True) == 2 * weights
+
+
 def test_the_evaluator_counts_the_reference_that_pairs_are_ranked_against() -> None:
     def weights(algorithm: str) -> int:
         resident = memory.evaluator_estimate(with_spec(train={"algorithm": algorithm}).spec, shape()).resident

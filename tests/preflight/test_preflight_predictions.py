@@ -83,6 +83,21 @@ def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
     assert lighter.parts["communication"] < step.parts["communication"]
 
 
+@pytest.mark.parametrize(("tokens", "engines"), [(1024, 2), (64, 8)], ids=["sampling is longer", "training is longer"])
+def test_one_step_ahead_a_step_takes_as_long_as_the_longer_half(tokens: int, engines: int) -> None:
+    facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
+    changes = {"rollout.engines": engines, "rollout.max_new_tokens": tokens}
+    in_turn, ahead = (
+        predict(with_changes(facts.spec, changes | more), facts.inventory, facts.model_config, None).step
+        for more in ({}, {"rollout.max_staleness": 1})
+    )
+    assert in_turn is not None
+    assert ahead is not None
+    halves = in_turn.parts["sampling"], in_turn.parts["training"] + in_turn.parts["communication"]
+    assert ahead.seconds == pytest.approx(max(halves) + in_turn.parts["weight sync"])
+    assert (ahead.parts["sampling"] > 0) == (tokens == 1024)
+
+
 def test_a_gpu_without_figures_and_a_run_without_gpus_are_not_predicted() -> None:
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
     shape = shape_of(facts.model_config, WEIGHTS["qwen2.5-7b-gsm8k"], 0)

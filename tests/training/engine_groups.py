@@ -21,6 +21,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts import sglang_server
 from rlhf_core.training.rollouts.engine_process import run_engine
 from rlhf_core.training.rollouts.engine_worker import EngineWorker
 from rlhf_core.training.rollouts.remote import RemoteEngines
@@ -30,6 +31,8 @@ from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.whole_files import read_model
 
 TIMEOUT_S = 120.0
+STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))
+"""Program in the place of SGLang's server."""
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
@@ -97,6 +100,13 @@ class EngineGroup:
         self.signal(rank, signal.SIGKILL)
         self.processes[rank].join()
 
+    def restart(self, rank: int) -> None:
+        """Kill an engine, start it again, and wait until it has registered."""
+        before = self.address(rank)
+        self.kill(rank)
+        self.start(rank)
+        wait_for(lambda: self.address(rank) != before)
+
     def gate(self, place: str, rank: int) -> "Gate":
         """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
 
@@ -108,10 +118,11 @@ class EngineGroup:
         """Place at which an engine has registered."""
         return read_model(RunDir(self.root).attempt(1).engine(rank), EngineAddress)
 
-    def trainer(self, restart: int = 0, num_engines: int = 0) -> RemoteEngines:
-        """The engines, or the first of them, as a trainer that is alone uses them."""
-        rollout = {**self.spec["rollout"], "engines": num_engines or self.num}
+    def trainer(self, restart: int = 0, num_engines: int = 0, **sync: Any) -> RemoteEngines:
+        """The engines, or the first of them, as a trainer that is alone uses them; ``sync`` is ``rollout.sync``."""
+        rollout = {**self.spec["rollout"], "engines": num_engines or self.num, "sync": sync}
         context = make_context(str(self.root), {**self.spec, "rollout": rollout}, 0, 1, restart=restart)
+        context = replace(context, memory=self.root / "memory")
         ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore())
         return RemoteEngines(context, ranks)
 
@@ -168,6 +179,7 @@ def _obey_files(root: Path, rank: int) -> None:
         while gate.exists():
             time.sleep(0.01)
 
+    sglang_server.PROGRAM = STAND_IN
     progressed, load = EngineWorker._progressed, TransformersSampler.load
     receive = Receiver.receive
 

@@ -98,7 +98,7 @@ def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextMa
     def broken(rank: int) -> AbstractContextManager[Any]:
         if ranks and rank not in ranks:
             return nullcontext()
-        return mock.patch("rlhf_core.training.trainers.online.sample_seed", return_value=rank)
+        return mock.patch("rlhf_core.training.trainers.sampling.sample_seed", return_value=rank)
 
     return broken
 
@@ -156,7 +156,7 @@ def seeded_by(formula: SeedFormula) -> Callable[[int], AbstractContextManager[An
     """Sampling seeds by a formula of another framework."""
 
     def broken(rank: int) -> AbstractContextManager[Any]:
-        return mock.patch("rlhf_core.training.trainers.online.sample_seed", functools.partial(formula, rank))
+        return mock.patch("rlhf_core.training.trainers.sampling.sample_seed", functools.partial(formula, rank))
 
     return broken
 
@@ -194,7 +194,7 @@ def stuck_data(rank: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(TrainingContext, "take_rows", take))
-        stack.enter_context(mock.patch("rlhf_core.training.trainers.online.sample_seed", seed))
+        stack.enter_context(mock.patch("rlhf_core.training.trainers.sampling.sample_seed", seed))
         yield
 
 
@@ -306,19 +306,15 @@ CASES = HEALTHY | DEGENERATE
 
 GROUPS = ((8, 8), (16, 4), (4, 16))
 """Prompts of a step and samples of each."""
+FROM_NOTHING = ("sft", "reward_model")
+"""Algorithms that need no warm start, or cannot have one."""
 REWARDS = ("rlhf_core.training.rewards:exact_match", "health_runs:dense", "health_runs:from_minus_one")
 
 
 def healthy_of(algorithm: str, number: int) -> Case:
     """One of any number of healthy runs of an algorithm: another seed, learning rate, warm start, temperature, reward
-    and shape of the batch each time.
-
-    Raises:
-        ValueError: the algorithm learns from pairs or labels, and there is no such data for these runs.
-    """
+    and shape of the batch each time."""
     traits = specs()[algorithm]
-    if traits.pairs or traits.labelled:
-        raise ValueError(f"{algorithm} learns from pairs or labels: there is no such data for these runs yet")
     prompts, samples = GROUPS[number % 3]
     settings: dict[str, Any] = {
         "seed": 100 + number,
@@ -329,7 +325,11 @@ def healthy_of(algorithm: str, number: int) -> Case:
         "reward.functions": [REWARDS[number // 2 % 3]],
     }
     if not traits.samples:
-        settings |= {"main": {"name": algorithm, "batch_size": 4 * prompts}, "sft": {"num_steps": 0}}
+        settings["main"] = {"name": algorithm, "batch_size": 4 * prompts}
+    if traits.pairs or traits.labelled:
+        settings["data.generator"] = f"rlhf_core.training.tasks:{'sorted_pairs' if traits.pairs else 'sorted_or_not'}"
+    if algorithm in FROM_NOTHING:
+        settings["sft"] = {"num_steps": 0}
     return Case(settings)
 
 

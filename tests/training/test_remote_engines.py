@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import EngineGroup, engine_group, no_beat, wait_for
@@ -19,6 +20,7 @@ from rank_launcher import launch, make_context, values
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.engines import EngineHealth
+from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
@@ -90,8 +92,8 @@ def test_every_version_is_that_of_the_trainer(group: EngineGroup, tied: bool, tm
         follows_the_trainer(group)
 
 
-def follows_the_trainer(group: EngineGroup) -> None:
-    remote, peer = group.trainer(restart=next(STARTS)), TransformersEngine(char_tokenizer())
+def follows_the_trainer(group: EngineGroup, **sync: Any) -> None:
+    remote, peer = group.trainer(restart=next(STARTS), **sync), TransformersEngine(char_tokenizer())
     answers = []
     for version in range(3):
         model = tiny_model(group.spec["model"]["config"], seed=version)
@@ -104,6 +106,32 @@ def follows_the_trainer(group: EngineGroup) -> None:
             assert made.weight_version == version
         answers.append(tokens_of(found))
     assert answers[0] != answers[1] != answers[2], "weights that change nothing would show nothing"
+
+
+@pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.FILES])
+def test_engines_follow_weights_that_come_another_way(group: EngineGroup, transport: Transport) -> None:
+    follows_the_trainer(group, transport=transport)
+
+
+def test_engines_follow_deltas(group: EngineGroup) -> None:
+    """The whole weights, what has changed since, and the whole weights again for an engine that was restarted."""
+    remote, peer = group.trainer(restart=next(STARTS), delta=True), TransformersEngine(char_tokenizer())
+    model = tiny_model()
+    moved = []
+    for version in range(4):
+        if version == 3:
+            group.restart(1)
+        with torch.no_grad():
+            model.get_output_embeddings().weight[version + 40].mul_(-3)
+        transfer = remote.load(model, version, no_beat)
+        peer.load(model, version, no_beat)
+        assert transfer is not None
+        moved.append(transfer.bytes)
+        found, expected = (tokens_of(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (remote, peer))
+        assert found == expected
+    whole, first, second, after_restart = moved
+    assert first == second < whole / 20
+    assert after_restart == whole
 
 
 def test_a_completion_follows_from_its_seed_on_any_number_of_engines(group: EngineGroup) -> None:

@@ -139,9 +139,9 @@ def test_a_delta_with_a_wrong_result_is_undone() -> None:
     base_digest = row_digest(whole, base_row, beat)
     encoder.settle(SentVersion(version=0, digest=base_digest, bytes_sent=0, is_delta=False, wire_s=0), ["engine"])
     delta, parts = encoder.encode(whole.model_copy(update={"version": 1}), streamed(changed(old)), ["engine"], beat)
-    applied = apply_delta(delta, dict(parts), whole, base_row)
+    undo = apply_delta(delta, dict(parts), whole, base_row)
     assert row_digest(whole, base_row, beat) == delta.result_digest
-    applied.undo()
+    undo()
     assert row_digest(whole, base_row, beat) == base_digest
 
 

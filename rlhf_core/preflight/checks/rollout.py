@@ -6,8 +6,9 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.registry import Finding, blocked, check, passed
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
+from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.22")
 """As the extra ``vllm`` asks for: the first without CVE-2026-27893. Run here: 0.32."""
@@ -53,6 +54,32 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(shown)
+
+
+@check("rollout.sglang", trainer="native")
+def sglang(facts: Facts) -> Iterator[Finding]:
+    """SGLang that is missing, or is to run where it is no server of its own, ends every engine when it is started."""
+    spec, compute = facts.spec, facts.compute
+    if spec.rollout.engine != "sglang" or compute.problem:
+        return
+    if not spec.rollout.engines:
+        yield blocked(
+            'rollout.engine = "sglang" and rollout.engines = 0',
+            "engines of their own: SGLang is a server beside the trainers",
+            "set rollout.engines, or rollout.engine=vllm",
+        )
+    elif "sglang" not in compute.packages:
+        yield blocked(
+            f'rollout.engine = "sglang", and SGLang is missing in {compute.python}',
+            "sglang, which needs GPUs, in the compute environment",
+            f"{compute.python} -m pip install sglang, or set rollout.engine=vllm",
+        )
+    else:
+        yield warning(
+            f"sglang {compute.packages['sglang']}, which this version was not run with",
+            "an engine that runs in the tests: transformers or vllm",
+            "look at rollout/train_gap in the first steps",
+        )
 
 
 @check("rollout.engines")
@@ -129,6 +156,23 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed("engines sample for the next step while the trainers train")
+
+
+@check("rollout.sync", trainer="native")
+def sync(facts: Facts) -> Iterator[Finding]:
+    """Weights that go through the memory of one node never come to the engines of another."""
+    spec, transport = facts.spec, facts.spec.rollout.sync.transport
+    layout = spec.rollout.layout(spec.resources.num_nodes)
+    if not spec.rollout.engines or layout is None:
+        return
+    if transport is Transport.SHARED_MEMORY and layout.num_nodes > 1:
+        yield blocked(
+            f'rollout.sync.transport = "{transport}", and engines on {layout.num_nodes} nodes',
+            "engines on the node of trainer rank 0 alone",
+            "set rollout.sync.transport=broadcast",
+        )
+    else:
+        yield passed(f"weights go to engines by {transport}{', as deltas' if spec.rollout.sync.delta else ''}")
 
 
 def _room_for(facts: Facts, per_node: int) -> str:

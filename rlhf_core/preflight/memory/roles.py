@@ -24,6 +24,7 @@ from rlhf_core.preflight.memory.formulas import (
 )
 from rlhf_core.preflight.memory.shapes import Shape, trained_shape
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.weight_sync import Transport
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,15 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
     if any(algorithm.critic for algorithm in algorithms):
         # As large as the policy, and trained like it.
         resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
+    if spec.rollout.engines and not on_gpu:  # beside GPUs this is a small part of main memory
+        resident["weights to send"] = _weights_to_send(spec, shape)
     return Estimate(resident, moments)
+
+
+def _weights_to_send(spec: RunSpec, shape: Shape) -> int:
+    """Copies of the weights that rank 0 keeps for the engines: the base of deltas, and what lies in shared memory."""
+    sync = spec.rollout.sync
+    return weight_bytes(shape, spec.model.dtype) * (sync.delta + (sync.transport is Transport.SHARED_MEMORY))
 
 
 def with_reward_models(estimate: Estimate, spec: RunSpec, shapes: Mapping[str, Shape]) -> Estimate:

@@ -1,4 +1,4 @@
-"""How token losses become one number, and how statistics are counted.
+"""Aggregation of token losses to one number, and the counting of statistics.
 
 ``token_mean``      sum over all tokens / tokens of the optimizer step              (DAPO, arXiv 2503.14476, eq. 8)
 ``sequence_mean``   sum over sequences of their token mean / sequences of the step  (GRPO, arXiv 2402.03300, eq. 3)
@@ -21,7 +21,7 @@ their quotient is the mean."""
 
 
 def step_normaliser(aggregation: Aggregation, num_tokens: float, num_sequences: float, max_new_tokens: int) -> float:
-    """What the summed loss of a whole optimizer step is divided by.
+    """Divisor of the summed loss of a whole optimizer step.
 
     Args:
         num_tokens: completion tokens of the step, over all ranks.

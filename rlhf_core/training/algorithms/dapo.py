@@ -3,7 +3,7 @@
 GRPO's advantage and clipped surrogate with
 
 - ``clip_high`` above ``clip_low`` (eq. 8, clip-higher), and the mean over all tokens of the update (token-level loss);
-- groups whose rewards are all equal replaced by others (eq. 8, dynamic sampling: ``trainers/online.py``);
+- groups whose rewards are all equal replaced by others (eq. 8, dynamic sampling: ``trainers/sampling.py``);
 - completions that were cut off left out of the loss (sec. 3.4, overlong filtering);
 - a reward for length ``n`` with ``N`` the longest and ``C`` the buffer (eq. 13, soft overlong punishment):
 

@@ -29,7 +29,7 @@ def group_advantages(
     epsilon: float = 1e-4,
     batch_std: float | None = None,
 ) -> Tensor:
-    """How much better each completion is than its group.
+    """Advantage of each completion over its group.
 
     Args:
         rewards: ``[P, G]``; computed in float64 whatever comes in.

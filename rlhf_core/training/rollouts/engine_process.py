@@ -1,5 +1,7 @@
 """Role ``rollout``: an engine in a process of its own, restarted alone (``rollout.engines``)."""
 
+import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from rlhf_core.training.rollouts.engine_client import engine_name
 from rlhf_core.training.rollouts.engine_worker import EngineWorker
 from rlhf_core.training.rollouts.samplers import Sampler, TransformersSampler
 from rlhf_core.training.rollouts.server import EngineServer
+from rlhf_core.training.rollouts.sglang_sampler import SglangSampler
+from rlhf_core.training.rollouts.sglang_server import SglangServer
 from rlhf_core.training.tokenizers import load_tokenizer
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.weight_sync.receiver import Receiver
@@ -48,8 +52,8 @@ def run_engine(context: WorkerContext) -> RoleResult:
         )
         write_model(attempt.engine(context.rank), address)
         print(f"engine {context.rank} listens at {context.address}:{server.port}", flush=True)
-        worker.serve(lambda: server.is_alive)
-    raise WorkerError("the server of the engine has ended; its log says why")
+        worker.serve(lambda: server.is_alive and sampler.is_alive)
+    raise WorkerError("a server of the engine has ended; its log says why")
 
 
 def _model_folder(context: WorkerContext) -> Path:
@@ -67,6 +71,8 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
     if spec.rollout.engine == "transformers":
         make_deterministic(device)
         return TransformersSampler(folder, tokenizer, spec.model.dtype, device)
+    if spec.rollout.engine == "sglang":
+        return _sglang(context, folder, tokenizer)
     # Only this engine needs vLLM.
     from rlhf_core.training.rollouts.vllm_sampler import VllmSampler
 
@@ -80,3 +86,19 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
         max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
         on_gpu=on_gpu,
     )
+
+
+def _sglang(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    spec = context.spec
+    scratch = (context.memory or Path(tempfile.gettempdir())) / f"sglang-{context.rank}-{os.getpid()}"
+    scratch.mkdir(mode=0o700, parents=True)
+    server = SglangServer(
+        folder,
+        spec.rollout.sglang,
+        dtype=spec.model.dtype,
+        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        seed=spec.seed,
+        scratch=scratch,
+    )
+    server.wait(lambda: context.reporter.beat(Phase.SETUP, 0))
+    return SglangSampler(server, folder, tokenizer, scratch / "weights")

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
-from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.gathering import is_split
 from rlhf_core.training.rollouts.background import RolloutAhead
@@ -109,7 +108,7 @@ class RemoteEngines:
             assert sync is not None  # only rank 0 is asked to
             report = sync.send(self._controlled(engines, version), model, version, beat)
             transfer = WeightTransfer(
-                str(Transport.BROADCAST),
+                str(sync.transport),
                 report.sent.bytes_sent,
                 wire_s=report.wire_s,
                 apply_s=report.apply_s,

@@ -37,6 +37,10 @@ class Sampler(Protocol):
     def num_waiting(self) -> int:
         """Completions that were asked for and are not made."""
 
+    @property
+    def is_alive(self) -> bool:
+        """False once a process has ended that it samples with."""
+
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Take all weights over. Called while there are no requests.
 
@@ -86,6 +90,11 @@ class TransformersSampler:
     def num_waiting(self) -> int:
         """Completions that were asked for and are not made."""
         return sum(len(request.seeds) for request in list(self._waiting.values()))
+
+    @property
+    def is_alive(self) -> bool:
+        """True: it samples in this process."""
+        return True
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ def start_engine(
     spec = context.spec
     if spec.rollout.engines and context.role is Role.TRAINER:  # the group serves trainers; evaluators come after it
         return _recorded(RemoteEngines(context, ranks), context, ranks, spec.rollout.engines)
-    if spec.rollout.engine == "transformers":
+    if spec.rollout.engine != "vllm":  # evaluators do without a server of SGLang
         return TransformersEngine(tokenizer)
     # Only this engine needs vLLM.
     from rlhf_core.training.rollouts.vllm_engine import VllmEngine

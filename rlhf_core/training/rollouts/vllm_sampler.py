@@ -49,6 +49,11 @@ class VllmSampler:
         """Completions that were asked for and are not made."""
         return sum(one.num - len(one.made) for one in list(self._open.values()))
 
+    @property
+    def is_alive(self) -> bool:
+        """True: it samples in this process."""
+        return True
+
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Take all weights over; see ``samplers.Sampler``."""
         self._engine.load_tensors(_beating(tensors, beat))

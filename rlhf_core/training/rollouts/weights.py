@@ -6,28 +6,33 @@ import httpx
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
-from rlhf_core.schemas.weight_sync import WeightSyncReport
+from rlhf_core.schemas.weight_sync import Transport, WeightSyncReport
 from rlhf_core.training.gathering import named_weights, weight_shapes
 from rlhf_core.training.rollouts.engine_client import HttpEngineControl
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.weight_sync.base import Beat
+from rlhf_core.weight_sync.base import Beat, Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
+from rlhf_core.weight_sync.delta import DeltaEncoder
+from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.layout import entries_of, tied_names
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
+from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
 
 
 class WeightPublisher:
     """Sends versions of the weights to engines; for trainer rank 0."""
 
     def __init__(self, context: WorkerContext) -> None:
-        """Listen for the engines."""
-        outgoing = BroadcastOutgoing(
-            f"trainer-{context.rank}",
-            context.address,
-            stall_timeout_s=context.spec.rollout.remote.sync_timeout_s,
-        )
-        self._sender = Sender(outgoing)
+        """Listen for the engines.
+
+        Raises:
+            WeightSyncFailed: the way is not there.
+        """
+        settings = context.spec.rollout.sync
+        self.transport = settings.transport
+        delta = DeltaEncoder(settings.full_every) if settings.delta else None
+        self._sender = Sender(_outgoing(context), delta=delta)
 
     def send(
         self,
@@ -57,6 +62,23 @@ class WeightPublisher:
     def close(self) -> None:
         """Give back what the sender holds."""
         self._sender.close()
+
+
+def _outgoing(context: WorkerContext) -> Outgoing:
+    name, timeout_s = f"trainer-{context.rank}", context.spec.rollout.remote.sync_timeout_s
+    match context.spec.rollout.sync.transport:
+        case Transport.FILES:
+            folder = context.run_dir.attempt(context.attempt).weights
+            return FilesOutgoing(name, folder, stall_timeout_s=timeout_s)
+        case Transport.SHARED_MEMORY:
+            if context.memory is None:
+                raise WeightSyncFailed(
+                    f"{context.node} has no memory that its processes share; set rollout.sync.transport=broadcast", name
+                )
+            context.memory.mkdir(parents=True, exist_ok=True)
+            return SharedMemoryOutgoing(name, folder=context.memory, stall_timeout_s=timeout_s)
+        case Transport.BROADCAST:
+            return BroadcastOutgoing(name, context.address, stall_timeout_s=timeout_s)
 
 
 def gather_along(model: PreTrainedModel, beat: Beat) -> None:

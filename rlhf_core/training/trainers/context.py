@@ -1,4 +1,4 @@
-"""What the training loops share: the rows of a step, its end (metrics, votes, checkpoint), signs of life, time."""
+"""Common parts of the training loops: the rows of a step, its end (metrics, votes, checkpoint), signs of life, time."""
 
 import contextlib
 import functools

@@ -1,0 +1,64 @@
+"""Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine."""
+
+from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
+
+PREFIX = "rollout engines"
+NUM_ENGINES = 2
+SETTINGS = (
+    f"rollout.engines={NUM_ENGINES}",
+    # A group at a time: which prompts come together has no part in the numbers, and moved prompts change nothing.
+    "rollout.batch_size=4",
+    "loops.main.algorithm.samples_per_prompt=4",
+)
+_SLURM = frozenset({"slurm"})
+_ALONE = frozenset({"restart_workers"})
+_KILLED, _HUNG = frozenset({"worker_killed"}), frozenset({"hang"})
+
+
+def _kind(row: str, expected: Expected, **fields: object) -> Kind:
+    # Slow steps: an engine is back before the next fault.
+    return Kind(f"{PREFIX}: {row}", expected, num_nodes=2, compared=SETTINGS, more_steps=5, **fields)  # type: ignore[arg-type]
+
+
+KINDS: tuple[Kind, ...] = (
+    _kind("SIGKILL an engine", Expected(_KILLED, _ALONE, "rank", "death"), outside="kill_engine"),
+    _kind("SIGSTOP an engine", Expected(_HUNG, _ALONE, "rank", "hang"), outside="stop_engine"),
+    _kind(
+        "SIGKILL an engine in a sync of weights",
+        Expected(_KILLED, _ALONE, "rank", "death"),
+        inside=lambda chance: {"moment": "sync", "what": "SIGKILL", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
+    ),
+    _kind(
+        "SIGSTOP an engine in a sync of weights",
+        Expected(_HUNG, _ALONE, "rank", "hang"),
+        inside=lambda chance: {"moment": "sync", "what": "SIGSTOP", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
+    ),
+    _kind(
+        "SIGKILL a trainer rank",
+        Expected(_KILLED, frozenset({"restart_in_place"}), "rank", "death"),
+        outside="kill_rank",
+    ),
+    _kind(
+        "agent killed",
+        Expected(frozenset({"agent_killed"}), frozenset({"new_attempt"}), "node", "death"),
+        outside="kill_agent",
+        needs=_SLURM,
+    ),
+    _kind("control: an engine stands still for 3 s", Expected(), outside="pause_engine"),
+)
+
+
+def engine_scenarios(seed: int, times: int, available: frozenset[str], *, one_node: bool = False) -> list[Scenario]:
+    """Every kind so many times.
+
+    Args:
+        available: see ``fault_cases.scenarios``.
+        one_node: all ranks and engines on one node.
+    """
+    found: list[Scenario] = []
+    for number, kind in enumerate(kind for kind in KINDS if kind.needs <= available):
+        size = min(CHAIN - 1, times)
+        for first in range(0, times, size):
+            found.append(chain(f"{PREFIX.replace(' ', '-')}-{number}-{first}", [kind] * min(size, times - first), seed))
+    assert all(one.num_ranks == NUM_RANKS for one in found)
+    return [on_one_node(scenario) for scenario in found] if one_node else found

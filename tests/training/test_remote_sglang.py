@@ -1,0 +1,86 @@
+"""Engines of SGLang, with a stand-in for its server: SGLang itself needs GPUs, and was not run."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from core_models import char_tokenizer, tiny_model
+from engine_groups import STAND_IN, EngineGroup, engine_group, no_beat, wait_for
+from test_remote_engines import DRAWN, PROMPTS, SEEDS, STARTS, follows_the_trainer, is_diverse, tokens_of
+
+from rlhf_core.errors import StaleWeights, WorkerError
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.rollouts import SglangSettings
+from rlhf_core.training.rollouts import sglang_server
+from rlhf_core.training.rollouts.samplers import SamplerRequest
+from rlhf_core.training.rollouts.sglang_sampler import SglangSampler
+from rlhf_core.training.rollouts.sglang_server import SglangServer
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Of one rank: the trainer's."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
+    with engine_group(tmp_path_factory.mktemp("run"), 1, engine="sglang") as made:
+        yield made
+
+
+def test_engines_of_sglang_follow_the_trainer(group: EngineGroup) -> None:
+    follows_the_trainer(group)
+
+
+def test_completions_follow_from_their_seeds(group: EngineGroup) -> None:
+    trainer = group.trainer(restart=next(STARTS))
+    trainer.load(tiny_model(), 1, no_beat)
+    first, again = (tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) for _ in range(2))
+    assert first == again
+    assert is_diverse(first)
+
+
+def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
+    """Its agent starts both anew."""
+    (server,) = psutil.Process(group.processes[0].pid).children()
+    server.send_signal(signal.SIGKILL)
+    wait_for(lambda: not group.processes[0].is_alive())
+    assert "a server of the engine has ended" in group.output(0)
+
+
+@pytest.fixture
+def sampler(group: EngineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangSampler]:
+    """A sampler in this process."""
+    monkeypatch.setattr(sglang_server, "PROGRAM", STAND_IN)
+    folder = RunDir(group.root).initial_model
+    server = SglangServer(folder, SglangSettings(), dtype="float32", max_tokens=64, seed=0, scratch=tmp_path)
+    server.wait(no_beat)
+    yield SglangSampler(server, folder, char_tokenizer(), tmp_path / "weights")
+    (process,) = (one for one in psutil.Process().children() if one.cmdline()[1:2] == [STAND_IN[1]])
+    process.kill()
+
+
+def test_what_the_server_refuses_is_an_error(sampler: SglangSampler) -> None:
+    """Weights of another model, a request in a wrong form, a wrong key: never an empty completion."""
+    with pytest.raises(StaleWeights, match="nonsense"):
+        sampler.load([("nonsense", torch.zeros(2))], no_beat)
+    sampler.submit(SamplerRequest(1, PROMPTS[0], [1, 2], DRAWN))
+    assert sampler.num_waiting == 2
+    sampler.cancel([1])
+    assert sampler.num_waiting == 0
+    sampler.submit(SamplerRequest(2, PROMPTS[0], [1], replace(DRAWN, temperature=-1.0)))
+    with pytest.raises(WorkerError, match="SGLang has not completed a prompt"):
+        wait_for(lambda: sampler.step(no_beat))
+    sampler._http.headers["Authorization"] = "Bearer wrong"
+    with pytest.raises(WorkerError, match="401"):
+        sampler.score(PROMPTS[0])
