@@ -17,6 +17,9 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
+# Or every process of the tests compiles this project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint bench-sync bench-rollout faults clean
 
 help:

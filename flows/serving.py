@@ -19,6 +19,7 @@ from flows.server import (
     ui_url,
     worker_settings,
 )
+from rlhf_core.garbage import uncollected
 from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S, holding, private_folder
 from rlhf_core.services.processes import die_with_parent
 from rlhf_core.site_config import Site
@@ -50,16 +51,18 @@ def serve(site: Site, name: str) -> None:
 
 
 def _serve_server(site: Site, beat: Heartbeat) -> None:
-    import uvicorn
+    with uncollected():
+        import uvicorn
 
-    from flows.server_app import create_app  # only now: Prefect reads its settings when it is imported
-    from flows.server_guards import MAX_SOCKET_BYTES
+        from flows.server_app import create_app  # only now: Prefect reads its settings when it is imported
+        from flows.server_guards import MAX_SOCKET_BYTES
 
+        app = create_app(own_names(site))
     require_free_port(site)
     os.umask(0o077)  # its database holds secrets, and the key that they are encrypted with
     threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
     uvicorn.run(
-        create_app(own_names(site)),
+        app,
         host=site.prefect.host,
         port=site.prefect.port,
         log_level="warning",
@@ -78,13 +81,15 @@ def _beat_while_answering(url: str, beat: Heartbeat) -> None:
 
 
 def _serve_worker(site: Site, beat: Heartbeat) -> None:
-    from flows import worker
+    with uncollected():
+        from flows import worker
 
     worker.serve(site, beat)
 
 
 def _serve_daemon(site: Site, beat: Heartbeat) -> None:
-    from flows import daemon
+    with uncollected():
+        from flows import daemon
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

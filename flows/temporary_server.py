@@ -128,7 +128,7 @@ def _wait_for_answer(url: str, process: "subprocess.Popen[bytes]", deadline: flo
 def _command(port: int) -> list[str]:
     # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own, and
     # imports nothing from the folder that this process happens to be in.
-    serve = ["-P", "-m", "uvicorn", "--factory", "flows.server_app:create_app", "--lifespan", "on"]
+    serve = ["-P", "-m", "rlhf_core.garbage", "uvicorn", "--factory", "flows.server_app:create_app", "--lifespan", "on"]
     serve += ["--host", "127.0.0.1", "--port", str(port), "--ws-max-size", str(MAX_SOCKET_BYTES)]
     return [sys.executable, *serve, "--log-level", "error"]
 

@@ -1,5 +1,6 @@
 """Fixtures for every test: the user's home stays untouched, and nothing connects to the network."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import prefect_template
 import pytest
 import rerun_guard
 import skip_guard
+
+# Each test process imports all that any test uses. The collector would go through it in vain, again and again.
+gc.disable()
 
 # Before any library is imported: one thread per process (tests share few cores), no hubs, no telemetry.
 os.environ.update(
@@ -67,6 +71,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _cuda_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector leave alone what was imported, and look after what tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Have the interpreter end as it does everywhere: libraries in C++ complain of what is frozen."""
+    gc.unfreeze()
 
 
 def _cuda_available() -> bool:

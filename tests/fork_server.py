@@ -1,23 +1,22 @@
-"""The process that tests fork others from: it has made the imports of agents and of ranks once."""
+"""The process that tests fork others from: it has made the imports of agents and of ranks once (``preloaded.py``)."""
 
 import multiprocessing
 import os
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from unittest import mock
 
-PRELOADED = (
-    "rlhf_core.worker.__main__",
-    "rlhf_core.worker.agent",
-    "rlhf_core.worker.groups.elastic",
-    "rlhf_core.training.evaluation",
-    "rlhf_core.training.trainers.run",
-    "rlhf_core.weight_sync.session",
-)
-"""All in one list: a test process has one such server, and who asks first starts it."""
+PRELOADED = "preloaded"
+"""All in one module: a test process has one such server, and who asks first starts it."""
 
 
 def fork_server() -> ForkServerContext:
     """Context whose processes are forked from it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([PRELOADED])
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        forkserver.ensure_running()  # type: ignore[attr-defined]  # not in the stubs
     return context

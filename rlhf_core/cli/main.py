@@ -30,6 +30,7 @@ from rlhf_core.cli import (
     wrap_command,
 )
 from rlhf_core.errors import RlhfError
+from rlhf_core.garbage import collect_rarely
 from rlhf_core.schemas.migration import OldSettings
 
 app = typer.Typer(
@@ -144,6 +145,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the ``rlhf`` command."""
+    collect_rarely()
     warnings.formatwarning = _format_warning
     sys.exit(execute(sys.argv[1:]))
 

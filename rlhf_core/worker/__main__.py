@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from rlhf_core.garbage import collect_rarely
 from rlhf_core.schemas.resources import Role
 
 
@@ -167,4 +168,5 @@ def _check_content(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    collect_rarely()
     sys.exit(main())

@@ -6,13 +6,12 @@ A target is ``module:function``; the function takes a ``WorkerContext`` and retu
 progress through ``context.reporter``; a worker that does not beat is taken for hung.
 """
 
-import contextlib
-import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from rlhf_core.errors import BadInput
+from rlhf_core.garbage import uncollected
 from rlhf_core.schemas.resources import Role
 
 if TYPE_CHECKING:
@@ -66,22 +65,6 @@ def load(path: str) -> Callable[..., object]:
     if not callable(function):
         raise BadInput(f"{path} is no function but {type(function).__name__}")
     return cast("Callable[..., object]", function)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Make large imports without the garbage collector, and keep it off what they made.
-
-    It would go through all of it time and again, for nothing: a seventh of the imports of a native worker.
-    """
-    was_enabled = gc.isenabled()  # not where it is used inside another one, which goes on
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.freeze()
-            gc.enable()
 
 
 def load_role(path: str) -> "Callable[[WorkerContext], RoleResult]":

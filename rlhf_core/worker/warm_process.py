@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from rlhf_core.worker.roles import WARM, load, uncollected
+from rlhf_core.garbage import uncollected
+from rlhf_core.worker.roles import WARM, load
 from rlhf_core.worker.warm_workers import READY, TAKEN
 from rlhf_core.worker.worker_process import prepare_signals
 

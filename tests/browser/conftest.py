@@ -2,23 +2,28 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import signing_in
+from folder_fixtures import for_folder
 from sites import Site
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """Prefect server, worker, site daemon and a Slurm of four nodes."""
     if missing_programs():
         pytest.skip(WHY_NOT)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, kill_wait_s=1)
-    with Site(tmp_path_factory.mktemp("site"), cluster=cluster, team=True, max_runs=12).running() as site:
-        yield site
+
+    def running() -> AbstractContextManager[Site]:
+        cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, kill_wait_s=1)
+        return Site(tmp_path_factory.mktemp("site"), cluster=cluster, team=True, max_runs=12).running()
+
+    return for_folder(request, running)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """A controller on a fake scheduler, with a real history in SQLite and no waiting."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from control_fakes import Clock, FakeScheduler
 from desk import Desk, Notes
+from folder_fixtures import for_folder
 from sites import Site
 
 from rlhf_core.control import stages
@@ -34,12 +35,17 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
         yield Desk(site, scheduler, store, Clock(), Notes(), stack)
 
 
-@pytest.fixture(scope="session")
-def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def real_prefect(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """A real server with its UI; tests use it in a block (:meth:`Site.in_use`), and others see nothing of it."""
-    with Site(tmp_path_factory.mktemp("prefect")).running(services=False) as site:
-        site.serve("server")
-        yield site
+
+    @contextmanager
+    def served() -> Iterator[Site]:
+        with Site(tmp_path_factory.mktemp("prefect")).running(services=False) as site:
+            site.serve("server")
+            yield site
+
+    return for_folder(request, served)
 
 
 @pytest.fixture

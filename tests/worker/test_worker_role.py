@@ -1,6 +1,5 @@
 """The process of one worker, without an agent: what it imports, what it writes, how it ends."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.whole_files import read_model, write_model, write_text
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.roles import load, uncollected
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 HEAD = (
@@ -120,14 +118,3 @@ def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
     assert outcome is not None
     assert outcome.error_type == "rlhf_core.errors.RunDirError"
     assert "placement.json is missing" in outcome.message
-
-
-def test_the_collector_is_at_work_again_after_imports_that_failed() -> None:
-    with uncollected():
-        assert not gc.isenabled()
-    with uncollected():
-        load("json:loads")
-        assert not gc.isenabled(), "an import inside leaves it off for the rest"
-    with pytest.raises(ImportError):
-        load("rlhf_core.no_such_module:run")
-    assert gc.isenabled()
