@@ -80,10 +80,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Have the interpreter end as it does everywhere: libraries in C++ complain of what is frozen. Workers of
-    pytest-xdist are not heard, and end sooner."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        gc.unfreeze()
+    """Have the interpreter end as it does everywhere: libraries in C++ complain of what is frozen."""
+    gc.unfreeze()
 
 
 def _cuda_available() -> bool:

@@ -63,10 +63,11 @@ def sampler(group: EngineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A sampler in this process."""
     monkeypatch.setattr(sglang_server, "PROGRAM", STAND_IN)
     folder = RunDir(group.root).initial_model
+    before = set(psutil.Process().children())
     server = SglangServer(folder, SglangSettings(), dtype="float32", max_tokens=64, seed=0, scratch=tmp_path)
+    (process,) = set(psutil.Process().children()) - before
     server.wait(no_beat)
     yield SglangSampler(server, folder, char_tokenizer(), tmp_path / "weights")
-    (process,) = (one for one in psutil.Process().children() if one.cmdline()[1:2] == [STAND_IN[1]])
     process.kill()
 
 

@@ -19,7 +19,7 @@ from rlhf_core.errors import WorkerError
 from rlhf_core.private_files import write_new
 from rlhf_core.schemas.rollouts import SglangSettings
 
-PROGRAM = (sys.executable, "-m", "sglang.launch_server")
+PROGRAM = (sys.executable, "-P", "-m", "sglang.launch_server")
 HOST = "127.0.0.1"
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 10.0
