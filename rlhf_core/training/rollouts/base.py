@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
@@ -175,6 +175,23 @@ def require_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[i
         raise ValueError(f"found {len(seeds)} lists of seeds for {len(prompts)} prompts; expected one each")
     if any(not prompt for prompt in prompts):
         raise ValueError("found an empty prompt; a completion needs at least one token to follow")
+
+
+def completion_of(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], finished: bool, logprobs: list[float]
+) -> Completion:
+    """Turn sampled tokens into a completion.
+
+    Args:
+        tokens: with the end token where it was sampled.
+        finished: True if it was.
+        logprobs: one per token.
+    """
+    # Special tokens stay visible: a reward function must see every token that the model chose to write.
+    text = tokenizer.decode(
+        tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return Completion(tokens, str(text), finished, logprobs)
 
 
 def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:

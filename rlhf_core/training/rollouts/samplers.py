@@ -173,3 +173,48 @@ class TransformersSampler:
                 break
             batch.append(request)
         return batch
+
+
+class OpenPrompts:
+    """Prompts of which some completions are not made: the bookkeeping of samplers that make each by itself."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._made: dict[int, list[Completion | None]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that are not made. May be asked for in any thread."""
+        return sum(completion is None for group in list(self._made.values()) for completion in group)
+
+    def add(self, request: SamplerRequest) -> None:
+        """Take a request."""
+        self._made[request.key] = [None] * len(request.seeds)
+
+    def put(self, key: int, place: int, completion: Completion) -> list[Completion] | None:
+        """Take a completion; that of a request that was cancelled is dropped.
+
+        Args:
+            key: of the request.
+            place: index of its seed.
+
+        Returns:
+            All completions of the request once they are made, in the order of its seeds.
+        """
+        group = self._made.get(key)
+        if group is None:
+            return None
+        group[place] = completion
+        whole = [one for one in group if one is not None]
+        if len(whole) < len(group):
+            return None
+        del self._made[key]
+        return whole
+
+    def cancel(self, key: int) -> list[int]:
+        """Drop a request.
+
+        Returns:
+            Places of its completions that are not made; none where it is not open.
+        """
+        return [place for place, one in enumerate(self._made.pop(key, [])) if one is None]

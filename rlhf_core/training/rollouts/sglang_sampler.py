@@ -8,9 +8,8 @@ import asyncio
 import json
 import queue
 import shutil
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights, WorkerError
-from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.samplers import SamplerRequest
+from rlhf_core.training.rollouts.base import Sampling, completion_of
+from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang_server import SglangServer
 from rlhf_core.training.rollouts.vllm_engine import end_ids_of
 from rlhf_core.training.types import Completion
@@ -30,14 +29,6 @@ from rlhf_core.training.types import Completion
 POLL_S = 0.05
 """Longest wait of a step for a completion."""
 UNLIMITED = httpx.Timeout(None, connect=10.0)
-
-
-@dataclass
-class _SentPrompt:
-    """A prompt of which some completions are not made."""
-
-    tasks: list["Future[None]"]
-    made: dict[int, Completion] = field(default_factory=dict)
 
 
 class SglangSampler:
@@ -56,7 +47,8 @@ class SglangSampler:
         without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
         shutil.copytree(folder, weights, ignore=without_weights)
         self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
-        self._open: dict[int, _SentPrompt] = {}
+        self._open = OpenPrompts()
+        self._sent: dict[tuple[int, int], Future[None]] = {}
         self._made: queue.SimpleQueue[tuple[int, int, Completion | Exception]] = queue.SimpleQueue()
         self._num_chunks = 0
         self._loop = asyncio.new_event_loop()
@@ -67,7 +59,7 @@ class SglangSampler:
     @property
     def num_waiting(self) -> int:
         """Completions that were asked for and are not made."""
-        return sum(len(one.tasks) - len(one.made) for one in list(self._open.values()))
+        return self._open.num_waiting
 
     @property
     def is_alive(self) -> bool:
@@ -104,11 +96,10 @@ class SglangSampler:
 
     def submit(self, request: SamplerRequest) -> None:
         """Take a request."""
-        asked = [
-            self._make(request.key, place, request.prompt, seed, request.sampling)
-            for place, seed in enumerate(request.seeds)
-        ]
-        self._open[request.key] = _SentPrompt([self._begin(one) for one in asked])
+        self._open.add(request)
+        for place, seed in enumerate(request.seeds):
+            work = self._make(request.key, place, request.prompt, seed, request.sampling)
+            self._sent[request.key, place] = asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
         """Collect what is made meanwhile, after a short wait.
@@ -126,12 +117,9 @@ class SglangSampler:
             timeout_s = 0.0
             if isinstance(made, Exception):
                 raise WorkerError(f"SGLang has not completed a prompt: {made!r}") from made
-            if (one := self._open.get(key)) is None:
-                continue  # cancelled meanwhile
-            one.made[place] = made
-            if len(one.made) == len(one.tasks):
-                del self._open[key]
-                done.append((key, [one.made[index] for index in range(len(one.tasks))]))
+            self._sent.pop((key, place), None)
+            if (whole := self._open.put(key, place, made)) is not None:
+                done.append((key, whole))
         if seen != self._num_chunks:
             beat()
         return done
@@ -139,14 +127,10 @@ class SglangSampler:
     def cancel(self, keys: Collection[int]) -> None:
         """Drop requests that are not done: SGLang gives up those whose connection is closed."""
         for key in keys:
-            one = self._open.pop(key, None)
-            for task in one.tasks if one is not None else ():
-                task.cancel()
+            for place in self._open.cancel(key):
+                self._sent.pop((key, place)).cancel()
 
     # -----------------------------------------------------------------------------------------------------------------
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _make(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         try:
@@ -190,11 +174,7 @@ class SglangSampler:
             raise WorkerError(f"it was ended: {facts['finish_reason']}")
         made = facts["output_token_logprobs"]
         tokens, logprobs = [token for _, token, *_ in made], [logprob for logprob, *_ in made]
-        finished = reason == "stop"
-        text = self._tokenizer.decode(
-            tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return Completion(tokens, str(text), finished, logprobs)
+        return completion_of(self._tokenizer, tokens, reason == "stop", logprobs)
 
 
 def _error_of(answer: httpx.Response) -> str:

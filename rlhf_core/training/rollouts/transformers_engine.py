@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from rlhf_core.training.gathering import whole_model
-from rlhf_core.training.rollouts.base import Sampling, draw_tokens, require_prompts, require_version
+from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
 from rlhf_core.training.types import Completion
 
 _KEEP_SHARE = 0.75
@@ -224,14 +224,7 @@ def _completions(
     lengths = torch.where(finished, ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
     kept = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
     kept_logprobs = [row[:length] for row, length in zip(logprobs.tolist(), lengths, strict=True)]
-    is_finished = finished.tolist()
-    # Special tokens stay visible: a reward function must see every token that the model chose to write.
-    texts = tokenizer.batch_decode(
-        [row[:-1] if done else row for row, done in zip(kept, is_finished, strict=True)],
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
-    )
     return [
-        Completion(row, text, done, row_logprobs)
-        for row, text, done, row_logprobs in zip(kept, texts, is_finished, kept_logprobs, strict=True)
+        completion_of(tokenizer, row, done, row_logprobs)
+        for row, done, row_logprobs in zip(kept, finished.tolist(), kept_logprobs, strict=True)
     ]

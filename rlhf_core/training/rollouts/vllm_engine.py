@@ -28,7 +28,7 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoint_state import kept_random_state
-from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
+from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.vllm_adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
@@ -271,13 +271,8 @@ class VllmEngine:
 
     def _completion(self, output: Any) -> Completion:
         tokens = list(output.token_ids)
-        finished = output.finish_reason == "stop"
-        # Special tokens stay visible, as in the engine of transformers.
-        text = self._tokenizer.decode(
-            tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
         logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
-        return Completion(tokens, str(text), finished, logprobs)
+        return completion_of(self._tokenizer, tokens, output.finish_reason == "stop", logprobs)
 
 
 def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,7 +1,6 @@
 """vLLM in the process of an engine: requests join and leave its batch at every decoding step."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -9,17 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
-from rlhf_core.training.rollouts.samplers import SamplerRequest
+from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.vllm_engine import VllmEngine
 from rlhf_core.training.types import Completion
-
-
-@dataclass
-class _Open:
-    """A prompt of which some completions are not made."""
-
-    num: int
-    made: dict[int, Completion] = field(default_factory=dict)
 
 
 class VllmSampler:
@@ -51,12 +42,12 @@ class VllmSampler:
             variables=variables,
             lora=lora,
         )
-        self._open: dict[int, _Open] = {}
+        self._open = OpenPrompts()
 
     @property
     def num_waiting(self) -> int:
         """Completions that were asked for and are not made."""
-        return sum(one.num - len(one.made) for one in list(self._open.values()))
+        return self._open.num_waiting
 
     @property
     def is_alive(self) -> bool:
@@ -77,7 +68,7 @@ class VllmSampler:
 
     def submit(self, request: SamplerRequest) -> None:
         """Take a request."""
-        self._open[request.key] = _Open(len(request.seeds))
+        self._open.add(request)
         for place, seed in enumerate(request.seeds):
             self._engine.submit(f"{request.key}.{place}", request.prompt, seed, request.sampling)
 
@@ -86,22 +77,15 @@ class VllmSampler:
         done = []
         for name, completion in self._engine.step():
             key, place = map(int, name.split("."))
-            one = self._open.get(key)
-            if one is None:
-                continue  # cancelled meanwhile
-            one.made[place] = completion
-            if len(one.made) == one.num:
-                del self._open[key]
-                done.append((key, [one.made[index] for index in range(one.num)]))
+            if (whole := self._open.put(key, place, completion)) is not None:
+                done.append((key, whole))
         beat()
         return done
 
     def cancel(self, keys: Collection[int]) -> None:
         """Drop requests that are not done."""
         for key in keys:
-            one = self._open.pop(key, None)
-            if one is not None:
-                self._engine.cancel([f"{key}.{place}" for place in range(one.num) if place not in one.made])
+            self._engine.cancel([f"{key}.{place}" for place in self._open.cancel(key)])
 
 
 def _beating(tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
