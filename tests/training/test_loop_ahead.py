@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import EngineGroup, engine_group, no_beat, wait_for
 from rank_launcher import launch, make_context, tiny_spec, values
@@ -211,17 +210,8 @@ def test_completions_that_are_too_old_are_sampled_again(results: list[dict[str, 
     assert metrics(folder, "ahead, killed")[5]["rollout/staleness"] == 1
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """Of one rank: the trainer's."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-def test_what_is_left_when_all_engines_are_lost_is_sampled_with_the_next_weights(
-    tmp_path: Path, process_group: None
-) -> None:
+@pytest.mark.usefixtures("ranks")
+def test_what_is_left_when_all_engines_are_lost_is_sampled_with_the_next_weights(tmp_path: Path) -> None:
     """Both engines are killed with some prompts answered; restarted, they have no weights, and those of the
     rollout are gone. Every prompt is completed once, and each completion says by which weights."""
     with engine_group(tmp_path, 2) as group:

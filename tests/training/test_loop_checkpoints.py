@@ -9,7 +9,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,10 @@ from rlhf_core.training.health_state import HealthState, Repetition  # noqa: E40
 from rlhf_core.training.models import build_causal_lm, load_causal_lm  # noqa: E402
 from rlhf_core.training.resume import resume_point  # noqa: E402
 from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
-from rlhf_core.training.types import NullReporter  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 
 ENGINE_STATE = {"step": 4.0, "parts": {"embedding": {"start": 0, "weight": torch.ones(10)}}}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """A process group of one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

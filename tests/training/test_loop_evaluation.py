@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,6 @@ def evaluate(ranks: Ranks, step: int = 6, seed: int = 0, **settings: Any) -> lis
     return evaluator.run(model, "after", step, lambda: None)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A process group of one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
-    torch.distributed.destroy_process_group()
-
-
 def on_ranks(rank: int, num_ranks: int, run_dir: str) -> list[Any]:
     from rlhf_core.training.distributed import init_process_group
 
@@ -78,15 +68,15 @@ def without_time(report: EvaluationReport | dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.end_to_end
-def test_any_number_of_ranks_gives_the_same_report(alone: Ranks, tmp_path: Path) -> None:
+def test_any_number_of_ranks_gives_the_same_report(ranks: Ranks, tmp_path: Path) -> None:
     """10 prompts on 3 ranks: parts of 3, 3 and 4."""
-    expected = [without_time(report) for report in evaluate(alone)]
+    expected = [without_time(report) for report in evaluate(ranks)]
     for reports in values(launch(on_ranks, 3, tmp_path / "launch", run_dir=str(tmp_path / "run"))):
         assert [without_time(report) for report in reports] == expected
 
 
-def test_reports_hold_what_was_measured(alone: Ranks) -> None:
-    greedy, sampled = evaluate(alone)
+def test_reports_hold_what_was_measured(ranks: Ranks) -> None:
+    greedy, sampled = evaluate(ranks)
     assert (greedy.name, sampled.name) == ("greedy", "sampled")
     assert (greedy.num_prompts, greedy.num_samples) == (10, 10)
     assert (sampled.num_prompts, sampled.num_samples) == (10, 20)
@@ -97,7 +87,7 @@ def test_reports_hold_what_was_measured(alone: Ranks) -> None:
         assert report.ci_low <= report.value <= report.ci_high
     assert [sample.sample_index for sample in sampled.samples] == [0, 1, 0, 1, 0, 1, 0]
     assert len({sample.prompt for sample in greedy.samples}) == 7
-    (more,) = [report for report in evaluate(alone, keep_samples=99) if report.name == "sampled"]
+    (more,) = [report for report in evaluate(ranks, keep_samples=99) if report.name == "sampled"]
     assert more.value == pytest.approx(sum(sample.score for sample in more.samples) / 20)
     assert [sample.prompt for sample in more.samples[::2]][:7] == [sample.prompt for sample in greedy.samples]
 
@@ -114,7 +104,7 @@ def test_reports_hold_what_was_measured(alone: Ranks) -> None:
     ids=["reward model", "pairs", "pairs after a warm start on samples", "pairs with answers", "answers"],
 )
 def test_an_engine_is_started_where_something_is_sampled(
-    alone: Ranks,
+    ranks: Ranks,
     capsys: pytest.CaptureFixture[str],
     content: dict[str, Any],
     trains_on_samples: bool,
@@ -129,37 +119,37 @@ def test_an_engine_is_started_where_something_is_sampled(
         started.append(TransformersEngine(tokenizer))
         return started[-1]
 
-    load_evaluator(spec, alone, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
+    load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
     assert len(started) == num_started
     assert ("'vllm' is not started" in capsys.readouterr().out) is (num_started == 0)
 
 
-def test_samples_of_a_prompt_differ_and_noise_does_not_depend_on_the_step(alone: Ranks) -> None:
-    early, late = evaluate(alone, step=2)[1], evaluate(alone, step=6)[1]
+def test_samples_of_a_prompt_differ_and_noise_does_not_depend_on_the_step(ranks: Ranks) -> None:
+    early, late = evaluate(ranks, step=2)[1], evaluate(ranks, step=6)[1]
     assert early.samples == late.samples
     pairs = list(zip(early.samples[::2], early.samples[1::2], strict=False))
     assert all(a.prompt_uid == b.prompt_uid for a, b in pairs)
     assert any(a.completion != b.completion for a, b in pairs)
-    assert evaluate(alone, seed=1)[1].samples != early.samples
+    assert evaluate(ranks, seed=1)[1].samples != early.samples
 
 
-def test_the_number_of_prompts_is_a_limit(alone: Ranks) -> None:
-    assert [report.num_prompts for report in evaluate(alone, num_prompts=4)] == [4, 4]
-    assert [report.num_prompts for report in evaluate(alone, num_prompts=400)] == [10, 10]
+def test_the_number_of_prompts_is_a_limit(ranks: Ranks) -> None:
+    assert [report.num_prompts for report in evaluate(ranks, num_prompts=4)] == [4, 4]
+    assert [report.num_prompts for report in evaluate(ranks, num_prompts=400)] == [10, 10]
 
 
-def test_a_scorer_that_fails_is_named(alone: Ranks) -> None:
+def test_a_scorer_that_fails_is_named(ranks: Ranks) -> None:
     with pytest.raises(RewardFailed, match="broken raised ZeroDivisionError: no luck"):
-        evaluate(alone, scorer="test_loop_evaluation:broken")
+        evaluate(ranks, scorer="test_loop_evaluation:broken")
 
 
-def test_reports_are_whole_files(alone: Ranks, tmp_path: Path) -> None:
+def test_reports_are_whole_files(ranks: Ranks, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    reports = evaluate(alone)
+    reports = evaluate(ranks)
     assert not are_written(run_dir, "after")
-    write_reports(run_dir, reports[:1], alone)
+    write_reports(run_dir, reports[:1], ranks)
     assert not are_written(run_dir, "after")
-    write_reports(run_dir, reports, alone)
+    write_reports(run_dir, reports, ranks)
     assert are_written(run_dir, "after")
     assert not are_written(run_dir, "before")
     stored = EvaluationReport.model_validate_json(run_dir.evaluation("after", "greedy").read_bytes())

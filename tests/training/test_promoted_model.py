@@ -1,6 +1,5 @@
 """A promoted model is one for the libraries that others use: it loads, says the same, and has a card they can read."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,18 +24,8 @@ from rlhf_core.training.checkpoints import CheckpointWriter  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
 from rlhf_core.training.models import build_causal_lm  # noqa: E402
 from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
-from rlhf_core.training.types import NullReporter  # noqa: E402
 
 pytestmark = pytest.mark.training
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """A process group of one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
-    torch.distributed.destroy_process_group()
 
 
 def evaluation(when: Literal["before", "after"], value: float) -> EvaluationReport:

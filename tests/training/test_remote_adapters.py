@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import EngineGroup, engine_group, no_beat, wait_for
@@ -25,19 +24,11 @@ from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.weight_probe import TOLERANCE, probe_of
 
-pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, batch_size=4)
 """A prompt at a time: what is sampled together rounds differently."""
 STARTS = itertools.count(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """A process group of one rank: the trainer's."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import EngineGroup, engine_group, no_beat, wait_for
 from rank_launcher import launch, make_context, values
@@ -27,20 +26,12 @@ from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.seeds import sample_seed
 from rlhf_core.training.types import Completion
 
-pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
 PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
 SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, batch_size=8)
 DRAWN = Sampling(max_new_tokens=12, temperature=1.0, batch_size=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """Of one rank: the trainer's."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def tokens_of(made: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:

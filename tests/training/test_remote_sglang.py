@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from core_models import char_tokenizer, tiny_model
 from engine_groups import STAND_IN, EngineGroup, engine_group, no_beat, wait_for
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, STARTS, follows_the_trainer, is_diverse, tokens_of
@@ -21,15 +20,7 @@ from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.sglang_sampler import SglangSampler
 from rlhf_core.training.rollouts.sglang_server import SglangServer
 
-pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """Of one rank: the trainer's."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """vLLM as a rollout engine of its own: the numbers of transformers after every sync, reproducible and diverse."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import engine_group, no_beat
@@ -16,20 +14,12 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
-pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
 PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
 SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, batch_size=5)
 DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=5)
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    """Of one rank: the trainer's."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
