@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -457,22 +457,9 @@ class PostgresServer:
         made = subprocess.run(initialise, capture_output=True, text=True, cwd=self._folder, check=False, **identity)
         if made.returncode != 0:
             raise LookupError(f"PostgreSQL cannot be started here: {made.stderr.strip().splitlines()[-1]}")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
-        command = [programs / "postgres", "-D", data, "-p", str(self._port)]
-        with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command + [word for setting in settings for word in ("-c", setting)],
-                cwd=self._folder,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                preexec_fn=_end_with_parent,
-                **identity,
-            )
+        while not self._starts(programs / "postgres", data, identity):
+            pass
         atexit.register(self._end)
-        self._wait()
         self._migrated = self.empty_database()
         migrate.upgrade(parse_url(self._migrated))
         self.make_reader(self._migrated, "rlhf")  # its user is a superuser, who may ask as this role only
@@ -521,15 +508,36 @@ class PostgresServer:
         url = f"postgresql+psycopg://rlhf@127.0.0.1:{self._port}/postgres"
         return create_engine(url, isolation_level="AUTOCOMMIT")
 
-    def _wait(self) -> None:
+    def _starts(self, program: Path, data: Path, identity: Mapping[str, Any]) -> bool:
+        """Start the server; False where another process has taken its port meanwhile."""
         import psycopg
 
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
+        command = [program, "-D", data, "-p", str(self._port)]
+        messages = self._folder / "log"
+        with messages.open("wb") as log:
+            self._process = subprocess.Popen(
+                command + [word for setting in settings for word in ("-c", setting)],
+                cwd=self._folder,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=_end_with_parent,
+                **identity,
+            )
         deadline = time.monotonic() + 60
         while True:
             try:
-                psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres").close()
-                return
+                with psycopg.connect(
+                    f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres connect_timeout=5"
+                ) as connection:
+                    answer = connection.execute("SHOW data_directory").fetchone()
+                return answer == (str(data),)  # or it is the server of another process of the tests
             except psycopg.OperationalError:
+                if self._process.poll() is not None and "Address already in use" in messages.read_text():
+                    return False
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     raise
                 time.sleep(0.05)
