@@ -67,7 +67,7 @@ QUICK = "reconcile_s = 1.0\ningest_s = 0.5"
 
 SMALL = (
     "model.config.num_hidden_layers=1", "data.generator_args.num_train=64", "preflight.probe=false",
-    "resources.num_nodes=1", "resources.ranks_per_node=1", "supervise.backoff_s=0", "supervise.warm_workers=false",
+    "resources.num_nodes=1", "resources.ranks_per_node=1", "supervise.backoff_s=0",
 )  # fmt: skip
 """Overrides of a preset that make a run as small as it can be."""
 

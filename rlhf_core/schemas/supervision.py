@@ -52,8 +52,8 @@ class SuperviseSpec(Schema):
     max_excluded_nodes: NonNegative = 4
     """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
     warm_workers: bool = True
-    """Keep processes ready on every node that have imported torch, transformers and DeepSpeed, one for each worker: a
-    restart in place takes them over. None are kept where memory is short."""
+    """Import torch, transformers and DeepSpeed once on every node, in a process that the workers of every start are
+    forked from, also those of a restart in place. Off: each worker imports them itself."""
     learn_from_history: bool = True
     """Begin with the longest gaps of earlier runs of the same shape, instead of learning them anew."""
     oom_remediation: bool = True

@@ -2,7 +2,7 @@
 
     agent         one per node: starts, watches and ends the workers of an attempt
     role          one worker; started by an agent
-    spare         makes the imports of a worker and waits to become one; started by an agent
+    fork-server   makes the imports of a worker and forks workers; started by an agent
     check-import  whether a module:function can be imported here; one JSON line
     probe         measures the node before training; started by an agent, one JSON line per step
     check-content looks at rows, tokenizer and rewards of a spec; one JSON line
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "agent": _agent,
         "role": _role,
-        "spare": _spare,
+        "fork-server": _fork_server,
         "check-import": _check_import,
         "probe": _probe,
         "check-content": _check_content,
@@ -64,11 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     role.add_argument("--path", type=Path, action="append", default=[], help="folder to import the target from")
     role.add_argument("--damaged", action="append", default=[], help="checkpoint that is not to be used")
 
-    spare = commands.add_parser(
-        "spare", help="make the imports of a worker and wait to become one; started by an agent"
-    )
-    spare.add_argument("orders", type=int, help="file descriptor from which the order is read")
-    spare.add_argument("answers", type=int, help="file descriptor to which answers are written")
+    server = commands.add_parser("fork-server", help="make the imports of a worker and fork workers; for agents")
+    server.add_argument("orders", type=int, help="file descriptor from which orders are read")
+    server.add_argument("answers", type=int, help="file descriptor to which answers are written")
+    server.add_argument("room", help="as many characters as the command line of a worker may have")
 
     check = commands.add_parser("check-import", help="whether a module:function can be imported; one JSON line")
     check.add_argument("target", metavar="MODULE:FUNCTION")
@@ -123,10 +122,10 @@ def _role(parsed: argparse.Namespace) -> int:
     )
 
 
-def _spare(parsed: argparse.Namespace) -> int:
-    from rlhf_core.worker.warm_process import wait_for_order
+def _fork_server(parsed: argparse.Namespace) -> int:
+    from rlhf_core.worker.fork_server_process import serve
 
-    return wait_for_order(parsed.orders, parsed.answers, main)
+    return serve(parsed.orders, parsed.answers, main)
 
 
 def _check_import(parsed: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_deadline import ExitDeadline
 from rlhf_core.worker.exit_reports import Failure, Write
+from rlhf_core.worker.fork_server import ForkServer
 from rlhf_core.worker.gpu_wait import GpuWait
 from rlhf_core.worker.group_decisions import GroupDecisions
 from rlhf_core.worker.group_events import GroupEvents
@@ -45,10 +46,10 @@ from rlhf_core.worker.independent_run import IndependentRun
 from rlhf_core.worker.job import Ending, Job
 from rlhf_core.worker.leader import Leader, record_decision, record_incident
 from rlhf_core.worker.nodes import interface_of
+from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervisor import PeerTimeouts, Supervisor
 from rlhf_core.worker.trainer_warnings import TrainerWarnings
-from rlhf_core.worker.warm_workers import WarmWorkers
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 MISPLACED_INTERVAL_S = 1.0
@@ -86,7 +87,7 @@ class Agent:
             node_probe.ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         )
         supervise = job.spec.supervise
-        self._warm = self._warm_workers()
+        self._fork_server = ForkServer(events.say)
         self._supervisor = Supervisor(
             channel,
             inbox,
@@ -97,7 +98,7 @@ class Agent:
             job.run_dir.root,
             deadline,
             partial(job.run_dir.is_superseded, job.attempt),
-            lambda: self._warm.started if self._warm is not None else (),
+            lambda: self._fork_server.started,
         )
         self._agreement = Agreement(channel, self._supervisor.asked)
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.asked)
@@ -126,20 +127,21 @@ class Agent:
             return ending
         finally:
             self._supervisor.stop()
-            if self._warm is not None:
-                self._warm.close()
+            self._fork_server.close()
             self._end_descendants()
             for slots in self._slots.values():
                 slots.remove(keep_memory=leaves_copies)
 
     def _run_all(self) -> Ending:
         placement = self._job.placement
+        phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()
+        if phases and any(map(self._is_forked, phases[0])):
+            self._fork_server.prepare()  # it imports while the nodes meet and are measured
         probed = any(plan.role is Role.PROBE for plan in placement.groups)
         ending = self._meet() or (self._check_nodes() if probed else None)
         if ending is not None:
             return ending
-        phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         if phases and placement.gpus_per_node > 0:
             self._gpus = GpuWait(self._events)
         for number, phase in enumerate(phases):
@@ -270,13 +272,17 @@ class Agent:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
-    def _warm_workers(self) -> WarmWorkers | None:
-        """Spares, where the trainers are native: what user code imports is not known ahead."""
+    def _is_forked(self, plan: GroupPlan) -> bool:
+        """True for groups whose imports are known ahead: not those that run code of the user."""
         job = self._job
-        trainers = [plan for plan in job.placement.groups if plan.role is Role.TRAINER]
-        if not (job.spec.supervise.warm_workers and trainers and Role.TRAINER not in job.targets):
-            return None
-        return WarmWorkers(max(plan.workers_per_node for plan in trainers), self._events.say)
+        return job.spec.supervise.warm_workers and plan.role in TARGETS and plan.role not in job.targets
+
+    def _imported(self, plan: GroupPlan) -> Generator[None, None, None]:
+        """Wait until the workers of a group can be forked, where they will be."""
+        if self._is_forked(plan):
+            self._fork_server.prepare()
+            while self._fork_server.is_importing and not self._supervisor.asked.to_end:
+                yield
 
     # -----------------------------------------------------------------------------------------------------------------
     # Phases and restarts
@@ -295,7 +301,9 @@ class Agent:
         self._events.add("role_started", message, main.role, workers=main.workers_per_node)
         alone = {plan.role: self._independent(plan, number) for plan in phase if plan not in together}
         runs = {plan.role: self._run_together(plan, phase, is_main=plan is main) for plan in together}
-        runs |= {role: run.run(serves_others=bool(together)) for role, run in alone.items()}
+        for plan in phase:
+            if plan.role in alone:
+                runs[plan.role] = self._run_alone(plan, alone[plan.role], serves_others=bool(together))
         try:
             while runs:
                 for role, run in list(runs.items()):
@@ -329,6 +337,7 @@ class Agent:
             job.attempt_dir,
             command,
             job.placement.gpus_per_node,
+            self._fork_server if self._is_forked(plan) else None,
         )
         return IndependentRun(
             group,
@@ -342,6 +351,13 @@ class Agent:
             lambda: self._restart_dir,
         )
 
+    def _run_alone(
+        self, plan: GroupPlan, run: IndependentRun, *, serves_others: bool
+    ) -> Generator[None, None, Ending | None]:
+        """Run one group whose workers are restarted alone; see :meth:`IndependentRun.run`."""
+        yield from self._imported(plan)
+        return (yield from run.run(serves_others=serves_others))
+
     def _run_together(
         self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
     ) -> Generator[None, None, Ending | None]:
@@ -349,6 +365,7 @@ class Agent:
         generation = self._restart if is_main else self._decisions.next_generation(plan.role)
         others = [one for one in phase if one is not plan]
         while True:
+            yield from self._imported(plan)
             topic = f"{plan.role}/{generation}"
             folder = self._restart_dir if is_main else self._job.attempt_dir.group(plan.role, generation)
             step = yield from self._agreement.agree(
@@ -394,7 +411,16 @@ class Agent:
         name = f"{job.run_dir.run_id}.{job.attempt}.{generation}" + ("" if is_main else f".{plan.role}")
         start = ElasticStart(name, store, command, folder)
         gpus = job.placement.gpus_per_node
-        return ElasticGroup(plan, generation, seat, start, self._inbox, gpus, exit_reports.has_reported, self._warm)
+        return ElasticGroup(
+            plan,
+            generation,
+            seat,
+            start,
+            self._inbox,
+            gpus,
+            exit_reports.has_reported,
+            self._fork_server if self._is_forked(plan) else None,
+        )
 
     def _seat(self, plan: GroupPlan) -> GroupSeat:
         nodes = self._job.nodes
@@ -436,16 +462,18 @@ class Agent:
             self._supervisor.settle()
             self._take_warnings(now=True)
             # Beside others only what carries the name of the group: they stay at work.
-            self._end_descendants(group.role.value if others else "")
+            self._end_descendants(group if others else None)
         return exit_reports.report(group, problem, self._write)
 
     def _take_warnings(self, *, now: bool = False) -> None:
         if self._warnings is not None:
             self._warnings.take(self._restart_dir, now=now)
 
-    def _end_descendants(self, group: str = "") -> None:
-        spared = self._warm.pids if self._warm is not None else ()
-        for survivor in processes.end_descendants(group=group, spared=spared):
+    def _end_descendants(self, group: WorkerGroup | None = None) -> None:
+        """End all that this process has started, or what workers of one group have."""
+        name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
+        sessions = {worker.pid for worker in workers}
+        for survivor in processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids):
             self._events.say(f"could not be ended: {survivor}")
 
     @property

@@ -107,7 +107,7 @@ class IndependentRun:
         generation = group.generations[local_rank]
         self._events.exited(group.role, worker, end, generation)
         # What it has started ends with it, and nothing else does.
-        processes.end_descendants(group=group.marker(local_rank))
+        processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
         report = exit_reports.report(group, "", self._write, [local_rank])
         one = WorkerExit(generation=generation, pid=worker.pid, end=report)
         # Another dictionary: the second thread may be reading this one.
@@ -130,8 +130,8 @@ class IndependentRun:
             for worker, end in group.poll():
                 self._events.exited(group.role, worker, end, group.generations[worker.local_rank])
             yield
-        for local_rank in group.workers:
-            processes.end_descendants(group=group.marker(local_rank))
+        for local_rank, worker in group.workers.items():
+            processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
 
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0

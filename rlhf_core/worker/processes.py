@@ -77,7 +77,9 @@ GROUP_VARIABLE = "RLHF_GROUP"
 their local rank in it too. Set by the agent."""
 
 
-def end_descendants(timeout_s: float = 10.0, group: str = "", spared: Collection[int] = ()) -> list[str]:
+def end_descendants(
+    timeout_s: float = 10.0, group: str = "", sessions: Collection[int] = (), spared: Collection[int] = ()
+) -> list[str]:
     """Kill every descendant of this process, and wait until they are gone.
 
     With :func:`adopt_orphans` that is everything this process ever caused to start, also what made itself a daemon.
@@ -86,13 +88,15 @@ def end_descendants(timeout_s: float = 10.0, group: str = "", spared: Collection
         timeout_s: Longest wait, in seconds.
         group: Value of :data:`GROUP_VARIABLE`: only processes that have it are killed, while others stay at work. What
             has removed it from its environment is left until all are killed. Empty for all descendants.
-        spared: Processes that are left alone: warm spares, which have started none of their own.
+        sessions: Sessions of that group: its workers are leaders of their own. Forked ones show the environment of the
+            fork server.
+        spared: Processes that are left alone: the fork server.
 
     Returns:
         What could not be ended in time (a process blocked in the kernel), as ``pid (command)``; normally nothing.
     """
     deadline = time.monotonic() + timeout_s
-    while descendants := [one for one in _living_descendants() if _is_meant(one, group, spared)]:
+    while descendants := [one for one in _living_descendants() if _is_meant(one, group, sessions, spared)]:
         if time.monotonic() > deadline:
             return [_describe(process) for process in descendants]
         for process in descendants:
@@ -120,6 +124,13 @@ def end_older_attempts(run_id: str, attempt: int) -> list[str]:
     return found
 
 
+def _session_of(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return 0
+
+
 def _group_of(process: psutil.Process) -> str:
     try:
         return process.environ().get(GROUP_VARIABLE, "")
@@ -141,8 +152,10 @@ def reap_orphans(owned: Collection[int], min_age_s: float = 0.0) -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def _is_meant(process: psutil.Process, group: str, spared: Collection[int]) -> bool:
-    return process.pid not in spared and (not group or _group_of(process) == group)
+def _is_meant(process: psutil.Process, group: str, sessions: Collection[int], spared: Collection[int]) -> bool:
+    if process.pid in spared:
+        return False
+    return not group or _group_of(process) == group or _session_of(process) in sessions
 
 
 def _living_descendants() -> list[psutil.Process]:

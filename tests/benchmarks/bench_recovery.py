@@ -4,8 +4,8 @@
 
 Runs a shortened quickstart through the command line, on this machine or on the nodes of a throw-away Slurm, kills one
 trainer rank in the middle, and prints the seconds from the kill to the next step that was not there before, those from
-the agent's start to the first step, and the ratio of recovery to its target: 1.5 x cold start + 5 s. With warm spares
-and without, one after the other, in one run.
+the agent's start to the first step, and the ratio of recovery to its target: 1.5 x cold start + 5 s. With workers that
+are forked and without, one after the other, in one run.
 """
 
 import argparse
@@ -71,10 +71,10 @@ def a_trainer(home: Path) -> psutil.Process:
 
 
 def measure(
-    home: Path, preset: str, environment: Mapping[str, str], kill_at: int, *, warm: bool
+    home: Path, preset: str, environment: Mapping[str, str], kill_at: int, *, forked: bool
 ) -> tuple[float, float]:
     """One disturbed run: seconds of its cold start, and of its recovery."""
-    settings = (*SHORT, f"loops.main.num_steps={kill_at}", f"supervise.warm_workers={str(warm).lower()}")
+    settings = (*SHORT, f"loops.main.num_steps={kill_at}", f"supervise.warm_workers={str(forked).lower()}")
     overrides = [word for override in settings for word in ("--set", override)]
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf_core.cli.main", "run", preset, "--no-prefect", *overrides],
@@ -107,28 +107,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--kill-at", type=int, default=45, help="step; spares have made their imports by then, or not")
+    parser.add_argument("--kill-at", type=int, default=45, help="step at which a rank is killed")
     chosen = parser.parse_args()
     preset = "quickstart" if chosen.nodes == 1 else "slurm-quickstart"
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     print(f"{'':>8} {'cold start':>12} {'recovery':>12} {'of target':>12}")
     with tempfile.TemporaryDirectory() as folder, nodes(chosen.nodes, Path(folder) / "slurm") as environment:
         for number in range(chosen.repeats):
-            for warm, figures in found.items():
-                home = Path(folder) / f"{number}-{'warm' if warm else 'cold'}"
-                figures.append(measure(home, preset, environment, chosen.kill_at, warm=warm))
-                show(warm, *figures[-1])
+            for forked, figures in found.items():
+                home = Path(folder) / f"{number}-{'forked' if forked else 'new'}"
+                figures.append(measure(home, preset, environment, chosen.kill_at, forked=forked))
+                show(forked, *figures[-1])
     medians = {
-        warm: tuple(statistics.median(values) for values in zip(*one, strict=True)) for warm, one in found.items()
+        forked: tuple(statistics.median(values) for values in zip(*one, strict=True)) for forked, one in found.items()
     }
-    for warm, (cold_s, back_s) in medians.items():
-        show(warm, cold_s, back_s, "  median")
-    print(f"recovery with spares / without: {medians[True][1] / medians[False][1]:.2f}")
+    for forked, (cold_s, back_s) in medians.items():
+        show(forked, cold_s, back_s, "  median")
+    print(f"cold start forked / not: {medians[True][0] / medians[False][0]:.2f}")
+    print(f"recovery forked / not: {medians[True][1] / medians[False][1]:.2f}")
 
 
-def show(warm: bool, cold_s: float, back_s: float, label: str = "") -> None:
+def show(forked: bool, cold_s: float, back_s: float, label: str = "") -> None:
     """One line of the table."""
-    kind = "warm" if warm else "cold"
+    kind = "forked" if forked else "new"
     print(f"{kind:>8} {cold_s:10.1f} s {back_s:10.1f} s {back_s / (1.5 * cold_s + 5):12.2f}{label}", flush=True)
 
 

@@ -18,7 +18,6 @@ def score(*, completions, **columns):
 
 SHORT = (
     *options("loops.warm_start.num_steps=1", "loops.main.num_steps=4", "evaluate.num_prompts=8"),
-    *options("supervise.warm_workers=false"),  # they would be ready after the end
     "--no-prefect",
 )
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)

@@ -46,7 +46,6 @@ LONG = [
     "checkpoint.every_num_steps=5",
     "resources.ranks_per_node=1",
     "preflight.probe=false",
-    "supervise.warm_workers=false",
 ]
 
 

@@ -24,7 +24,6 @@ SMALL = (
     "loops.main.num_steps=2",
     "loops.main.algorithm.prompts_per_step=12",
     "evaluate.num_prompts=8",
-    "supervise.warm_workers=false",  # they would be ready after the end
     "supervise.setup_floor_s=200",
 )
 

@@ -186,11 +186,6 @@ class WorkerGroup(ABC):
         return self.killing or any(end.code != 0 for end in self.exits.values())
 
     @property
-    def is_past_setup(self) -> bool:
-        """True once every living worker has made its imports and loaded its model."""
-        return bool(self.workers) and all(status.phase is not Phase.SETUP for status in self.living())
-
-    @property
     def all_ended(self) -> bool:
         """True if no worker runs any more."""
         return self.started and len(self.exits) == len(self.workers)

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerGroup as TorchGroup
@@ -29,20 +29,18 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from rlhf_core.attempt_dir import RestartDir
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.agent_store import LOOPBACK
+from rlhf_core.worker.fork_server import ForkServer, arguments_of
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.nodes import unused_port
 from rlhf_core.worker.processes import GROUP_VARIABLE
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
-from rlhf_core.worker.warm_workers import WarmWorkers
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 KILL_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5
-PACKAGE = "rlhf_core.worker"
-"""Module that a worker's command line runs; its arguments follow."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,17 @@ class ElasticGroup(WorkerGroup):
         inbox: SignalInbox,
         gpus_per_node: int,
         has_reported: Callable[[WorkerGroup, int], bool],
-        warm: WarmWorkers | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """Args:
         start: Where to meet, what to run.
         inbox: Takes back the signal that elastic takes.
         gpus_per_node: GPUs of the allocation on this node.
         has_reported: Whether a worker has written its outcome, so that there is nothing more to wait for.
-        warm: Spares that workers are made of, where there are any; kept while workers run.
+        fork_server: Forks the workers, where there is one.
         """
         super().__init__(plan, generation, seat)
-        self._warm = warm
+        self._fork_server = fork_server
         self._start = start
         self._inbox = inbox
         self._gpus_per_node = gpus_per_node
@@ -134,7 +132,7 @@ class ElasticGroup(WorkerGroup):
         # Elastic hands its own environment on, and this thread is the only one that starts workers.
         own = {SLOTS_VARIABLE: str(self.seat.slots.path), GROUP_VARIABLE: self.role.value}
         environment = {**own, **visible_gpus(self.plan, self._gpus_per_node)}
-        with _environment(environment), _from_spares(self._warm):
+        with _environment(environment), _forked_by(self._fork_server):
             started = self._elastic.launch()
         self._inbox.install()
         self._begin({local: Started(local, rank, pid, started_ns) for local, (rank, pid) in started.items()})
@@ -143,7 +141,8 @@ class ElasticGroup(WorkerGroup):
         """Take note of workers that have ended. Once one has failed, its peers are ended too: they may report what they
         saw for ``PEER_TIMEOUT_S`` before."""
         found = self._note_exits()
-        self._keep_spares()
+        if self._fork_server is not None:
+            self._fork_server.watch_memory()
         now_s = time.monotonic()
         if self.failed and not self.all_ended:
             self._failed_at_s = now_s if self._failed_at_s is None else self._failed_at_s
@@ -152,11 +151,6 @@ class ElasticGroup(WorkerGroup):
                 self._ended_at_s = now_s
                 self.end()
         return found
-
-    def _keep_spares(self) -> None:
-        # Not while workers import, which need the processors; nor for evaluators, which take what the trainers left.
-        if self._warm is not None and self.role is Role.TRAINER and not self.failed:
-            self._warm.keep(lambda: self.is_past_setup)
 
     @property
     def is_over(self) -> bool:
@@ -254,16 +248,15 @@ class _Elastic(LocalElasticAgent):
 
 
 @contextlib.contextmanager
-def _from_spares(warm: WarmWorkers | None) -> Iterator[None]:
-    """Have elastic make workers of warm spares, as far as there are any, for as long as the block lasts."""
-    if warm is None:
+def _forked_by(server: ForkServer | None) -> Iterator[None]:
+    """Have elastic take workers from a fork server, as far as it gives them, for as long as the block lasts."""
+    if server is None:
         yield
         return
-    warm.prepare_start()
     before = elastic_processes.get_subprocess_handler  # type: ignore[attr-defined]
 
     def handler(*arguments: Any, **named: Any) -> SubprocessHandler:
-        return _FromSpare(warm, *arguments, **named)
+        return _Forked(server, *arguments, **named)
 
     elastic_processes.get_subprocess_handler = handler  # type: ignore[attr-defined]
     try:
@@ -272,16 +265,17 @@ def _from_spares(warm: WarmWorkers | None) -> Iterator[None]:
         elastic_processes.get_subprocess_handler = before  # type: ignore[attr-defined]
 
 
-class _FromSpare(SubprocessHandler):
-    """Elastic's handle of one worker, whose process may be a spare."""
+class _Forked(SubprocessHandler):
+    """Elastic's handle of one worker, whose process may be forked."""
 
-    def __init__(self, warm: WarmWorkers, *arguments: Any, **named: Any) -> None:
-        self._warm = warm
+    def __init__(self, server: ForkServer, *arguments: Any, **named: Any) -> None:
+        self._server = server
         super().__init__(*arguments, **named)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-        taken = self._warm.take(args[args.index(PACKAGE) + 1 :], env) if PACKAGE in args else None
-        return taken if taken is not None else super()._popen(args, env)
+        forked = self._server.fork(arguments_of(args), env)
+        # Elastic asks for its process id, polls it and waits for it, which a forked worker can.
+        return super()._popen(args, env) if forked is None else cast("subprocess.Popen[bytes]", forked)
 
 
 class _NoRedirects(LogsSpecs):

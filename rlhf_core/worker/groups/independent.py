@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_core.attempt_dir import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.worker.fork_server import ForkedWorker, ForkServer, arguments_of
 from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
@@ -28,12 +29,14 @@ class IndependentGroup(WorkerGroup):
         attempt: AttemptDir,
         command: Callable[[int], Sequence[str]],
         gpus_per_node: int,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """Args:
         generation: Number of the first start.
         attempt: Folder of the attempt.
         command: Arguments after the interpreter, by generation.
         gpus_per_node: GPUs of the allocation on this node.
+        fork_server: Forks the workers, where there is one.
         """
         super().__init__(plan, generation, seat)
         self.generations = dict.fromkeys(range(self.num_workers), generation)
@@ -41,7 +44,8 @@ class IndependentGroup(WorkerGroup):
         self._attempt = attempt
         self._command = command
         self._gpus_per_node = gpus_per_node
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._fork_server = fork_server
+        self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
 
     def folder(self, local_rank: int) -> RestartDir:
         """Folder of the present start of a worker."""
@@ -109,8 +113,17 @@ class IndependentGroup(WorkerGroup):
             **visible_gpus(self.plan, self._gpus_per_node, local_rank),
         }
         started_ns = time.monotonic_ns()
+        process = self._process(self._command(self.generations[local_rank]), environment)
+        self._processes[local_rank] = process
+        return Started(local_rank, rank, process.pid, started_ns)
+
+    def _process(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes] | ForkedWorker":
+        if self._fork_server is not None:
+            self._fork_server.prepare()
+            forked = self._fork_server.fork(arguments_of(command), environment)
+            if forked is not None:
+                return forked
         with held_back(SAVING):
-            self._processes[local_rank] = subprocess.Popen(
-                [sys.executable, *self._command(self.generations[local_rank])], env=environment, start_new_session=True
-            )
-        return Started(local_rank, rank, self._processes[local_rank].pid, started_ns)
+            return subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True)

@@ -1,0 +1,368 @@
+"""The fork server: workers are forked from it, and from none where a new process would do something else."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rlhf_core.worker import fork_server, processes
+from rlhf_core.worker.fork_server import ForkedWorker, ForkServer
+from rlhf_core.worker.worker_process import AGENT_VARIABLE
+
+GIB = 2**30
+PLENTY = (64 * GIB, 64 * GIB)
+
+FAKE_PACKAGE = """
+import json, os, random, sys, time
+import numpy
+from rlhf_core.worker import fork_server_process, roles
+fork_server_process.WARM = "builtins:int"
+
+def become(arguments):
+    path, *rest = arguments
+    with open(path + ".part", "w") as file:
+        json.dump({
+            "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "arguments": arguments,
+            "environment": dict(os.environ), "numbers": [random.random(), numpy.random.random()],
+            "files": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        }, file)
+    os.rename(path + ".part", path)
+    if "wait" in rest:
+        time.sleep(600)
+    return 7
+
+orders, answers = (int(text) for text in sys.argv[-3:-1])
+sys.exit(fork_server_process.serve(orders, answers, become))
+"""
+"""A fork server without the imports of torch: what is tested here is the hand-over."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[ForkServer]:
+    """A server of this process, which adopts orphans as an agent does."""
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
+        if "fork-server" in command:
+            command = [sys.executable, "-c", FAKE_PACKAGE, *command[-3:]]
+        return popen(command, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(fork_server.subprocess, "Popen", start)
+    monkeypatch.setattr(fork_server, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setenv(AGENT_VARIABLE, str(os.getpid()))
+    processes.adopt_orphans()
+    made = ForkServer(said.append, lambda: PLENTY)
+    yield made
+    made.close()
+    for child in psutil.Process().children():
+        if child.pid in made.started:
+            child.kill()
+            child.wait(30)
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def ready(server: ForkServer) -> int:
+    """Wait until the server has made its imports; its process id."""
+    server.prepare()
+    until(lambda: not server.is_importing)
+    (pid,) = server.pids
+    return pid
+
+
+def environment(**changed: str) -> Mapping[str, str]:
+    return {**os.environ, **changed}
+
+
+def fork(server: ForkServer, path: Path, *arguments: str, **changed: str) -> ForkedWorker:
+    worker = server.fork([str(path), *arguments], environment(**changed))
+    assert worker is not None
+    return worker
+
+
+def told(path: Path) -> dict[str, object]:
+    until(path.exists)
+    found: dict[str, object] = json.loads(path.read_text())
+    return found
+
+
+def test_a_forked_worker_is_what_a_new_process_would_be(server: ForkServer, tmp_path: Path) -> None:
+    pid = ready(server)
+    worker = fork(server, tmp_path / "said", "two", RANK="3")
+    assert worker.wait(30) == 7, "its exit code is that of the worker"
+    assert worker.poll() == 7
+    found = told(tmp_path / "said")
+    assert found["pid"] == worker.pid != pid
+    assert found["parent"] == os.getpid(), "a child of the agent, which reads its exit"
+    assert found["session"] == worker.pid
+    assert found["arguments"] == [str(tmp_path / "said"), "two"]
+    assert found["environment"] == dict(environment(RANK="3"))
+    assert found["files"] == [0, 1, 2, 3, 4], "two are those of become: no pipe of the server"
+    assert server.pids == {pid}, "the server waits for the next order"
+
+
+def test_workers_draw_numbers_of_their_own(server: ForkServer, tmp_path: Path) -> None:
+    """Python seeds its generator anew in a fork; numpy's would be the same in all."""
+    ready(server)
+    paths = [tmp_path / str(rank) for rank in range(3)]
+    for worker in [fork(server, path) for path in paths]:
+        worker.wait(30)
+    python, numpy = np.array([told(path)["numbers"] for path in paths]).T
+    assert len(set(python)) == len(set(numpy)) == 3
+
+
+def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) -> None:
+    """The kernel knows its new parent: the agent, here a process of its own."""
+    script = f"""
+import os, pathlib, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rlhf_core.worker import fork_server, processes
+from rlhf_core.worker.fork_server import ForkServer
+import subprocess, test_worker_fork_server as tools
+popen = subprocess.Popen
+fork_server.subprocess.Popen = lambda command, **options: popen(
+    [sys.executable, "-c", tools.DYING_PACKAGE, *command[-3:]], **options)
+processes.adopt_orphans()
+os.environ["{AGENT_VARIABLE}"] = str(os.getpid())
+server = ForkServer(print)
+server.prepare()
+while server.is_importing:
+    time.sleep(0.01)
+worker = server.fork([{str(tmp_path / "said")!r}, "wait"], dict(os.environ))
+server.close()
+time.sleep(0.2)
+print(worker.pid, worker.poll(), flush=True)
+time.sleep(600)
+"""
+    agent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    pid, ended = agent.stdout.readline().split()
+    assert ended == "None", "it lives on without the server"
+    until((tmp_path / "said").exists)
+    agent.kill()
+    agent.wait()
+    until(lambda: processes.process_state(int(pid)) in ("-", "Z"))
+
+
+DYING_PACKAGE = FAKE_PACKAGE.replace(
+    "    path, *rest",
+    "    from rlhf_core.worker.worker_process import prepare_signals; prepare_signals()\n    path, *rest",
+)
+"""With the first thing that every worker does."""
+
+
+def test_ps_shows_a_worker_by_its_own_command(server: ForkServer, tmp_path: Path) -> None:
+    pid = ready(server)
+    worker = fork(server, tmp_path / "said", "wait", "a b")
+    told(tmp_path / "said")
+    words = ["python", "-m", "rlhf_core.worker"]
+    assert psutil.Process(worker.pid).cmdline()[:6] == [*words, str(tmp_path / "said"), "wait", "a b"]
+    assert psutil.Process(pid).cmdline()[:4] == [*words, "fork-server"]
+    assert psutil.Process(worker.pid).environ()["PATH"] == os.environ["PATH"], "what lies behind is left alone"
+
+
+def kill(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: processes.process_state(pid) == "Z")
+    return "ended with exit code -9"
+
+
+def stop(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: processes.process_state(pid) == "T")
+    return "in state T"
+
+
+def change_the_environment(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("OMP_NUM_THREADS", "17")
+    return "environment or code have changed"
+
+
+def change_the_code(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    fake = Path(os.environ["PYTEST_CURRENT_TEST"].split("::")[0]).resolve()
+    monkeypatch.setattr(fork_server.rlhf_core, "__file__", str(fake))
+    return "environment or code have changed"
+
+
+@pytest.mark.parametrize("damage", [kill, stop, change_the_environment, change_the_code])
+def test_another_server_takes_the_place_of_one_that_would_fork_something_else(
+    server: ForkServer,
+    said: list[str],
+    damage: Callable[[int, pytest.MonkeyPatch], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control is the test above: the same server, undamaged, forks twice."""
+    pid = ready(server)
+    why = damage(pid, monkeypatch)
+    assert ready(server) != pid
+    assert why in " ".join(said)
+    assert not Path(f"/proc/{pid}").exists()
+    assert fork(server, tmp_path / "said").wait(30) == 7
+
+
+@pytest.mark.parametrize("damage", [kill, stop])
+def test_a_server_that_is_lost_during_a_start_forks_nothing(
+    server: ForkServer,
+    said: list[str],
+    damage: Callable[[int, pytest.MonkeyPatch], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker is a new process then: the caller is given none."""
+    why = damage(ready(server), monkeypatch)
+    assert server.fork([str(tmp_path / "said")], environment()) is None
+    assert why in " ".join(said)
+    assert server.pids == frozenset()
+    assert not (tmp_path / "said").exists()
+
+
+def test_a_server_that_does_not_answer_is_ended(
+    server: ForkServer, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = ready(server)
+    monkeypatch.setattr(fork_server, "ANSWER_TIMEOUT_S", 0.0)
+    assert server.fork([str(tmp_path / "said")], environment()) is None
+    assert "it did not answer within 0 s" in said[0]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_exits_of_workers_stay_those_of_their_owner(server: ForkServer, tmp_path: Path) -> None:
+    """The thread that collects orphans leaves them alone, and takes everything else."""
+    pid = ready(server)
+    worker = fork(server, tmp_path / "said")
+    assert server.started == {pid, worker.pid}
+    until(lambda: processes.process_state(worker.pid) == "Z")
+    processes.reap_orphans(server.started)
+    assert worker.wait(30) == 7
+    other = fork(server, tmp_path / "other")
+    until(lambda: processes.process_state(other.pid) == "Z")
+    processes.reap_orphans(server.started - {other.pid})
+    assert other.wait(30) == 0, "as Popen takes an exit that another has collected"
+
+
+def test_a_worker_that_lives_is_waited_for_no_longer_than_asked(server: ForkServer, tmp_path: Path) -> None:
+    ready(server)
+    worker = fork(server, tmp_path / "said", "wait")
+    assert worker.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(0.05)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.wait(30) == -signal.SIGKILL
+
+
+def test_no_server_is_started_into_memory_that_the_run_needs(said: list[str]) -> None:
+    made = ForkServer(said.append, lambda: (3 * GIB, 24 * GIB))
+    made.prepare()
+    assert made.pids == frozenset()
+    assert not made.is_importing
+    assert made.fork([], {}) is None
+    assert said == [], "there may be room later"
+
+
+def test_the_server_is_ended_when_memory_becomes_short(
+    server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = ready(server)
+    server.watch_memory()
+    assert server.pids == {pid}
+    monkeypatch.setattr(server, "_memory", lambda: (2 * GIB, 64 * GIB))
+    server.watch_memory()
+    assert not Path(f"/proc/{pid}").exists()
+    assert "memory is short (2.0 of 64.0 GiB are free)" in said[0]
+    monkeypatch.setattr(server, "_memory", lambda: PLENTY)
+    server.prepare()
+    assert server.pids == frozenset(), "not again in this attempt: it would come and go"
+
+
+THREADED_PACKAGE = """
+import sys, threading, time
+from rlhf_core.worker import fork_server_process
+threading.Thread(target=time.sleep, args=(600,), name="of-a-library", daemon=True).start()
+fork_server_process.WARM = "builtins:int"
+fork_server_process.serve(int(sys.argv[-3]), int(sys.argv[-2]), None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "code"), [("raise SystemExit(3)", 3), (THREADED_PACKAGE, 1)], ids=["fails", "starts a thread"]
+)
+def test_imports_that_cannot_be_forked_are_not_tried_again(
+    server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch, package: str, code: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", package)
+    server.prepare()
+    until(lambda: not server.is_importing)
+    assert f"it ended with exit code {code} in its imports" in said[0]
+    server.prepare()
+    assert server.pids == frozenset()
+
+
+def test_imports_that_take_too_long_are_given_up(
+    server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", "import time; time.sleep(600)")
+    server.prepare()
+    assert server.is_importing
+    monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 0.0)
+    assert not server.is_importing
+    assert "it has not made its imports within 0 s" in said[0]
+
+
+def test_real_imports_start_no_thread_and_touch_nothing() -> None:
+    """In a process of its own, as it is started. One that is forked from it computes with as many threads as a new
+    process: numpy has its threads from the beginning, and OpenMP none before the fork."""
+    code = """
+import os, sys, threading
+def threads(): return len(os.listdir("/proc/self/task"))
+import numpy
+before = threads()
+from rlhf_core.training.warm import import_libraries
+import_libraries()
+import torch, torch.distributed as dist
+assert {"deepspeed", "transformers", "rlhf_core.training.trainers.run"} <= set(sys.modules)
+assert not torch.cuda.is_initialized() and not dist.is_initialized()
+assert threading.active_count() == 1
+assert threads() == before, (threads(), before)
+expected = torch.get_num_threads()
+pid = os.fork()
+if pid == 0:
+    assert torch.get_num_threads() == expected
+    numbers = torch.randn(500, 500)
+    assert torch.allclose(numbers @ numbers, torch.from_numpy(numbers.numpy() @ numbers.numpy()), atol=1e-2)
+    os._exit(5 if threads() >= expected else 6)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    around = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=around, check=False)
+    assert done.returncode == 5, done.stderr
+
+
+def test_imports_that_touch_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_core.errors import WorkerError
+    from rlhf_core.training import warm as imports
+
+    monkeypatch.setattr(imports, "load_deepspeed", lambda on_cpu: None)
+    monkeypatch.setattr(imports.dist, "is_initialized", lambda: True)
+    with pytest.raises(WorkerError, match="have initialised a process group"):
+        imports.import_libraries()
