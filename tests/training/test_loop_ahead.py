@@ -40,7 +40,7 @@ def ahead(
     # A prompt at a time: what is sampled together differs by when it comes, and rounds differently.
     rollout = {"engines": 2, "max_new_tokens": 5, "max_staleness": max_staleness, "batch_size": 4}
     spec |= {"model": {**spec["model"], "config": QWEN}, "rollout": rollout}
-    spec["reward"] = {"functions": ["test_loop_ahead:by_text"]}
+    spec["reward"] = {"functions": ["test_loop_ahead:by_text"], "timeout_s": 0}
     return {**spec, "trainer": {**spec["trainer"], "log_samples_every": 1}}
 
 
