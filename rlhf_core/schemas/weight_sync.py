@@ -119,18 +119,17 @@ class Manifest(Schema):
         return self.base_version is not None
 
 
-class Offer(Schema):
-    """All that one engine needs to receive a version. Sent to every engine before the weights."""
+class Chain(Schema):
+    """The way of one sender's share: from the sender to the first engine, and from each engine to the next one.
 
-    transport: Transport
-    manifest: Manifest
+    A version has one chain per sender. Bucket ``i`` of it takes chain ``i mod n`` of ``n``.
+    """
+
     sender: Label
     """Name of the sending process, for messages."""
     receivers: tuple[Label, ...]
     """Names of all engines, in the order of the chain."""
-    place: NonNegative
-    """Index of this engine among ``receivers``."""
-    session: str
+    session: str = ""
     """Key of the links among these processes (broadcast)."""
     is_new_session: bool = True
     """True if links are to be made; False if those of the version before serve again."""
@@ -138,6 +137,27 @@ class Offer(Schema):
     """Address of the store at which links are arranged (broadcast)."""
     port: NonNegative = 0
     """Port of that store (broadcast)."""
+
+    def before(self, receiver: str) -> str:
+        """Name of the process that an engine receives from."""
+        place = self.receivers.index(receiver)
+        return self.receivers[place - 1] if place else self.sender
+
+    def after(self, receiver: str) -> str | None:
+        """Name of the engine that an engine relays to; None for the last one."""
+        place = self.receivers.index(receiver) + 1
+        return self.receivers[place] if place < len(self.receivers) else None
+
+
+class Offer(Schema):
+    """All that one engine needs to receive a version. Sent to every engine before the weights."""
+
+    transport: Transport
+    manifest: Manifest
+    receiver: Label
+    """Name of the engine that this offer is for."""
+    chains: Annotated[tuple[Chain, ...], Field(min_length=1)]
+    """Those of all senders; the first sender drives the sync."""
     path: Message = ""
     """File (shared memory) or folder (files) of the weights."""
     stall_timeout_s: PositiveFloat = 60.0
@@ -145,18 +165,42 @@ class Offer(Schema):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.place >= len(self.receivers):
-            raise ValueError(f"found place {self.place}, expected one below the {len(self.receivers)} receivers")
+        for chain in self.chains:
+            if self.receiver not in chain.receivers:
+                raise ValueError(f"found the chain {' - '.join(chain.receivers)}, expected one with {self.receiver}")
         return self
 
     def for_all(self) -> "list[Offer]":
-        """The same offer to each receiver, in their order."""
-        return [self.model_copy(update={"place": place}) for place in range(len(self.receivers))]
+        """The same offer to each engine, in the order of the first chain."""
+        return [self.model_copy(update={"receiver": name}) for name in self.chains[0].receivers]
 
     @property
-    def receiver(self) -> str:
-        """Name of the engine that this offer is for."""
-        return self.receivers[self.place]
+    def sender(self) -> str:
+        """Name of the first sender."""
+        return self.chains[0].sender
+
+
+class Announcement(Schema):
+    """The first sender's word to the others: the version that each is to send its share of."""
+
+    manifest: Manifest
+    receivers: tuple[Label, ...]
+    """Names of all engines, in the order of the first chain."""
+    is_new_session: bool
+    """True if nothing may be relied on that engines have kept: one was restarted, or a version has failed."""
+
+
+class SentShare(Schema):
+    """A sender's account of its share, to the first sender."""
+
+    checksums: tuple[str, ...] = ()
+    """Those of its buckets in their order, as hexadecimal digits."""
+    wire_s: NonNegativeFloat = 0.0
+    """Seconds from the first bucket to the last one taken by the first engine of its chain."""
+    error: Message = ""
+    """Failure; empty where all was sent."""
+    peer: Label = ""
+    """Name of the process that the failure goes back to; empty where the sender was told to give up."""
 
 
 class Receipt(Schema):
@@ -172,16 +216,16 @@ class Receipt(Schema):
 
 
 class SentVersion(Schema):
-    """A sender's account of a version that it has sent."""
+    """The senders' account of a version that they have sent."""
 
     version: NonNegative
     digest: str
     """Digest of the whole weights, which every receipt has to equal."""
     bytes_sent: Int64
-    """Bytes that left the sender, once for a chain of any length."""
+    """Bytes that left the senders, once for chains of any length."""
     is_delta: bool
     wire_s: NonNegativeFloat
-    """Seconds from the first bucket to the last one taken by the first engine."""
+    """Seconds from the first bucket to the last one taken by the first engine of a chain; the slowest sender's."""
 
 
 class AppliedVersion(Schema):

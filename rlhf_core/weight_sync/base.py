@@ -3,16 +3,17 @@
     trainer (sender.Sender)                                   engine (receiver.Receiver)
     offers = sender.offer(version, tensors, weights, names, beat)
          -- offer (HTTP) ---------------------------------->  staged = receiver.receive(offer, beat)
-    sent = sender.send(beat)  =========== weights =========>  ... into its staging area
+    sender.send(beat)  ================== weights =========>  ... into its staging area
          <--------------------------------- staged.receipt --  verified, not in force
-    require_agreement(sent, receipts, names)
+    require_agreement(sender.sent(beat), receipts, names)
          -- commit (HTTP) --------------------------------->  load(receiver.commit(version).tensors())
          <------------------------------- applied version --
 
 Until the commit the old version is in force everywhere: a sender or an engine that dies earlier, and a bucket that
 arrives damaged, cost a sync and nothing else. ``session.synchronize`` is this exchange over any control channel.
 
-A way of the weights is a pair of :class:`Outgoing` and :class:`Incoming`, in a file of its own.
+A way of the weights is a pair of :class:`Outgoing` and :class:`Incoming`, in files of its own. Over the network several
+ranks of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import AppliedVersion, Manifest, Offer, Receipt, SentVersion
+from rlhf_core.weight_sync.layout import Share
 
 Beat = Callable[[], None]
 """Called after every bucket, so that a process that works is not taken for one that hangs."""
@@ -33,11 +35,22 @@ next one is asked for."""
 class Outgoing(Protocol):
     """The trainer's half of a way. One version at a time."""
 
-    def offer(self, manifest: Manifest, receivers: Sequence[str]) -> list[Offer]:
-        """Announce a version: one offer per receiver, in their order."""
+    @property
+    def name(self) -> str:
+        """Name of this process, for messages."""
+
+    def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
+        """Announce a share of a version.
+
+        Returns:
+            Offer to the first receiver, with the chain of this sender alone.
+
+        Raises:
+            ValueError: the way has one sender alone, and the share is not the whole.
+        """
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
-        """Send the version that was offered last, while its weights are gathered.
+        """Send the share that was offered last, while the weights are gathered.
 
         Returns:
             Checksums of its buckets.
@@ -50,7 +63,8 @@ class Outgoing(Protocol):
         """Have :meth:`send` fail soon. From another thread, when an engine is known to be lost."""
 
     def reset(self) -> None:
-        """Rely on nothing that an engine has kept of an earlier version: one has failed, or was restarted."""
+        """Rely on nothing that an engine has kept of an earlier version: one has failed, or other engines or senders
+        take part."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -63,7 +77,7 @@ class Incoming(Protocol):
         """Fill ``row`` (bytes ``[total_bytes]`` in main memory) with the buckets of a version.
 
         Returns:
-            Checksums of its buckets, each as found in ``row`` and equal to the sender's.
+            Checksums of all buckets, each as found in ``row`` and equal to the sender's.
 
         Raises:
             WeightSyncFailed: a bucket has not come, or is damaged. The row may be written to even afterwards.

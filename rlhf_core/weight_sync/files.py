@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest, Offer, Transport
+from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
-from rlhf_core.weight_sync.layout import buckets_of, checksum, packed, tensors_of
+from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole, tensors_of
 from rlhf_core.whole_files import write_text
 
 COMPLETE, ABANDONED = "COMPLETE", "ABANDONED"
@@ -39,11 +39,12 @@ class FilesOutgoing:
             folder: folder of its own for versions; the two newest are kept.
             stall_timeout_s: longest time in which an engine sees no file grow.
         """
-        self._name, self._folder, self._timeout_s = name, folder, stall_timeout_s
+        self.name, self._folder, self._timeout_s = name, folder, stall_timeout_s
         self._cancelled = threading.Event()
 
-    def offer(self, manifest: Manifest, receivers: Sequence[str]) -> list[Offer]:
+    def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        require_whole(share)
         path = self._path(manifest.version)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
@@ -53,13 +54,11 @@ class FilesOutgoing:
         return Offer(
             transport=Transport.FILES,
             manifest=manifest,
-            sender=self._name,
-            receivers=tuple(receivers),
-            place=0,
-            session=self._name,
+            receiver=receivers[0],
+            chains=(Chain(sender=self.name, receivers=tuple(receivers)),),
             path=str(path),
             stall_timeout_s=self._timeout_s,
-        ).for_all()
+        )
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Write a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
@@ -72,7 +71,7 @@ class FilesOutgoing:
         shards = _Shards(path)
         found = []
         try:
-            for _, bucket in packed(manifest, self._recorded(weights, shards), lambda _: buffer):
+            for _, bucket in packed(manifest, self._recorded(weights, shards), WHOLE, lambda _: buffer):
                 found.append(checksum(bucket))
                 beat()
             shards.write()
@@ -80,7 +79,7 @@ class FilesOutgoing:
         except BaseException as error:
             (path / ABANDONED).touch()
             if isinstance(error, OSError | SafetensorError):
-                raise WeightSyncFailed(f"{path} cannot be written: {error}", self._name) from error
+                raise WeightSyncFailed(f"{path} cannot be written: {error}", self.name) from error
             raise
         return found
 

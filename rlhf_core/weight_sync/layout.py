@@ -4,6 +4,7 @@ Every way has the same layout, so that the digest of a version is the same howev
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -18,6 +19,43 @@ buckets longer than one engine."""
 SMALLEST_BUCKET_BYTES = 2 << 20
 """Below it, the messages around a bucket cost more than a shorter chain gains."""
 LARGEST_BUCKET_BYTES = 16 << 20
+
+
+class Share(NamedTuple):
+    """The buckets of one sender: every ``senders``-th one from ``place`` on.
+
+    So shares are equal to within a bucket whatever the tensors are, and all senders have something to send from the
+    first tensors on.
+    """
+
+    place: int
+    """Index of the sender, from 0."""
+    senders: int
+    """Number of senders."""
+
+    def has(self, bucket: int) -> bool:
+        """True if the bucket of this index belongs to the share."""
+        return bucket % self.senders == self.place
+
+    def buckets(self, manifest: Manifest) -> range:
+        """Indices of its buckets; empty where there are fewer buckets than senders before it."""
+        return range(self.place, manifest.num_buckets, self.senders)
+
+
+WHOLE = Share(0, 1)
+"""All buckets, of a sender that is alone."""
+
+
+def require_whole(share: Share) -> None:
+    """Refuse a share of a version on a way that has one sender.
+
+    Raises:
+        ValueError: it is not the whole.
+    """
+    if share != WHOLE:
+        raise ValueError(
+            f"found share {share.place + 1} of {share.senders}, expected the whole: this way has one sender"
+        )
 
 
 def entries_of(
@@ -62,11 +100,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def packed(
-    manifest: Manifest, weights: Iterable[tuple[str, Tensor]], take: Callable[[int], Tensor]
+    manifest: Manifest, weights: Iterable[tuple[str, Tensor]], share: Share, take: Callable[[int], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Buckets of a version one after the other, copied together from its tensors.
+    """Buckets of a share one after the other, copied together from the tensors of a version.
 
     Args:
+        weights: all of them; what lies in other shares is passed over.
         take: gives the memory of a bucket by its index, at least ``bucket_bytes`` long; called when it is needed.
 
     Yields:
@@ -82,14 +121,16 @@ def packed(
         padded = -(-len(data) // ALIGNMENT) * ALIGNMENT
         done = 0
         while done < padded:
-            bucket = take(index) if bucket is None else bucket
-            part = data[done : done + manifest.bucket_bytes - filled]
-            bucket[filled : filled + len(part)].copy_(part)
             length = min(padded - done, manifest.bucket_bytes - filled)
-            bucket[filled + len(part) : filled + length].zero_()
+            if share.has(index):
+                bucket = take(index) if bucket is None else bucket
+                part = data[done : done + length]
+                bucket[filled : filled + len(part)].copy_(part)
+                bucket[filled + len(part) : filled + length].zero_()
             done, filled = done + length, filled + length
             if filled == manifest.bucket_bytes:
-                yield index, bucket[:filled]
+                if bucket is not None:
+                    yield index, bucket[:filled]
                 index, filled, bucket = index + 1, 0, None
     if bucket is not None:
         yield index, bucket[:filled]
@@ -123,6 +164,19 @@ def buckets_of(manifest: Manifest, row: Tensor) -> Iterator[Tensor]:
     """Buckets of a row of bytes, as views of it."""
     for start in range(0, manifest.total_bytes, manifest.bucket_bytes):
         yield row[start : min(start + manifest.bucket_bytes, manifest.total_bytes)]
+
+
+def merged(manifest: Manifest, shares: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Checksums of all buckets in their order, from those of each share.
+
+    Raises:
+        ValueError: a share has not as many as it has buckets.
+    """
+    found = [b""] * manifest.num_buckets
+    for place, checksums in enumerate(shares):
+        for bucket, one in zip(Share(place, len(shares)).buckets(manifest), checksums, strict=True):
+            found[bucket] = one
+    return found
 
 
 def tensors_of(manifest: Manifest, row: Tensor) -> dict[str, Tensor]:

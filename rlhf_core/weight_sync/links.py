@@ -101,6 +101,11 @@ class _PendingWork:
             raise _lost(self._peer, error, self._timeout) from error
 
 
+def numeric(address: str) -> str:
+    """Address of a host as a number: a store and gloo would each resolve a name in a way of their own."""
+    return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def listen(address: str) -> TCPStore:
     """Open the store at which links are arranged, on a free port.
 

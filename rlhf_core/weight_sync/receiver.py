@@ -9,7 +9,7 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, Transport
 from rlhf_core.weight_sync.base import Beat, Incoming, StagedVersion
-from rlhf_core.weight_sync.broadcast import BroadcastIncoming
+from rlhf_core.weight_sync.broadcast_incoming import BroadcastIncoming
 from rlhf_core.weight_sync.delta import apply_delta, row_digest
 from rlhf_core.weight_sync.files import FilesIncoming
 from rlhf_core.weight_sync.layout import aliases_of, digest_of, tensors_of

@@ -1,6 +1,6 @@
 """One sync over all engines, driven by the trainer: offers, weights, receipts, commit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ def synchronize(
     tensors: Sequence[TensorEntry],
     weights: Weights,
     beat: Beat,
+    *,
+    is_alone: bool = False,
 ) -> WeightSyncReport:
     """Bring a version into force on all engines, or on none.
 
@@ -30,14 +32,14 @@ def synchronize(
     and it has none, for it has to be restarted.
 
     Args:
-        weights: see :meth:`Sender.offer`.
+        weights, is_alone: see :meth:`Sender.offer`.
 
     Raises:
         WeightSyncFailed: the version is in force nowhere, and the one before it is where it was. ``peer`` names the
             process that is to blame.
     """
     with ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="weight-sync") as pool:
-        offers = sender.offer(version, tensors, weights, [engine.name for engine in engines], beat)
+        offers = sender.offer(version, tensors, weights, [engine.name for engine in engines], beat, is_alone=is_alone)
         try:
             report = _transfer(sender, engines, offers, pool, beat)
             _require_ready(engines, version, pool, beat)
@@ -54,20 +56,23 @@ def synchronize(
     return report
 
 
-def culprit(failures: Mapping[str, Exception], sender: str) -> str:
+def culprit(failures: Mapping[str, Exception], senders: Collection[str]) -> str:
     """Name of the process that a failed transfer goes back to.
 
     An engine whose control channel is lost comes first. A loss on the way is seen by neighbours too: each failure that
-    names a peer is followed to that peer, as long as that one names another. The sender gives up when an engine has
-    failed, so it is to blame only where nothing else is.
+    names a peer is followed to that peer, as long as that one names another. Senders give up when an engine has failed,
+    so one is to blame only where nothing else is; of several, one that names itself, or that others name and that says
+    nothing, because the others were told to give up.
 
     Args:
-        failures: errors by the name of the process that has them; at least one.
-        sender: name of the sender.
+        failures: errors by the name of the process that has them, those of engines in front; at least one.
+        senders: names of all senders.
     """
     silent = [name for name, error in failures.items() if not isinstance(error, WeightSyncFailed)]
     ends = [*silent, *(_followed(name, failures) for name in failures)]
-    return next((name for name in ends if name != sender), sender)
+    engines = [name for name in ends if name not in senders]
+    own = [name for name in ends if name not in failures or getattr(failures[name], "peer", "") == name]
+    return next(iter([*engines, *own, *ends]))
 
 
 def _followed(name: str, failures: Mapping[str, Exception]) -> str:
@@ -87,26 +92,30 @@ def _transfer(
     for future in receiving.values():
         future.add_done_callback(lambda done: sender.cancel() if done.exception() else None)
     failures: dict[str, Exception] = {}
-    sent = None
     try:
-        sent = sender.send(beat)
+        sender.send(beat)
     except WeightSyncFailed as error:
-        failures[offers[0].sender] = error
+        failures[sender.names[0]] = error
     except BaseException:
         _waited(receiving, beat)  # an engine is told nothing else before it has given up
         raise
     receipts, refused = _waited(receiving, beat)
-    failures |= refused
-    if sent is None or failures:
-        raise _failure_of(failures, offers[0].sender)
+    failures = {**refused, **failures, **sender.failures_of_others(beat)}
+    if failures:
+        raise _failure_of(failures, sender.names)
+    sent = sender.sent()
     require_agreement(sent, list(receipts.values()), list(offer_of))
     return WeightSyncReport(sent=sent, receipts=tuple(receipts.values()), applied=())
 
 
-def _failure_of(failures: Mapping[str, Exception], sender: str) -> WeightSyncFailed:
+def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> WeightSyncFailed:
     """Failure of a transfer: of the process to blame, with what all others say."""
-    name = culprit(failures, sender)
-    told = failures.get(name) or next(error for error in failures.values() if getattr(error, "peer", "") == name)
+    name = culprit(failures, senders)
+    naming = [error for error in failures.values() if getattr(error, "peer", "") == name]
+    own = failures.get(name)
+    # A sender that was told to give up says nothing of what another process has found out about it.
+    is_told_to = isinstance(own, WeightSyncFailed) and own not in naming
+    told = own if own is not None and not (is_told_to and naming) else naming[0]
     others = "; ".join(f"{process}: {error}" for process, error in failures.items() if error is not told)
     text = f"{told}" if isinstance(told, WeightSyncFailed) else f"{name} is lost: {told}"
     return WeightSyncFailed(f"{text}{f' ({others})' if others else ''}", name)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.private_files import FILE_MODE
-from rlhf_core.schemas.weight_sync import Manifest, Offer, Transport
+from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
-from rlhf_core.weight_sync.layout import buckets_of, checksum, packed
+from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole
 
 MEMORY = Path("/dev/shm")
 POLL_INTERVAL_S = 0.001
@@ -62,7 +62,7 @@ class SharedMemoryOutgoing:
         Raises:
             WeightSyncFailed: another process of this name has the file.
         """
-        self._name, self._timeout_s = name, stall_timeout_s
+        self.name, self._timeout_s = name, stall_timeout_s
         self._path = folder / f"rlhf-weights-{name}"
         self._lock = os.open(_lock_path(self._path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
@@ -74,8 +74,9 @@ class SharedMemoryOutgoing:
         self._area: _Area | None = None
         self._cancelled = threading.Event()
 
-    def offer(self, manifest: Manifest, receivers: Sequence[str]) -> list[Offer]:
+    def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        require_whole(share)
         self._area = _Area(self._file, manifest)
         self._area.state[_BUCKETS] = 0
         self._area.state[_VERSION] = manifest.version
@@ -83,13 +84,11 @@ class SharedMemoryOutgoing:
         return Offer(
             transport=Transport.SHARED_MEMORY,
             manifest=manifest,
-            sender=self._name,
-            receivers=tuple(receivers),
-            place=0,
-            session=self._name,
+            receiver=receivers[0],
+            chains=(Chain(sender=self.name, receivers=tuple(receivers)),),
             path=str(self._path),
             stall_timeout_s=self._timeout_s,
-        ).for_all()
+        )
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Write a version, packed in place; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
@@ -98,7 +97,7 @@ class SharedMemoryOutgoing:
         buckets = list(buckets_of(manifest, area.row))
         found = []
         try:
-            for index, bucket in packed(manifest, weights, buckets.__getitem__):
+            for index, bucket in packed(manifest, weights, WHOLE, buckets.__getitem__):
                 if self._cancelled.is_set():
                     raise WeightSyncFailed("sending was cancelled: an engine has failed")
                 found.append(checksum(bucket))

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_core.schemas.weight_sync import Manifest, SentVersion
 from rlhf_core.training.algorithms.grpo import group_advantages
 from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, row_digest
-from rlhf_core.weight_sync.layout import bucket_bytes_for, entries_of, packed
+from rlhf_core.weight_sync.layout import WHOLE, bucket_bytes_for, entries_of, packed
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8, 8
 
@@ -79,7 +79,7 @@ def measure(rate: float, steps: int, hidden: int) -> None:
     whole = Manifest(version=0, tensors=entries, bucket_bytes=bucket_bytes_for(entries))
     encoder = DeltaEncoder()
     _, weights = encoder.encode(whole, weights_of(model), ["engine"], lambda: None)
-    buckets = packed(whole, weights, lambda _: torch.empty(whole.bucket_bytes, dtype=torch.uint8))
+    buckets = packed(whole, weights, WHOLE, lambda _: torch.empty(whole.bucket_bytes, dtype=torch.uint8))
     row = torch.cat([bucket for _, bucket in buckets])
     digest = row_digest(whole, row, lambda: None)
     for version in range(1, steps + 1):

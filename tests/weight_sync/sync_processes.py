@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt, TensorEntry
-from rlhf_core.weight_sync import broadcast, receiver
-from rlhf_core.weight_sync.layout import bytes_of, entries_of
+from rlhf_core.weight_sync import broadcast, broadcast_incoming, receiver
+from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
 from rlhf_core.weight_sync.sender import Sender
 
 ANSWER_TIMEOUT_S = 120.0
@@ -37,6 +37,8 @@ class Faults:
     """SIGKILL to itself when it has answered the offer."""
     trusts_heads: bool = False
     """Negative control: takes the sender's checksums for those of what has come."""
+    keeps_first_share_only: bool = False
+    """Negative control: receives the shares of all senders, and keeps that of the first."""
     trusts_deltas: bool = False
     """Negative control: applies a delta to any base, and believes its digest."""
 
@@ -49,6 +51,8 @@ def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
 def _engine(name: str, faults: Faults, pipe: Connection) -> None:
     if faults.trusts_heads:
         _trust_heads()
+    if faults.keeps_first_share_only:
+        _keep_first_share_only()
     if faults.trusts_deltas:
         _trust_deltas()
     own = receiver.Receiver(name)
@@ -100,15 +104,26 @@ def _beat_with(faults: Faults) -> Callable[[], None]:
 
 def _trust_heads() -> None:
     announced: list[bytes] = []
-    receive = broadcast._Passage._receive
+    receive = broadcast_incoming._Passage._receive
 
     def receive_and_believe(self: Any, index: int) -> Tensor:
         head = receive(self, index)
         announced.append(bytes(head[16:].tolist()))
         return head
 
-    broadcast._Passage._receive = receive_and_believe  # type: ignore[method-assign]
-    broadcast.checksum = lambda data: announced[-1]  # type: ignore[attr-defined]
+    broadcast_incoming._Passage._receive = receive_and_believe  # type: ignore[method-assign]
+    broadcast_incoming.checksum = lambda data: announced[-1]  # type: ignore[attr-defined]
+
+
+def _keep_first_share_only() -> None:
+    fill = broadcast_incoming._PlaceInChain.fill
+
+    def fill_elsewhere(self: Any, offer: Offer, chain: Any, share: Any, row: Tensor, beat: Any) -> list[bytes]:
+        fill(self, offer, chain, share, torch.zeros_like(row) if share.place else row, beat)
+        buckets = list(buckets_of(offer.manifest, row))
+        return [broadcast_incoming.checksum(buckets[index]) for index in share.buckets(offer.manifest)]
+
+    broadcast_incoming._PlaceInChain.fill = fill_elsewhere  # type: ignore[method-assign]
 
 
 def _trust_deltas() -> None:

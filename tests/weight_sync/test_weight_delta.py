@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, SentVersion, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places, encode_changes, row_digest
-from rlhf_core.weight_sync.layout import packed, tensors_of
+from rlhf_core.weight_sync.layout import WHOLE, packed, tensors_of
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
@@ -151,7 +151,7 @@ def _manifest(entries: tuple[TensorEntry, ...]) -> Manifest:
 
 def _row(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Tensor:
     """Row of bytes of these weights."""
-    buckets = packed(manifest, weights, lambda _: torch.empty(8192, dtype=torch.uint8))
+    buckets = packed(manifest, weights, WHOLE, lambda _: torch.empty(8192, dtype=torch.uint8))
     return torch.cat([bucket for _, bucket in buckets])
 
 

@@ -321,4 +321,4 @@ def test_a_failure_is_followed_to_the_process_it_goes_back_to(
         process: ConnectionError("gone") if peer is None else WeightSyncFailed("x", *peer)
         for process, peer in failures.items()
     }
-    assert culprit(errors, "trainer") == name
+    assert culprit(errors, ["trainer"]) == name

@@ -1,0 +1,209 @@
+"""The engine's end of the broadcast: receives from the process before it and relays to the one behind it.
+
+Buckets arrive in staging where they stay, so that relaying copies nothing. The shares of several senders come at once,
+each over its own chain and in a thread of its own, into the same row of bytes.
+"""
+
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer
+from rlhf_core.weight_sync.base import Beat
+from rlhf_core.weight_sync.broadcast import ABANDONED, HEAD_BYTES, head, link_key, linked_key
+from rlhf_core.weight_sync.layout import Share, buckets_of, checksum, merged
+from rlhf_core.weight_sync.links import Link, Pending, answers, own_address, reach
+
+AHEAD = 8
+"""Buckets that an engine is ready to receive before they are sent, so that none waits for a round trip."""
+
+
+class BroadcastIncoming:
+    """An engine's place in the chains of all senders."""
+
+    def __init__(self) -> None:
+        self._places: list[_PlaceInChain] = []
+
+    def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
+        """Receive a version; see :class:`rlhf_core.weight_sync.base.Incoming`.
+
+        The shares that are not lost are received to their end before it fails, with the error that came first: a
+        sender gives up when it hears of another's failure.
+        """
+        count = len(offer.chains)
+        self._places += [_PlaceInChain() for _ in range(len(self._places), count)]
+        lock = threading.Lock()
+
+        def beat_alone() -> None:
+            with lock:
+                beat()
+
+        with ThreadPoolExecutor(max_workers=count, thread_name_prefix="share") as pool:
+            shares = [
+                pool.submit(self._places[index].fill, offer, chain, Share(index, count), row, beat_alone)
+                for index, chain in enumerate(offer.chains)
+            ]
+            _raise_first(shares)
+        return merged(offer.manifest, [share.result() for share in shares])
+
+    def close(self) -> None:
+        """Let go of the links."""
+        self._places = []
+
+
+def _raise_first(shares: "list[Future[list[bytes]]]") -> None:
+    """Wait for all shares, and raise the error that came first."""
+    errors = [error for share in as_completed(shares) if (error := share.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+class _PlaceInChain:
+    """An engine's place in one chain, with its links."""
+
+    def __init__(self) -> None:
+        self._session = ""
+        self._links: tuple[Link, Link | None] | None = None
+
+    def fill(self, offer: Offer, chain: Chain, share: Share, row: Tensor, beat: Beat) -> list[bytes]:
+        """Receive a share; the checksums of its buckets.
+
+        An engine whose successor is lost, or that finds a bucket damaged, goes on to the end before it fails: stopping
+        would look to its predecessor like a loss of its own.
+        """
+        links, self._links = self._links, None  # used again only after a share that has come as a whole
+        if chain.is_new_session:
+            links = _connect(offer, chain)
+        elif links is None or chain.session != self._session:
+            raise WeightSyncFailed(
+                f"{offer.receiver} has no links of this session; reset the sender when an engine was restarted",
+                offer.receiver,
+            )
+        self._session = chain.session
+        passage = _Passage(offer.manifest, chain.before(offer.receiver), share, row, *links)
+        checksums = passage.run(beat)
+        self._links = links
+        return checksums
+
+
+class _Passage:
+    """One share of a version on its way through an engine."""
+
+    def __init__(
+        self, manifest: Manifest, before: str, share: Share, row: Tensor, upstream: Link, downstream: Link | None
+    ) -> None:
+        self._manifest, self._before = manifest, before
+        self._upstream, self._downstream = upstream, downstream
+        buckets = list(buckets_of(manifest, row))
+        self._buckets = [(index, buckets[index]) for index in share.buckets(manifest)]
+        self._expected: deque[tuple[Tensor, Pending, Pending]] = deque()
+        self._relayed: deque[Pending] = deque()
+        self._kept: list[Tensor] = []
+        self._failure: WeightSyncFailed | None = None
+
+    def run(self, beat: Beat) -> list[bytes]:
+        """Receive and relay every bucket; its checksums."""
+        found = []
+        for _, bucket in self._buckets[:AHEAD]:
+            self._expect(bucket)
+        for number, (index, bucket) in enumerate(self._buckets):
+            try:
+                announced = self._receive(index)
+            except WeightSyncFailed as error:
+                self._relay_end()
+                raise self._failure or error from error
+            self._relay(bucket, announced)
+            if number + AHEAD < len(self._buckets):
+                self._expect(self._buckets[number + AHEAD][1])
+            found.append(checksum(bucket))
+            self._verify(index, announced, found[-1])
+            beat()
+        self._settle(0)
+        if self._failure is not None:
+            raise self._failure
+        return found
+
+    def _expect(self, bucket: Tensor) -> None:
+        announced = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        self._expected.append((announced, self._upstream.receive(announced, 0), self._upstream.receive(bucket, 1)))
+
+    def _receive(self, index: int) -> Tensor:
+        announced, announcement, transfer = self._expected.popleft()
+        announcement.wait()
+        version, found = announced[:16].view(torch.int64).tolist()
+        if found == ABANDONED:
+            raise WeightSyncFailed(f"{self._before} has given version {self._manifest.version} up", self._before)
+        if (version, found) != (self._manifest.version, index):
+            raise WeightSyncFailed(
+                f"{self._before} has sent bucket {found} of version {version}, expected bucket {index} of version "
+                f"{self._manifest.version}",
+                self._before,
+            )
+        transfer.wait()
+        return announced
+
+    def _relay(self, bucket: Tensor, announced: Tensor) -> None:
+        if self._downstream is None:
+            return
+        try:
+            self._relayed.extend([self._downstream.send(announced, 0), self._downstream.send(bucket, 1)])
+            self._kept.append(announced)
+            self._settle(2 * AHEAD)
+        except WeightSyncFailed as error:
+            self._lose_downstream(error)
+
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many messages are under way to the successor."""
+        try:
+            while len(self._relayed) > most:
+                self._relayed.popleft().wait()
+        except WeightSyncFailed as error:
+            self._lose_downstream(error)
+
+    def _lose_downstream(self, error: WeightSyncFailed) -> None:
+        self._failure = self._failure or error
+        self._downstream = None
+        self._relayed.clear()
+
+    def _relay_end(self) -> None:
+        if self._downstream is not None:
+            self._downstream.post(head(self._manifest.version, ABANDONED, bytes(16)), 0)
+
+    def _verify(self, index: int, announced: Tensor, found: bytes) -> None:
+        if bytes(announced[16:].tolist()) != found and self._failure is None:
+            self._failure = WeightSyncFailed(
+                f"bucket {index} of version {self._manifest.version} was damaged on its way from {self._before}; "
+                "send the version again, and look at that link when it happens again",
+                self._before,
+            )
+
+
+def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
+    """Links of an engine to the process before it and to the engine behind it, if there is one."""
+    store = reach(chain.address, chain.port, chain.sender)
+    own = own_address(chain.address)
+
+    def link(receiver: str, is_source: bool, peer: str) -> Link:
+        return Link(
+            store,
+            link_key(chain.session, receiver),
+            is_source=is_source,
+            address=own,
+            peer=peer,
+            stall_timeout_s=offer.stall_timeout_s,
+        )
+
+    behind = chain.after(offer.receiver)
+    try:
+        upstream = link(offer.receiver, False, chain.before(offer.receiver))
+        downstream = None if behind is None else link(behind, True, behind)
+        store.set(linked_key(chain.session, offer.receiver), "")
+    except (WeightSyncFailed, RuntimeError) as error:
+        if answers(store):
+            raise
+        raise WeightSyncFailed(f"{chain.sender} was lost while links were made", chain.sender) from error
+    return upstream, downstream

@@ -1,0 +1,67 @@
+"""The trainer's side of weight sync, of every sender but the first."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.weight_sync import SentShare
+from rlhf_core.weight_sync.base import Beat, Outgoing, Weights
+from rlhf_core.weight_sync.sender import go_through, send_share
+from rlhf_core.weight_sync.sender_group import SenderGroup
+
+
+class FurtherSender:
+    """Sends its share of every version that the first sender announces."""
+
+    def __init__(self, outgoing: Outgoing, group: SenderGroup) -> None:
+        """Args:
+        group: all senders, of which this is not the first.
+        """
+        self._outgoing, self._group = outgoing, group
+
+    def send(self, weights: Weights, beat: Beat) -> None:
+        """Send this sender's share of the next version, and tell the first sender what has become of it.
+
+        No failure of its own is raised: the first sender decides, and tells the engines.
+
+        Args:
+            weights: all of them, gone through to the end whatever happens, because gathering may be collective.
+
+        Raises:
+            WeightSyncFailed: the first sender is gone.
+        """
+        source = iter(weights)
+        try:
+            share = self._send(source, beat)
+        except Exception as error:  # noqa: BLE001 - the first sender is told
+            self._group.cancel()
+            go_through(source, beat)
+            share = self._failed(error)
+        self._group.tell_share(share)
+
+    def _send(self, source: Iterator[tuple[str, Tensor]], beat: Beat) -> SentShare:
+        announced = self._group.announced(beat)
+        if announced.is_new_session:
+            self._outgoing.reset()
+        manifest, share = announced.manifest, self._group.share
+        offer = self._outgoing.offer(manifest, rotated(announced.receivers, share.place), share)
+        self._group.tell_chain(offer.chains[0])
+        return send_share(self._outgoing, self._group, manifest, source, beat)
+
+    def _failed(self, error: Exception) -> SentShare:
+        if isinstance(error, WeightSyncFailed):
+            return SentShare(error=str(error), peer=error.peer)
+        traceback.print_exception(error)
+        return SentShare(error=f"{self._group.name} failed: {type(error).__name__}: {error}", peer=self._group.name)
+
+    def close(self) -> None:
+        """Give back what the sender holds."""
+        self._outgoing.close()
+
+
+def rotated(receivers: Sequence[str], place: int) -> list[str]:
+    """Engines in the order of a sender's chain: each begins with another one, so that all are first as often."""
+    first = place % len(receivers)
+    return [*receivers[first:], *receivers[:first]]

@@ -1,0 +1,203 @@
+"""The ranks of a trainer that send weights, each its share, and their messages to each other.
+
+    first sender (sender.Sender)                              others (further_sender.FurtherSender)
+    tell_version(announcement)  --------------------------->  announced()
+         <---------------------------------------- chain ---  tell_chain(chain)
+                                                              ... both send their shares, each over its chain
+    cancel()  <------------ at the first failure ---------->  cancel()
+         <----------------------------------- SentShare -----  tell_share(share)
+
+They meet in a store that the first sender keeps. Nothing here is a collective: weights are gathered meanwhile.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.weight_sync import Announcement, Chain, SentShare
+from rlhf_core.weight_sync.base import Beat
+from rlhf_core.weight_sync.layout import Share
+
+POLL_INTERVAL_S = 0.002
+WATCH_INTERVAL_S = 0.05
+"""Seconds between two looks for a failure of another sender."""
+
+
+def sender_ranks(nodes: Sequence[str], senders: int) -> list[int]:
+    """Ranks that send: the first one of every node, then the second ones, and so on, so that each brings a link.
+
+    Args:
+        nodes: name of the node of each rank.
+        senders: number of senders; all ranks where there are fewer.
+
+    Returns:
+        Ranks in the order of their shares. Rank 0 is the first.
+    """
+    seen: dict[str, int] = {}
+    turns = []
+    for rank, node in enumerate(nodes):
+        turns.append((seen.get(node, 0), rank))
+        seen[node] = seen.get(node, 0) + 1
+    return [rank for _, rank in sorted(turns)[:senders]]
+
+
+class SenderGroup:
+    """The senders of a trainer, as one of them reaches the others. One version at a time, of which all take part."""
+
+    def __init__(self, names: Sequence[str], place: int, store: Store, *, timeout_s: float) -> None:
+        """Args:
+        names: of all senders, in the order of their shares.
+        place: index of this one.
+        store: reached by all, and used for nothing else.
+        timeout_s: longest wait for a word of another sender.
+        """
+        self.names, self.share = tuple(names), Share(place, len(names))
+        self._store, self._timeout_s = store, timeout_s
+        self._number = 0
+
+    @classmethod
+    def alone(cls, name: str) -> Self:
+        """A sender without others."""
+        return cls([name], 0, HashStore(), timeout_s=0.0)
+
+    @property
+    def name(self) -> str:
+        """Name of this sender."""
+        return self.names[self.share.place]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The first sender
+
+    def tell_version(self, announcement: Announcement, beat: Beat) -> list[Chain]:
+        """Have the others send their shares of a version; their chains.
+
+        Raises:
+            WeightSyncFailed: one does not answer; ``peer`` is its name.
+        """
+        self._begin()
+        self._tell(self._key("announcement"), announcement)
+        return [Chain.model_validate_json(self._told("chain", place, beat)) for place in self._others]
+
+    def shares(self, beat: Beat) -> list[SentShare]:
+        """Accounts of the others. To be asked for when the engines have answered: none has much to do then.
+
+        One that says nothing has failed.
+        """
+        found = []
+        for place in self._others:
+            try:
+                found.append(SentShare.model_validate_json(self._told("share", place, beat)))
+            except WeightSyncFailed as error:
+                found.append(SentShare(error=str(error), peer=error.peer))
+        return found
+
+    @property
+    def _others(self) -> range:
+        return range(1, len(self.names))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The others
+
+    def announced(self, beat: Beat) -> Announcement:
+        """Wait for the next version.
+
+        Raises:
+            WeightSyncFailed: none is announced.
+        """
+        self._begin()
+        return Announcement.model_validate_json(self._awaited(self._key("announcement"), self.names[0], beat))
+
+    def tell_chain(self, chain: Chain) -> None:
+        """Tell the first sender the chain of this one."""
+        self._tell(self._key(f"chain/{self.share.place}"), chain)
+
+    def tell_share(self, share: SentShare) -> None:
+        """Tell the first sender what has become of this one's share.
+
+        Raises:
+            WeightSyncFailed: it is gone.
+        """
+        self._tell(self._key(f"share/{self.share.place}"), share)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # All
+
+    def cancel(self) -> None:
+        """Have all senders give the version up. From any thread."""
+        with contextlib.suppress(RuntimeError):  # of torch: the first sender is gone, and the version with it
+            self._store.set(self._key("cancelled"), "")
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if a sender gives the version up, or the first one is gone."""
+        try:
+            return bool(self._store.check([self._key("cancelled")]))
+        except RuntimeError:
+            return True
+
+    @contextlib.contextmanager
+    def watched(self, cancel: Callable[[], None]) -> Iterator[None]:
+        """Call ``cancel``, from another thread, if a sender gives the version up meanwhile."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(WATCH_INTERVAL_S):
+                if self.is_cancelled:
+                    cancel()
+                    return
+
+        watching = threading.Thread(target=watch, name="other-senders", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+
+    def _begin(self) -> None:
+        """Go on to the next version, and have the first sender forget the last one: all are through with it."""
+        if not self.share.place:
+            told = [f"{what}/{place}" for what in ("chain", "share") for place in self._others]
+            for what in ("announcement", "cancelled", *told):
+                self._store.delete_key(self._key(what))
+        self._number += 1
+
+    def _key(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+    def _tell(self, key: str, message: Schema) -> None:
+        try:
+            self._store.set(key, message.model_dump_json())
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    def _lost(self) -> WeightSyncFailed:
+        return WeightSyncFailed(f"{self.names[0]} is lost, which keeps the store of the senders", self.names[0])
+
+    def _told(self, what: str, place: int, beat: Beat) -> bytes:
+        return self._awaited(self._key(f"{what}/{place}"), self.names[place], beat)
+
+    def _awaited(self, key: str, name: str, beat: Beat) -> bytes:
+        """Value of a key that the named sender sets.
+
+        Raises:
+            WeightSyncFailed: it does not.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() > deadline:
+                    raise WeightSyncFailed(f"{name} has said nothing for {self._timeout_s:g} s", name)
+                beat()
+                time.sleep(POLL_INTERVAL_S)
+            value: bytes = self._store.get(key)
+        except RuntimeError as error:
+            raise self._lost() from error
+        return value

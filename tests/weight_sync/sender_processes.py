@@ -1,0 +1,133 @@
+"""Senders beside the first as processes of their own, with faults that tests put into them."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from fork_server import fork_server
+from sync_processes import ANSWER_TIMEOUT_S, EngineProcess, beat, layout_of, odd_weights, streamed
+from torch import Tensor
+
+from rlhf_core.schemas.weight_sync import WeightSyncReport
+from rlhf_core.weight_sync import broadcast
+from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
+from rlhf_core.weight_sync.further_sender import FurtherSender
+from rlhf_core.weight_sync.links import Link, Pending, listen, reach
+from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender_group import SenderGroup
+from rlhf_core.weight_sync.session import synchronize
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class SenderFault:
+    """Fault of a sender while it sends its share of version 1."""
+
+    bucket: int
+    """Number of its buckets before."""
+    kind: str
+    """``kill``, ``stop``, ``raise``, ``damage`` (a bit on the wire) or ``layout`` (weights of another model)."""
+
+
+def _further(names: Sequence[str], place: int, port: int, timeout_s: float, fault: Any, pipe: Connection) -> None:
+    store = reach(HOST, port, names[0])
+    group = SenderGroup(names, place, store, timeout_s=timeout_s)
+    sender = FurtherSender(BroadcastOutgoing(names[place], HOST, stall_timeout_s=timeout_s), group)
+    while True:
+        try:
+            version, seed = pipe.recv()
+        except EOFError:
+            return
+        weights, read = odd_weights(seed), list[str]()
+        if fault is not None and version == 1:
+            weights = _put_in(fault, weights)
+        sender.send(streamed(weights, read), beat)
+        pipe.send(read)
+
+
+def _put_in(fault: SenderFault, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    sound, send, sent = broadcast.checksum, Link.send, 0
+
+    def checksum(data: Tensor) -> bytes:
+        nonlocal sent
+        sent += 1
+        if sent == fault.bucket:
+            if fault.kind == "raise":
+                raise ZeroDivisionError("a fault of a test")
+            if fault.kind in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        return sound(data)
+
+    def damaged(self: Link, message: Tensor, tag: int) -> Pending:
+        if tag == 1 and sent == fault.bucket and fault.kind == "damage":
+            message = message.clone()
+            message[5] ^= 1
+        return send(self, message, tag)
+
+    broadcast.checksum = checksum
+    Link.send = damaged  # type: ignore[method-assign]
+    return weights | {"odd": torch.zeros(8)} if fault.kind == "layout" else weights
+
+
+@dataclass
+class Trainer:
+    """The senders of a trainer: the first one in this process, the others in processes of their own."""
+
+    num_senders: int
+    faults: dict[int, SenderFault] = field(default_factory=dict)
+    timeout_s: float = 60.0
+    bucket_bytes: int = 8192
+
+    def __post_init__(self) -> None:
+        """Start the others."""
+        names = [f"trainer-{place}" for place in range(self.num_senders)]
+        self._store = listen(HOST)
+        group = SenderGroup(names, 0, self._store, timeout_s=self.timeout_s)
+        way = BroadcastOutgoing(names[0], HOST, stall_timeout_s=self.timeout_s)
+        self.sender = Sender(way, bucket_bytes=self.bucket_bytes, group=group)
+        self.others = [self._start(names, place) for place in range(1, self.num_senders)]
+
+    def _start(self, names: Sequence[str], place: int) -> tuple[Any, Connection]:
+        ours, theirs = fork_server().Pipe()
+        arguments = (names, place, self._store.port, self.timeout_s, self.faults.get(place), theirs)
+        process = fork_server().Process(target=_further, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def sync(
+        self,
+        engines: Sequence[EngineProcess],
+        version: int,
+        seed: int,
+        *,
+        is_alone: bool = False,
+        beat: Callable[[], None] = beat,
+    ) -> WeightSyncReport:
+        """Bring the odd weights of a seed into force."""
+        weights = odd_weights(seed)
+        if not is_alone:
+            for _, pipe in self.others:
+                pipe.send((version, seed))
+        return synchronize(
+            self.sender, engines, version, layout_of(weights), streamed(weights), beat, is_alone=is_alone
+        )
+
+    def read(self, place: int) -> list[str]:
+        """Names of the tensors that a sender has gone through in the last version."""
+        _, pipe = self.others[place - 1]
+        assert pipe.poll(ANSWER_TIMEOUT_S)
+        found: list[str] = pipe.recv()
+        return found
+
+    def end(self) -> None:
+        """End the others."""
+        for process, pipe in self.others:
+            process.kill()
+            process.join()
+            pipe.close()
