@@ -2,16 +2,21 @@
 
     make bench-sync
     python tests/benchmarks/bench_sync.py [--models small 0.5B] [--engines 1 2 4] [--rates 0 1000] [--repeats 3]
+    python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 [--models small]
 
 A trainer and engines as processes of their own, on the loopback (rate 0) or, as root, each in a network namespace whose
 cable passes so many Mbit/s in each direction. Wire is the time until the last engine has all weights verified in
 staging, apply that of the slowest engine to copy them into its model, both apart; the baseline's time is of both
 together, as it does one parameter after the other. Every round has other weights, and the sums of what the engines have
 are compared with the trainer's. ``limit`` is bytes / rate: the share of it that the wire reaches.
+
+With ``--senders`` (as root) a trainer of so many hosts sends, each a share over a link of its own that passes
+``--sender-rate``; the limit is that of their links together, at most that of an engine's.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -32,31 +37,37 @@ TIMEOUT_S = 900
 
 
 @contextlib.contextmanager
-def hosts(number: int, rate_mbit: int) -> Iterator[tuple[list[str], Any]]:
-    """Addresses of the trainer and of ``number`` engines, and the way to run a command at each."""
-    if not rate_mbit:
-        yield ["127.0.0.1"] * (number + 1), lambda _, words: words
+def hosts(rates_mbit: Sequence[int]) -> Iterator[tuple[list[str], Any]]:
+    """Addresses of hosts with links of these rates, and the way to run a command at each. 0: all on the loopback."""
+    if not all(rates_mbit):
+        yield ["127.0.0.1"] * len(rates_mbit), lambda _, words: words
         return
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "etc").mkdir()
         network = Network(Path(folder))
-        nodes = [f"node{index}" for index in range(1, number + 2)]
+        nodes = [f"node{index}" for index, _ in enumerate(rates_mbit, 1)]
         try:
             _, addresses = network.make(nodes)
-            for node in nodes:
+            for node, rate_mbit in zip(nodes, rates_mbit, strict=True):
                 network.slow(node, rate_mbit)
             yield [addresses[node] for node in nodes], lambda index, words: network.inside(nodes[index], words)
         finally:
             network.remove()
 
 
-def measure(model: str, number: int, rate_mbit: int, repeats: int, baseline: bool) -> dict[str, float]:
-    """Seconds of one row."""
+def measure(
+    model: str, sender_rates: Sequence[int], engine_rates: Sequence[int], repeats: int, baseline: bool
+) -> dict[str, float]:
+    """Seconds of one row.
+
+    Args:
+        sender_rates, engine_rates: Mbit/s of the link of each.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": ""}
     environment.pop("GLOO_SOCKET_IFNAME")
-    with hosts(number, rate_mbit) as (addresses, inside), contextlib.ExitStack() as running:
+    with hosts([*sender_rates, *engine_rates]) as (addresses, inside), contextlib.ExitStack() as running:
         engines = []
-        for index in range(1, number + 1):
+        for index in range(len(sender_rates), len(addresses)):
             name, address, port = f"engine-{index}", addresses[index], PORT + index
             words = inside(index, [sys.executable, str(LOAD), "engine", address, str(port), name])
             process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
@@ -69,10 +80,15 @@ def measure(model: str, number: int, rate_mbit: int, repeats: int, baseline: boo
         settings = {
             "model": model,
             "engines": [place for _, place in engines],
-            "address": addresses[0],
+            "addresses": addresses[: len(sender_rates)],
             "repeats": repeats,
             "baseline": baseline,
         }
+        for place in range(1, len(sender_rates)):
+            words = inside(place, [sys.executable, str(LOAD), "sender", json.dumps(settings), str(place)])
+            process = subprocess.Popen(words, env=environment)
+            running.callback(process.wait)
+            running.callback(process.kill)
         words = inside(0, [sys.executable, str(LOAD), "trainer", json.dumps(settings)])
         done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -99,6 +115,29 @@ def row(model: str, number: int, rate_mbit: int, found: dict[str, float]) -> str
     )
 
 
+def sender_row(model: str, number: int, rates_mbit: tuple[int, int], senders: int, found: dict[str, float]) -> str:
+    """One line of the table of several senders.
+
+    Args:
+        rates_mbit: of the link of a trainer's host, and of an engine's.
+    """
+    size = num_bytes(MODELS[model])
+    limit = size * 8 / (min(senders * rates_mbit[0], rates_mbit[1]) * 1e6)
+    return " | ".join(
+        [
+            f"| {model} ({size / 1e6:.0f} MB)",
+            f"{number}",
+            f"{senders}",
+            f"{limit:.2f}",
+            f"{found['wire']:.2f}",
+            f"{limit / found['wire']:.0%}",
+            f"{found['total']:.2f} |",
+        ]
+    )
+
+
+SENDERS_HEAD = """| model | engines | senders | limit, s | wire, s | of limit | whole sync, s |
+|---|---|---|---|---|---|---|"""
 HEAD = """| model | link | engines | wire, s | apply, s | GB/s | of limit | baseline, s | baseline / (wire + apply) |
 |---|---|---|---|---|---|---|---|---|"""
 
@@ -111,13 +150,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", nargs="+", type=int, default=[0, 1000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--senders", nargs="+", type=int, default=[], help="measure this many senders")
+    parser.add_argument("--sender-rate", type=int, default=250, help="Mbit/s of the link of each of them")
     chosen = parser.parse_args(arguments)
+    if chosen.senders:
+        compare_senders(chosen)
+        return
     print(HEAD, flush=True)
     for model in chosen.models:
         for rate in chosen.rates:
             for number in chosen.engines:
-                found = measure(model, number, rate, chosen.repeats, not chosen.no_baseline)
+                found = measure(model, [rate], [rate] * number, chosen.repeats, not chosen.no_baseline)
                 print(row(model, number, rate, found), flush=True)
+
+
+def compare_senders(chosen: argparse.Namespace) -> None:
+    """Print the table of several senders, at the last of ``--rates`` for engines."""
+    rates = (chosen.sender_rate, chosen.rates[-1])
+    print(f"links: {rates[0]} Mbit/s of each trainer, {rates[1]} Mbit/s of each engine\n\n{SENDERS_HEAD}", flush=True)
+    for model, number, senders in itertools.product(chosen.models, chosen.engines, chosen.senders):
+        found = measure(model, [rates[0]] * senders, [rates[1]] * number, chosen.repeats, baseline=False)
+        print(sender_row(model, number, rates, senders, found), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/sync_load.py engine ADDRESS PORT NAME
     python tests/benchmarks/sync_load.py trainer JSON
+    python tests/benchmarks/sync_load.py sender JSON PLACE
 
 The *baseline* is the way of OpenRLHF #533: for every parameter a message to each engine (its name, type and shape), a
 broadcast from rank 0 over one gloo group of all, and an acknowledgement of each engine, before the next parameter. The
@@ -25,12 +26,16 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
+from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.layout import entries_of
 from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.session import synchronize
 
 KEY = b"bench"
+SENDERS_PORT = 29_640
+TIMEOUT_S = 120.0
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -176,20 +181,44 @@ class RemoteEngine:
 
 def run_trainer(settings: dict[str, Any]) -> dict[str, Any]:
     """Sync some versions both ways; medians of seconds."""
-    shapes = MODELS[settings["model"]]
     engines = [RemoteEngine(*engine) for engine in settings["engines"]]
     for engine in engines:
         engine.ask("model", settings["model"])
-    torch.manual_seed(0)
-    weights = {name: tensor.normal_(std=0.02) for name, tensor in zeros(shapes).items()}
+    weights = first_weights(settings)
     found = sync_chain(settings, engines, weights)
     if settings["baseline"]:
         found |= sync_parameters(settings, engines, weights)
     return found
 
 
+def first_weights(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of the first round, the same in every process."""
+    torch.manual_seed(0)
+    return {name: tensor.normal_(std=0.02) for name, tensor in zeros(MODELS[settings["model"]]).items()}
+
+
+def sender_group(settings: dict[str, Any], place: int) -> SenderGroup:
+    """The senders, as the one at this place reaches the others."""
+    addresses = settings["addresses"]
+    store = TCPStore(addresses[0], SENDERS_PORT, is_master=place == 0, wait_for_workers=False)
+    names = [f"trainer-{index}" for index in range(len(addresses))]
+    return SenderGroup(names, place, store, timeout_s=TIMEOUT_S)
+
+
+def run_sender(settings: dict[str, Any], place: int) -> None:
+    """Send a share of every version beside the trainer."""
+    weights = first_weights(settings)
+    way = BroadcastOutgoing(f"trainer-{place}", settings["addresses"][place])
+    sender = FurtherSender(way, sender_group(settings, place))
+    for _ in range(settings["repeats"] + 1):
+        sender.send(iter(weights.items()), lambda: None)
+        change(weights)
+
+
 def sync_chain(settings: dict[str, Any], engines: list[RemoteEngine], weights: dict[str, Tensor]) -> dict[str, Any]:
-    sender = Sender(BroadcastOutgoing("trainer", settings["address"]), bucket_bytes=settings.get("bucket_bytes"))
+    address = settings["addresses"][0]
+    way, group = BroadcastOutgoing("trainer-0", address), sender_group(settings, 0)
+    sender = Sender(way, bucket_bytes=settings.get("bucket_bytes"), group=group)
     layout = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
     wire, apply, total = [], [], []
     for version in range(settings["repeats"] + 1):
@@ -207,11 +236,12 @@ def sync_chain(settings: dict[str, Any], engines: list[RemoteEngine], weights: d
 def sync_parameters(
     settings: dict[str, Any], engines: list[RemoteEngine], weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    store = TCPStore(settings["address"], 0, is_master=True, wait_for_workers=False)
+    address = settings["addresses"][0]
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     size = len(engines) + 1
     for rank, engine in enumerate(engines, 1):
-        engine.pipe.send(("join", (settings["address"], store.port, rank, size)))
-    group = gloo_group(store, 0, size, settings["address"])
+        engine.pipe.send(("join", (address, store.port, rank, size)))
+    group = gloo_group(store, 0, size, address)
     for engine in engines:
         engine.pipe.recv()
     total, apply = [], []
@@ -253,5 +283,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "engine":
         run_engine(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    elif sys.argv[1] == "sender":
+        run_sender(json.loads(sys.argv[2]), int(sys.argv[3]))
     else:
         print(json.dumps(medians(run_trainer(json.loads(sys.argv[2])))), flush=True)
