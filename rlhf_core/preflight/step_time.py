@@ -100,6 +100,7 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
         parts = {"sampling": sampling, **parts}
         if spec.rollout.engines:  # once over each link: engines pass the weights on
             given = trained_shape(shape, spec.model.lora)  # the adapter alone, where there is one
+            # However many ranks send: the links are alike here, and an engine takes no more than its own passes.
             parts["weight sync"] = weight_bytes(given, spec.model.dtype) / _link(spec)
     return StepTime(parts)
 

@@ -112,3 +112,5 @@ class EngineRefusal(Schema):
     """Answer in place of the one that was asked for."""
 
     error: Message
+    peer: Label = ""
+    """Name of the process that a failed transfer of weights goes back to, as the engine sees it."""

@@ -1,8 +1,8 @@
 """Settings of rollouts: what samples completions, and how."""
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
 from rlhf_core.schemas.weight_sync import Transport
@@ -68,6 +68,24 @@ class SyncSettings(Schema):
     of RLHF. Takes a copy of the weights in the main memory of trainer rank 0."""
     full_every: Positive = 50
     """Versions after which deltas are interrupted by the whole weights."""
+    senders: Positive = 1
+    """Trainer ranks that send over the network, each an equal share of every version: the first rank of every node
+    before the second ones. More than 1 pays where the link of an engine passes more than that of one trainer; the
+    weights go as a whole then, not as deltas."""
+
+    @model_validator(mode="after")
+    def _senders_have_a_way(self) -> Self:
+        if self.senders > 1 and self.transport is not Transport.BROADCAST:
+            raise ValueError(
+                f'found senders = {self.senders} with transport = "{self.transport}", through which one rank sends; '
+                f'expected transport = "broadcast", or senders = 1'
+            )
+        if self.senders > 1 and self.delta:
+            raise ValueError(
+                f"found senders = {self.senders} with delta = true, which compares whole tensors on one rank; expected "
+                f"delta = false, or senders = 1"
+            )
+        return self
 
 
 class RolloutSpec(Schema):

@@ -113,6 +113,17 @@ def test_a_wrong_value_is_named_with_what_was_expected(minimal: Path, override: 
     assert answer in str(caught.value)
 
 
+@pytest.mark.parametrize("other", ["delta=true", "transport=files", "transport=shared_memory"])
+def test_several_senders_are_refused_where_one_rank_alone_can_send(minimal: Path, other: str) -> None:
+    for senders in (1, 2):
+        overrides = [f"rollout.sync.{one}" for one in (f"senders={senders}", other)]
+        if senders == 1:
+            config.load(minimal, overrides)
+        else:
+            with pytest.raises(BadConfig, match=r"rollout.sync: found senders = 2 with .* or senders = 1"):
+                config.load(minimal, overrides)
+
+
 def test_all_problems_of_a_file_are_reported_at_once(minimal: Path) -> None:
     with pytest.raises(BadConfig, match="3 problems") as caught:
         config.load(minimal, ["seed=x", "loops.main.lr=1", "loops.main.algorithm.clip_low=2"])

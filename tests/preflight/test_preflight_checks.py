@@ -350,6 +350,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_spec(rollout={"engines": 4, "sync": {"transport": "shared_memory"}}, resources={"num_nodes": 2}),
         "engines on 2 nodes",
     ),
+    (
+        "rollout.sync",
+        BLOCKED,
+        with_spec(rollout={"engines": 2, "sync": {"senders": 9}}, resources={"num_nodes": 2, "ranks_per_node": 2}),
+        "set rollout.sync.senders=4",
+    ),
     ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
     ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
     ("rollout.max_staleness", BLOCKED, with_staleness("rloo"), "set loops.main.algorithm.correction to"),

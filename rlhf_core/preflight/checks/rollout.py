@@ -161,8 +161,9 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
 
 @check("rollout.sync", trainer="native")
 def sync(facts: Facts) -> Iterator[Finding]:
-    """Weights that go through the memory of one node never come to the engines of another."""
-    spec, transport = facts.spec, facts.spec.rollout.sync.transport
+    """Weights that go through the memory of one node never come to the engines of another, and ranks that are not
+    there send nothing."""
+    spec, transport, senders = facts.spec, facts.spec.rollout.sync.transport, facts.spec.rollout.sync.senders
     layout = spec.rollout.layout(spec.resources.num_nodes)
     if not spec.rollout.engines or layout is None:
         return
@@ -172,8 +173,15 @@ def sync(facts: Facts) -> Iterator[Finding]:
             "engines on the node of trainer rank 0 alone",
             "set rollout.sync.transport=broadcast",
         )
+    elif senders > spec.num_ranks:
+        yield blocked(
+            f"rollout.sync.senders = {senders}, and {spec.num_ranks} trainer ranks",
+            "at most as many senders as trainer ranks",
+            f"set rollout.sync.senders={spec.num_ranks}",
+        )
     else:
-        yield passed(f"weights go to engines by {transport}{', as deltas' if spec.rollout.sync.delta else ''}")
+        form = ", as deltas" if spec.rollout.sync.delta else f", from {senders} trainer ranks" if senders > 1 else ""
+        yield passed(f"weights go to engines by {transport}{form}")
 
 
 def _room_for(facts: Facts, per_node: int) -> str:

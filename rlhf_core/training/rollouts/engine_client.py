@@ -130,9 +130,9 @@ class EngineClient:
             answer = ask()
         except httpx.HTTPError as error:
             raise ConnectionError(f"{self.name} does not answer: {_shown(error)}") from error
-        problem = _error_of(answer)
-        if problem:
-            raise WeightSyncFailed(f"{self.name}: {problem}", self.name)
+        refusal = _refusal_of(answer)
+        if refusal is not None:
+            raise WeightSyncFailed(f"{self.name}: {refusal.error}", refusal.peer or self.name)
         return answer.text
 
 
@@ -215,9 +215,15 @@ def _sampled(line: str, name: str) -> SampledPrompt:
 
 def _error_of(answer: httpx.Response) -> str:
     """The error in an answer; empty if there is none."""
+    refusal = _refusal_of(answer)
+    return "" if refusal is None else refusal.error
+
+
+def _refusal_of(answer: httpx.Response) -> EngineRefusal | None:
+    """The answer in place of the one that was asked for; None if there is none."""
     with contextlib.suppress(ValueError):
-        return EngineRefusal.model_validate_json(answer.content).error
-    return "" if answer.status_code == httpx.codes.OK else f"HTTP status {answer.status_code}"
+        return EngineRefusal.model_validate_json(answer.content)
+    return None if answer.status_code == httpx.codes.OK else EngineRefusal(error=f"HTTP status {answer.status_code}")
 
 
 def _shown(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Rollout engines of a group of their own, as a trainer rank uses them (``rollout.engines``).
 
-Rank 0 gives the weights of every version to all engines that live; every rank sends its own prompts to all of them. An
-engine that fails loses what it was asked for to the others, is restarted by its agent, and serves again once rank 0 has
-given it the weights.
+Rank 0 gives the weights of every version to all engines that live, alone or with other ranks that send a share each;
+every rank sends its own prompts to all of them. An engine that fails loses what it was asked for to the others, is
+restarted by its agent, and serves again once rank 0 has given it the weights.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from rlhf_core.training.rollouts.engine_adapter import base_digest
 from rlhf_core.training.rollouts.engine_client import EngineClient, EngineUnusable, HttpEngineControl
 from rlhf_core.training.rollouts.remote_rollout import RemoteRollout
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
-from rlhf_core.training.rollouts.weights import WeightPublisher, gather_along
+from rlhf_core.training.rollouts.weights import FurtherPublisher, WeightPublisher, gather_along, join_senders
 from rlhf_core.training.types import Completion, WorkerContext
 from rlhf_core.whole_files import read_model, shared_secret
 
@@ -56,7 +56,9 @@ class RemoteEngines:
         self._ranks = ranks
         self._attempt = context.run_dir.attempt(context.attempt)
         self._token = shared_secret(self._attempt.engine_key)
-        self._sync = WeightPublisher(context) if ranks.is_first else None
+        group = join_senders(context, ranks)
+        self._sync = WeightPublisher(context, group) if ranks.is_first else None
+        self._share = FurtherPublisher(context, group) if group is not None and not ranks.is_first else None
         self._base = ""
         if ranks.is_first and spec.model.lora is not None:
             # Now, while the files are those that the trainers read.
@@ -108,7 +110,9 @@ class RemoteEngines:
         The transfer is None on other ranks, and where there was a problem.
         """
         sync = self._sync
-        if sync is None:
+        if self._share is not None:
+            self._share.send(model, beat)
+        elif sync is None:
             gather_along(model, beat)
         transfer: WeightTransfer | None = None
 
@@ -174,7 +178,7 @@ class RemoteEngines:
         assert self._model is not None
         assert version is not None
         try:
-            self._sync.send(self._controlled([client], version), self._model, version, beat)
+            self._sync.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
         except (WeightSyncFailed, StaleWeights, OSError) as error:
             self._ranks.log(f"{client.name} came back and was not given the weights of step {version}: {error}")
         else:
@@ -325,8 +329,9 @@ class RemoteEngines:
         """Give back what the sync of weights holds; the engines end with their group."""
         self.ahead.stop()
         self.version = None
-        if self._sync is not None:
-            self._sync.close()
+        for sends in (self._sync, self._share):
+            if sends is not None:
+                sends.close()
 
     def _clients(self) -> list[EngineClient]:
         """The engines that have registered, as they are now."""

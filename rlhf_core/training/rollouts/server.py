@@ -214,7 +214,7 @@ def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
 
 
 def _error(error: Exception) -> EngineRefusal:
-    return EngineRefusal(error=f"{type(error).__name__}: {error}")
+    return EngineRefusal(error=f"{type(error).__name__}: {error}", peer=getattr(error, "peer", ""))
 
 
 def _refusal(error: str, code: int) -> Response:

@@ -1,5 +1,6 @@
-"""The way of the weights from trainer rank 0 to the engines of the group."""
+"""The way of the weights from the trainer to the engines of the group."""
 
+import json
 from collections.abc import Callable, Sequence
 
 import httpx
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Transport, WeightSyncReport
 from rlhf_core.training.adapters import has_adapter
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
 from rlhf_core.training.rollouts.engine_client import HttpEngineControl
 from rlhf_core.training.types import WorkerContext
@@ -15,8 +17,11 @@ from rlhf_core.weight_sync.base import Beat, Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
+from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.layout import entries_of, tied_names
+from rlhf_core.weight_sync.links import listen, numeric, reach
 from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender_group import SenderGroup, sender_ranks
 from rlhf_core.weight_sync.session import synchronize
 from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
 
@@ -24,8 +29,11 @@ from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
 class WeightPublisher:
     """Sends versions of the weights to engines; for trainer rank 0."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, group: SenderGroup | None) -> None:
         """Listen for the engines.
+
+        Args:
+            group: of several senders, as :func:`join_senders` gives it.
 
         Raises:
             WeightSyncFailed: the way is not there.
@@ -33,7 +41,7 @@ class WeightPublisher:
         settings = context.spec.rollout.sync
         self.transport = settings.transport
         delta = DeltaEncoder(settings.full_every) if settings.delta else None
-        self._sender = Sender(_outgoing(context), delta=delta)
+        self._sender = Sender(_outgoing(context), delta=delta, group=group)
 
     def send(
         self,
@@ -41,9 +49,11 @@ class WeightPublisher:
         model: PreTrainedModel,
         version: int,
         beat: Beat,
+        *,
+        is_alone: bool = False,
     ) -> WeightSyncReport:
         """Bring the weights of ``model`` into force on engines, or its adapter where it has one. Beside it, the other
-        ranks call :func:`gather_along`.
+        ranks call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless this one ``is_alone``.
 
         Returns:
             Account of the sync. Engines that were lost at their commit are named in it; one at least was not.
@@ -55,7 +65,9 @@ class WeightPublisher:
         tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
         with httpx.Client(limits=httpx.Limits(max_connections=None)) as http:
             engines = controls(http)
-            report = synchronize(self._sender, engines, version, tensors, given_weights(model, beat), beat)
+            report = synchronize(
+                self._sender, engines, version, tensors, given_weights(model, beat), beat, is_alone=is_alone
+            )
         if not report.applied:
             kind = StaleWeights if any(engine.is_stale for engine in engines) else WeightSyncFailed
             raise kind("; ".join(report.lost.values()))
@@ -66,8 +78,54 @@ class WeightPublisher:
         self._sender.close()
 
 
+class FurtherPublisher:
+    """Sends its share of every version; for the trainer ranks that send beside rank 0."""
+
+    def __init__(self, context: WorkerContext, group: SenderGroup) -> None:
+        """Listen for the engines."""
+        self._sender = FurtherSender(_outgoing(context), group)
+
+    def send(self, model: PreTrainedModel, beat: Beat) -> None:
+        """Send this rank's share of the weights of ``model``; rank 0 is told of a failure, and decides.
+
+        Raises:
+            WeightSyncFailed: rank 0 is gone.
+        """
+        self._sender.send(given_weights(model, beat), beat)
+
+    def close(self) -> None:
+        """Give back what the sender holds."""
+        self._sender.close()
+
+
+def join_senders(context: WorkerContext, ranks: Ranks) -> SenderGroup | None:
+    """Have the ranks that send (``rollout.sync.senders``) find each other. Collective where there are several.
+
+    Returns:
+        This rank's view of them; None where it does not send, or where rank 0 sends alone.
+    """
+    count = min(context.spec.rollout.sync.senders, ranks.num_ranks)
+    if count == 1:
+        return None
+    senders = sender_ranks(ranks.gather(context.node), count)
+    address = numeric(context.address)
+    store = listen(address) if ranks.is_first else None
+    place = ranks.from_first(json.dumps([address, store.port]) if store is not None else "")
+    if ranks.rank not in senders:
+        return None
+    if store is None:
+        host, port = json.loads(place)
+        store = reach(host, port, _name(0))
+    timeout_s = context.spec.rollout.remote.sync_timeout_s
+    return SenderGroup([_name(rank) for rank in senders], senders.index(ranks.rank), store, timeout_s=timeout_s)
+
+
+def _name(rank: int) -> str:
+    return f"trainer-{rank}"
+
+
 def _outgoing(context: WorkerContext) -> Outgoing:
-    name, timeout_s = f"trainer-{context.rank}", context.spec.rollout.remote.sync_timeout_s
+    name, timeout_s = _name(context.rank), context.spec.rollout.remote.sync_timeout_s
     match context.spec.rollout.sync.transport:
         case Transport.FILES:
             folder = context.run_dir.attempt(context.attempt).weights
@@ -84,6 +142,6 @@ def _outgoing(context: WorkerContext) -> Outgoing:
 
 
 def gather_along(model: PreTrainedModel, beat: Beat) -> None:
-    """Take part in the gathering of weights that rank 0 sends."""
+    """Take part in the gathering of weights that other ranks send."""
     for _ in given_weights(model, beat):
         pass

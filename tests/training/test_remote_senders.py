@@ -1,0 +1,150 @@
+"""Several trainer ranks that send the weights to real engines: completions are those of one sender, bit for bit."""
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_models import char_tokenizer, tiny_model
+from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from rank_launcher import launch, make_context, values
+from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
+
+from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.weight_sync import broadcast, layout
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
+
+VERSIONS = (1, 2, 3)
+STARTS = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def shared_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
+    with engine_group(tmp_path_factory.mktemp("run"), 2, remote={"answer_timeout_s": 2.0}) as made:
+        yield made
+
+
+@pytest.fixture
+def group(shared_group: EngineGroup) -> EngineGroup:
+    """Two engines that live."""
+    shared_group.start_missing()
+    return shared_group
+
+
+def follow(
+    rank: int, num_ranks: int, root: str, spec: dict[str, Any], restart: int, zero_stage: int, go_on: str, fails: bool
+) -> dict[str, Any]:
+    """Scenario of one trainer rank: completions with three versions, and what it has sent.
+
+    Args:
+        go_on: file that the last version waits for.
+        fails: rank 1 fails in the middle of its first share.
+    """
+    from rlhf_core.schemas.trainers import NativeTrainer
+    from rlhf_core.training import distributed, gathering
+    from rlhf_core.training.models import PolicyModel
+    from rlhf_core.training.rollouts import weights
+    from rlhf_core.training.trainers.engine import split_frozen
+
+    layout.SMALLEST_BUCKET_BYTES = 1024
+    context = make_context(root, spec, rank, num_ranks, restart=restart)
+    ranks = distributed.init_process_group(context)
+    trainer = RemoteEngines(context, ranks)
+    sound, sent, tries = broadcast.checksum, 0, list[str]()
+    synchronize = weights.synchronize
+
+    def counted(data: Any) -> bytes:
+        nonlocal sent
+        sent += 1
+        if fails and rank == 1 and sent == 5:
+            raise ZeroDivisionError("a fault of a test")
+        return sound(data)
+
+    def tried(*arguments: Any, **named: Any) -> Any:
+        try:
+            report = synchronize(*arguments, **named)
+        except WeightSyncFailed as error:
+            tries.append(error.peer)
+            raise
+        tries.append("")
+        return report
+
+    broadcast.checksum, weights.synchronize = counted, tried
+    made = []
+    for version in VERSIONS:
+        policy = PolicyModel(tiny_model(seed=version))
+        if zero_stage == 3:
+            split_frozen(policy, "float32", ranks, NativeTrainer(zero_stage=3))
+        assert gathering.is_split(policy.causal_lm) == (zero_stage == 3)
+        if version == VERSIONS[-1]:
+            Path(f"{go_on}-{rank}").touch()
+            wait_for(Path(go_on).exists)
+        trainer.load(policy.causal_lm, version, no_beat)
+        made.append(tokens_of(trainer.sample(ranks.deal(PROMPTS), ranks.deal(SEEDS), DRAWN, version, no_beat)))
+    distributed.leave_process_group(ranks)
+    trainer.close()
+    return {"made": made, "sent": sent, "tries": tries}
+
+
+def follow_with(
+    group: EngineGroup, folder: Path, senders: int, zero_stage: int, *, kill: bool = False, fails: bool = False
+) -> list[Any]:
+    """Values that two ranks return; an engine is restarted before the last version.
+
+    Args:
+        kill: an engine is killed in the middle of the first rollout too.
+    """
+    spec = {**group.spec, "rollout": {**group.spec["rollout"], "sync": {"senders": senders}}}
+    folder.mkdir()
+    go_on, gates = folder / "go-on", [group.gate("decode", rank) for rank in range(2)]
+    arguments = {"spec": spec, "restart": next(STARTS), "zero_stage": zero_stage, "go_on": str(go_on), "fails": fails}
+    if kill:
+        for gate in gates:
+            gate.close()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(launch, follow, 2, folder, root=str(group.root), **arguments)
+        if kill:
+            wait_for(lambda: all(gate.reached.exists() for gate in gates) or running.done())
+            group.kill(1)
+            gates[1].open()
+            group.start(1)
+            wait_for(lambda: weights_of(group, 1) == VERSIONS[0] or running.done())
+            gates[0].open()
+        wait_for(lambda: all(Path(f"{go_on}-{rank}").exists() for rank in range(2)) or running.done())
+        group.restart(0)
+        go_on.touch()
+        return values(running.result())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_completions_are_those_of_one_sender(group: EngineGroup, tmp_path: Path, zero_stage: int) -> None:
+    """Also with an engine that is killed in the middle of a rollout, where rank 0 alone can give it the weights again,
+    and with one that is restarted between two versions."""
+    one = follow_with(group, tmp_path / "one", 1, zero_stage)
+    two = follow_with(group, tmp_path / "two", 2, zero_stage, kill=zero_stage == 1)
+    assert [rank["made"] for rank in two] == [rank["made"] for rank in one]
+    assert one[0]["made"][0] != one[0]["made"][1] != one[0]["made"][2], "weights that change nothing show nothing"
+    assert one[1]["sent"] == 0
+    assert two[1]["sent"] > 0
+    restored = [""] if zero_stage == 1 else []
+    assert one[0]["tries"] == ["", "", "engine-0", ""]
+    assert two[0]["tries"] == ["", *restored, "", "engine-0", ""], "only the restarted engine costs a try"
+    assert [weights_of(group, rank) for rank in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_rank_that_fails_in_its_share_is_named_and_the_version_sent_again(
+    group: EngineGroup, tmp_path: Path, zero_stage: int
+) -> None:
+    two = follow_with(group, tmp_path / "two", 2, zero_stage, fails=True)
+    for index, version in enumerate(VERSIONS):
+        engine = TransformersEngine(char_tokenizer())
+        engine.load(tiny_model(seed=version), version, no_beat)
+        expected = tokens_of(engine.sample(PROMPTS, SEEDS, DRAWN, version, no_beat))
+        assert two[0]["made"][index] + two[1]["made"][index] == expected
+    assert two[0]["tries"] == ["trainer-1", "", "", "engine-0", ""]
