@@ -136,9 +136,10 @@ class Agent:
         placement = self._job.placement
         phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()
-        if phases and any(map(self._is_forked, phases[0])):
-            self._fork_server.prepare()  # it imports while the nodes meet and are measured
         probed = any(plan.role is Role.PROBE for plan in placement.groups)
+        # It imports while the nodes meet, but not while they are measured: it would take their time.
+        if phases and any(map(self._is_forked, phases[0])) and not (probed and self._probe.measures):
+            self._fork_server.prepare()
         ending = self._meet() or (self._check_nodes() if probed else None)
         if ending is not None:
             return ending

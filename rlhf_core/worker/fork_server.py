@@ -1,8 +1,8 @@
 """The fork server of a node: a process that has imported what workers need, and forks them.
 
 Most of a start is imports: torch, transformers and DeepSpeed take 5 s of processor time a rank, and longer from a cold
-file system. The fork server makes them once per node, while the nodes meet and are measured. A worker is forked from it
-in a tenth of a second, at the first start as in a restart in place, and shares its memory.
+file system. The fork server makes them once per node. A worker is forked from it in a tenth of a second, at the first
+start as in a restart in place, and shares its memory.
 
 A worker is forked only where a new process would do the same: not from a server that is dead or stopped, that does not
 answer, or that was started with another environment or from other code. A new server takes its place then; where that
