@@ -24,6 +24,7 @@ from pathlib import Path
 import rlhf_core
 from rlhf_core.main_memory import memory_bytes
 from rlhf_core.worker import processes
+from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
 from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
 from rlhf_core.worker.signals import SAVING, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
@@ -45,7 +46,7 @@ SERVER_BYTES = 1 << 30
 SHORT_OF_MEMORY = 0.1
 """Share of the memory that stays free for the run. Below it the server is ended, and none is started."""
 
-OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE})
+OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE, *ELASTIC_VARIABLES})
 """Variables that each start of workers sets anew. A worker takes them over before anything reads them."""
 
 CHECK_INTERVAL_S = 1.0

@@ -18,6 +18,11 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.pause_clock import PauseClock
 
+ELASTIC_VARIABLES = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
+"""Settings that torch elastic takes from the agent's environment. All nodes have as many workers, so that ranks need
+not be told through a store. The list of signals must name at least one; SIGQUIT is the one we can take back without a
+gap that matters."""
+
 PEER_TIMEOUT_S = 1.0
 """Time in which the peers of a worker that died may say what they saw, before they are killed."""
 

@@ -32,7 +32,15 @@ from rlhf_core.attempt_dir import RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.agent_store import LOOPBACK
 from rlhf_core.worker.fork_server import ForkServer, arguments_of
-from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
+from rlhf_core.worker.groups.base import (
+    ELASTIC_VARIABLES,
+    PEER_TIMEOUT_S,
+    Exit,
+    GroupSeat,
+    StartAbandoned,
+    Started,
+    WorkerGroup,
+)
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.nodes import unused_port
 from rlhf_core.worker.processes import GROUP_VARIABLE
@@ -58,13 +66,8 @@ class ElasticStart:
 
 
 def prepare_environment() -> None:
-    """Set what elastic takes from the environment; before the first start.
-
-    All nodes have as many workers, so that ranks need not be told through a store. The list of signals must name at
-    least one; SIGQUIT is the one we can take back without a gap that matters.
-    """
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    """Set what elastic takes from the environment; before the first start."""
+    os.environ.update(ELASTIC_VARIABLES)
     # What it would say is in our events already, in other words; what goes wrong in it is raised.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
