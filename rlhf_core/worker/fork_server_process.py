@@ -15,7 +15,7 @@ from rlhf_core.worker.fork_server import PACKAGE, READY
 from rlhf_core.worker.roles import WARM, load
 from rlhf_core.worker.worker_process import prepare_signals
 
-COMMAND = ("python", "-m", PACKAGE)
+COMMAND = ("python", "-P", "-m", PACKAGE)
 """Command line under which a worker shows itself."""
 ADOPTION_INTERVAL_S = 0.001
 

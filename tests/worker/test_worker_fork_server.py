@@ -175,9 +175,9 @@ def test_ps_shows_a_worker_by_its_own_command(server: ForkServer, tmp_path: Path
     pid = ready(server)
     worker = fork(server, tmp_path / "said", "wait", "a b")
     told(tmp_path / "said")
-    words = ["python", "-m", "rlhf_core.worker"]
-    assert psutil.Process(worker.pid).cmdline()[:6] == [*words, str(tmp_path / "said"), "wait", "a b"]
-    assert psutil.Process(pid).cmdline()[:4] == [*words, "fork-server"]
+    words = ["python", "-P", "-m", "rlhf_core.worker"]
+    assert psutil.Process(worker.pid).cmdline()[:7] == [*words, str(tmp_path / "said"), "wait", "a b"]
+    assert psutil.Process(pid).cmdline()[:5] == [*words, "fork-server"]
     assert psutil.Process(worker.pid).environ()["PATH"] == os.environ["PATH"], "what lies behind is left alone"
 
 
