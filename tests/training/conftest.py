@@ -8,6 +8,8 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from engine_groups import EngineGroup
+
     from rlhf_core.training.distributed import Ranks
 
 settings.register_profile("training", deadline=None)
@@ -26,3 +28,19 @@ def ranks() -> "Iterator[Ranks]":
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def shared_group(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EngineGroup]":
+    """Two engines for the tests of a module."""
+    from engine_groups import engine_group
+
+    with engine_group(tmp_path_factory.mktemp("run"), 2, remote={"answer_timeout_s": 2.0}) as made:
+        yield made
+
+
+@pytest.fixture
+def group(shared_group: "EngineGroup") -> "EngineGroup":
+    """The engines of the module, all of which live; a test may end them."""
+    shared_group.start_missing()
+    return shared_group

@@ -37,13 +37,6 @@ def shared_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGro
         yield made
 
 
-@pytest.fixture
-def group(shared_group: EngineGroup) -> EngineGroup:
-    """Two engines that live; a test may end them."""
-    shared_group.start_missing()
-    return shared_group
-
-
 def trained(group: EngineGroup, seed: int, size: float = 0.3) -> PreTrainedModel:
     """The base model of a group with an adapter."""
     return adapted(RunDir(group.root).initial_model, seed, size, group.spec["model"].get("dtype", "float32"))

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,19 +36,6 @@ DRAWN = Sampling(max_new_tokens=12, temperature=1.0, batch_size=8)
 
 def tokens_of(made: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in made]
-
-
-@pytest.fixture(scope="module")
-def shared_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
-    with engine_group(tmp_path_factory.mktemp("run"), 2, remote={"answer_timeout_s": 2.0}) as made:
-        yield made
-
-
-@pytest.fixture
-def group(shared_group: EngineGroup) -> EngineGroup:
-    """Two engines that live; a test may end them."""
-    shared_group.start_missing()
-    return shared_group
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """Several trainer ranks that send the weights to real engines: completions are those of one sender, bit for bit."""
 
 import itertools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from core_models import char_tokenizer, tiny_model
-from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from engine_groups import EngineGroup, no_beat, wait_for
 from rank_launcher import launch, make_context, values
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
 
@@ -21,19 +20,6 @@ pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtu
 
 VERSIONS = (1, 2, 3)
 STARTS = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def shared_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
-    with engine_group(tmp_path_factory.mktemp("run"), 2, remote={"answer_timeout_s": 2.0}) as made:
-        yield made
-
-
-@pytest.fixture
-def group(shared_group: EngineGroup) -> EngineGroup:
-    """Two engines that live."""
-    shared_group.start_missing()
-    return shared_group
 
 
 def follow(

@@ -1,6 +1,6 @@
 """Sparse deltas: exact for every type, refused on another base, and small after a step of AdamW."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -17,14 +17,6 @@ from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 
 pytestmark = pytest.mark.training
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """Engines, ended after the test."""
-    fleet = Fleet()
-    yield fleet
-    fleet.end()
 
 
 def sync(sender: Sender, fleet: Fleet, version: int, weights: dict[str, Tensor]) -> WeightSyncReport:

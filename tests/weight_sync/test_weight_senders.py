@@ -20,14 +20,6 @@ pytestmark = pytest.mark.training
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """Engines, ended after the test."""
-    fleet = Fleet()
-    yield fleet
-    fleet.end()
-
-
-@pytest.fixture
 def trainers() -> Iterator[list[Trainer]]:
     """Trainers that a test has started, ended after it."""
     started: list[Trainer] = []

@@ -33,14 +33,6 @@ pytestmark = pytest.mark.training
 OLD, NEW = odd_weights(0), odd_weights(1)
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """Engines, ended after the test."""
-    fleet = Fleet()
-    yield fleet
-    fleet.end()
-
-
 def sync(sender: Sender, engines: list[EngineProcess], version: int, weights: dict[str, Tensor]) -> WeightSyncReport:
     return synchronize(sender, engines, version, layout_of(weights), streamed(weights), beat)
 

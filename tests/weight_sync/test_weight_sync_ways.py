@@ -31,14 +31,6 @@ WAYS: dict[str, Callable[[Path], Outgoing]] = {
 }
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """Engines, ended after the test."""
-    fleet = Fleet()
-    yield fleet
-    fleet.end()
-
-
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outgoing]:
     """One half of each way."""

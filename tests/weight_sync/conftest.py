@@ -1,0 +1,14 @@
+"""Shared by the tests of weight sync."""
+
+from collections.abc import Iterator
+
+import pytest
+from sync_processes import Fleet
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Engines, ended after the test."""
+    fleet = Fleet()
+    yield fleet
+    fleet.end()
