@@ -154,7 +154,7 @@ class ForkServer:
     def is_importing(self) -> bool:
         """True while it is worth waiting for: a server is making its imports."""
         server = self._server
-        if server is None or server.is_ready or self._has_imported(server):
+        if server is None or self._has_imported(server):
             return False
         if server.process.poll() is not None:
             self._turn_off(f"it ended with exit code {server.process.returncode} in its imports")
@@ -168,7 +168,9 @@ class ForkServer:
             return
         present = fingerprint()
         if self._server is not None:
-            problem = self._problem(self._server, present)
+            problem = self._problem(self._server)
+            if not problem and self._server.fingerprint != present:
+                problem = "environment or code have changed since it was started"
             if not problem:
                 return
             self._say(f"fork server {self._server.process.pid} is not used: {problem}")
@@ -200,9 +202,9 @@ class ForkServer:
         server = self._server
         if server is None:
             return None
-        problem = self._problem(server, server.fingerprint)
+        problem = self._problem(server)
         if not problem:
-            if not server.is_ready:
+            if not self._has_imported(server):
                 return None
             order = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode() + b"\n"
             answer = self._asked(server, order)
@@ -223,16 +225,12 @@ class ForkServer:
         server.is_ready = server.is_ready or server.read(0.0).startswith(READY)
         return server.is_ready
 
-    def _problem(self, server: _Server, present: str) -> str:
+    @staticmethod
+    def _problem(server: _Server) -> str:
         if server.process.poll() is not None:
             return f"it ended with exit code {server.process.returncode}"
-        if server.fingerprint != present:
-            return "environment or code have changed since it was started"
         state = processes.process_state(server.process.pid)
-        if state in ("T", "t"):
-            return f"it is in state {state}"
-        self._has_imported(server)
-        return ""
+        return f"it is in state {state}" if state in ("T", "t") else ""
 
     @staticmethod
     def _asked(server: _Server, order: bytes) -> str:

@@ -87,6 +87,8 @@ class IndependentGroup(WorkerGroup):
             self.generation = max(self.generation, generation)
             self.generations[local_rank] = generation
             self.seat.slots.clear_worker(local_rank)
+        if self._fork_server is not None:
+            self._fork_server.prepare()
         started = self._launch(local_rank)
         with self._lock:
             self.workers[local_rank] = started
@@ -121,7 +123,6 @@ class IndependentGroup(WorkerGroup):
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> "subprocess.Popen[bytes] | ForkedWorker":
         if self._fork_server is not None:
-            self._fork_server.prepare()
             forked = self._fork_server.fork(arguments_of(command), environment)
             if forked is not None:
                 return forked
