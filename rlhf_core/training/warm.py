@@ -1,4 +1,4 @@
-"""The imports of a native worker, made ahead of it by a warm spare (``worker/warm_workers.py``)."""
+"""The imports of native workers, made once per node by the fork server (``worker/fork_server.py``)."""
 
 import importlib
 import os
