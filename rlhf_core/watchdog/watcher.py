@@ -194,7 +194,8 @@ class Watcher:
             return None
         now = self._clock()
         self._deserted_since = now if self._deserted_since is None else self._deserted_since
-        if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S:
+        is_over = self._ended_for_s(job) >= OUTCOME_TIMEOUT_S  # Slurm has ended it: nothing more is written
+        if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S and not is_over:
             return None
         if outcome is not None:
             came_first = outcome.time + OUTCOME_LEAD < min(said[node] for node in job.nodes[1:])

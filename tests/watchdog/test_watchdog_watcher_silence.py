@@ -206,6 +206,16 @@ def test_what_an_agent_knows_from_the_network_needs_no_silence_of_files(pair: Pa
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
+def test_a_job_that_slurm_ended_after_agent_0_was_lost_is_that_of_a_lost_node(pair: Pair) -> None:
+    """The other agent ends at once, and the job with it: it is over before an outcome is given up."""
+    pair.say("n2", leader_lost=True)
+    pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
+    assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
+    pair.now += LEADER_LOST_TIMEOUT_S / 2
+    look = pair.watcher.poll()
+    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
+
+
 def outcome(seconds_ago: float, kind: FailureKind = FailureKind.PREEMPTION) -> AttemptOutcome:
     time = utc_now() - timedelta(seconds=seconds_ago)
     return AttemptOutcome(attempt=1, state=AttemptState.FAILED, failure_kind=kind, message="so it says", time=time)
