@@ -274,10 +274,10 @@ def generation_of(group: EngineGroup, rank: int) -> int:
 
 
 def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
-    """Two trainer ranks with prompts of their own, while an engine is killed under both of them and comes back; a
-    trainer that is restarted gives its own weights under the number of an older version."""
+    """Two trainer ranks with prompts of their own, while an engine is killed under both of them and comes back, or both
+    are; a trainer that is restarted gives its own weights under the number of an older version."""
     expected = in_process()
-    for restart in (next(STARTS), next(STARTS)):
+    for restart, killed in ((next(STARTS), [1]), (next(STARTS), [0, 1])):
         gate = group.gate("decode", 1).close()
         with ThreadPoolExecutor() as pool:
             made = pool.submit(
@@ -290,9 +290,11 @@ def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
                 restart=restart,
             )
             wait_for(gate.reached.exists)
-            group.kill(1)
+            for rank in killed:
+                group.kill(rank)
             gate.open()
-            group.start(1)
+            for rank in killed:
+                group.start(rank)
             parts = values(made.result())
         assert parts[0] + parts[1] == expected
 

@@ -224,14 +224,16 @@ class RemoteEngines:
             rollout = self._background_rollout(dispatcher, sampling, beat)
         else:
             restore = partial(self._restore, beat) if self._ranks.is_first else None
-            rollout = self._rollout(dispatcher, sampling, beat, restore, self._leave_together())
+            rollout = self._rollout(
+                dispatcher, sampling, beat, restore, are_restored=True, may_leave=self._leave_together()
+            )
         asyncio.run(rollout.run())
 
     def _background_rollout(
         self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]
     ) -> RemoteRollout:
         """A rollout during which no engine can be given weights."""
-        return self._rollout(dispatcher, sampling, beat, None, lambda: True)
+        return self._rollout(dispatcher, sampling, beat, None, are_restored=False, may_leave=lambda: True)
 
     def _rollout(
         self,
@@ -239,6 +241,8 @@ class RemoteEngines:
         sampling: Sampling,
         beat: Callable[[], None],
         restore: Callable[[EngineClient], None] | None,
+        *,
+        are_restored: bool,
         may_leave: Callable[[], bool],
     ) -> RemoteRollout:
         assert self.version is not None  # required by _dispatcher
@@ -251,6 +255,7 @@ class RemoteEngines:
             beat=beat,
             log=lambda message: print(message, flush=True),
             restore=restore,
+            are_restored=are_restored,
             may_leave=may_leave,
         )
 

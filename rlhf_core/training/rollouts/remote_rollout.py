@@ -52,12 +52,14 @@ class RemoteRollout:
         beat: Callable[[], None],
         log: Callable[[str], None],
         restore: Callable[[EngineClient], None] | None,
+        are_restored: bool,
         may_leave: Callable[[], bool],
     ) -> None:
         """Args:
         clients: the engines as they are registered now.
         beat: called whenever an engine is seen to make progress.
-        restore: gives an engine that came back the weights; None where that cannot be while the rollout goes on.
+        restore: gives an engine that came back the weights; None where this rank cannot.
+        are_restored: True if a rank gives them the weights while the rollout goes on; False where none can.
         may_leave: asked once all prompts are answered; False while other ranks may need this one.
         """
         self._dispatcher = dispatcher
@@ -68,6 +70,7 @@ class RemoteRollout:
         self._beat = beat
         self._log = log
         self._restore = restore
+        self._are_restored = are_restored
         self._may_leave = may_leave
         self._ready: dict[int, EngineClient] = {}
         self._asked: dict[int, set[asyncio.Task[None]]] = {}
@@ -113,7 +116,8 @@ class RemoteRollout:
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
         """True if every engine is known to have other weights, and stays so."""
-        return self._restore is None and bool(clients) and all(_start_of(client) in self._others for client in clients)
+        others = bool(clients) and all(_start_of(client) in self._others for client in clients)
+        return others and not self._are_restored
 
     # -----------------------------------------------------------------------------------------------------------------
     # Watching
