@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rlhf_core.schemas.rollouts import EVEN_HEADS, uneven_heads
+
 _NAMED = 3
 """Layouts that are named beside one that does not divide."""
 
@@ -130,16 +132,8 @@ def _uneven_engines(layout: Layout) -> Iterator[Problem]:
 
 def _uneven_heads(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
     width = layout.tensor_parallel
-    if cluster.num_heads and cluster.num_heads % width:
-        yield Problem(
-            f"{cluster.num_heads} attention heads over {width} GPUs of an engine", "a number of GPUs that divides them"
-        )
-    kv_heads = cluster.num_kv_heads
-    if kv_heads and kv_heads % width and width % kv_heads:
-        yield Problem(
-            f"{kv_heads} key-value heads over {width} GPUs of an engine",
-            "a number of GPUs that divides them, or that they divide (they are copied then)",
-        )
+    if uneven := uneven_heads(cluster.num_heads, cluster.num_kv_heads, width):
+        yield Problem(f"{uneven} over {width} GPUs of an engine", EVEN_HEADS)
 
 
 def _too_few_gpus(layout: Layout, cluster: Cluster) -> Iterator[Problem]:

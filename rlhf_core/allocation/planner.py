@@ -84,15 +84,16 @@ def _training(spec: RunSpec, trainers: GroupPlan) -> tuple[GroupPlan, ...]:
         raise BadInput(
             f"rollout.engines = {spec.rollout.engines} cannot be spread evenly over {spec.resources.num_nodes} nodes"
         )
-    if gpus and ranks + layout.per_node > gpus:
+    needed = ranks + layout.per_node * spec.rollout.gpus_per_engine
+    if gpus and needed > gpus:
         raise BadInput(
-            f"{ranks} trainer ranks and {layout.per_node} rollout engines on {gpus} GPUs of a node; expected one each"
+            f"{ranks} trainer ranks and {layout.per_node} rollout engines need {needed} GPUs of a node, found {gpus}"
         )
     engines = GroupPlan(
         role=Role.ROLLOUT,
         nodes=tuple(range(layout.num_nodes)),
         workers_per_node=layout.per_node,
-        gpus=tuple(range(ranks, ranks + layout.per_node)) if gpus else (),
+        gpus=tuple(range(ranks, needed)) if gpus else (),
         restart="alone",
     )
     return (trainers.model_copy(update={"gpus": trainers.gpus[:ranks]}), engines)

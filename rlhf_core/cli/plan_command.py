@@ -148,7 +148,7 @@ def _notes(found: "RunPlan") -> Iterator[str]:
     elif found.step is not None:
         yield "Rates are assumed (docs/planning.md): no run of this shape is in the history yet."
     if any(one.layout.tensor_parallel > 1 for one in found.proposals):
-        yield "Engines of several GPUs have no setting yet: such a layout says what the model would need."
+        yield "GPUs of each engine: rollout.vllm.tensor_parallel."
     peak = measured.get("gpu_gb") if spec.resources.gpus_per_node else measured.get("workers_gb")
     if peak is not None and found.memory:
         yield _peak_note(found, peak)

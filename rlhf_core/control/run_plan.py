@@ -15,6 +15,7 @@ from rlhf_core.preflight.memory import (
     engine_estimate,
     evaluator_estimate,
     gpu_memory_bytes,
+    part_of,
     shape_of,
     token_cache_bytes,
     trainer_estimate,
@@ -123,7 +124,7 @@ def plan_run(
 
 def layout_of(spec: RunSpec) -> Layout:
     """The layout that a config asks for."""
-    return Layout(spec.num_ranks, spec.rollout.engines, tensor_parallel=1)
+    return Layout(spec.num_ranks, spec.rollout.engines, spec.rollout.gpus_per_engine)
 
 
 def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
@@ -137,7 +138,8 @@ def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
     """The run in another layout on the same nodes."""
     ranks = layout.trainers // spec.resources.num_nodes
     resources = spec.resources.model_copy(update={"ranks_per_node": ranks})
-    rollout = spec.rollout.model_copy(update={"engines": layout.engines})
+    vllm = spec.rollout.vllm.model_copy(update={"tensor_parallel": layout.tensor_parallel})
+    rollout = spec.rollout.model_copy(update={"engines": layout.engines, "vllm": vllm})
     return spec.model_copy(update={"resources": resources, "rollout": rollout})
 
 
@@ -211,11 +213,11 @@ def _proposal(
     rollout = changed.rollout.model_copy(update={"engine": engine, "vllm": vllm})
     changed = changed.model_copy(update={"rollout": rollout})
     samples_with_vllm = engine == "vllm"
-    part = _part(shape, layout.tensor_parallel)
     trainer = trainer_estimate(changed, shape, gpu).peak_bytes
     sequences = 0
     if samples_with_vllm:
         length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+        part = part_of(shape, layout.tensor_parallel)
         budget = vllm_cache_budget(changed, part, gpu) or 0
         sequences = budget // (length * token_cache_bytes(part, spec.model.dtype))
     step = step_time(changed, shape, kind)
@@ -226,23 +228,8 @@ def _proposal(
         layout,
         engine,
         trainer,
-        engine_estimate(changed, part, gpu).peak_bytes if layout.engines else 0,
+        engine_estimate(changed, shape, gpu).peak_bytes if layout.engines else 0,
         changed.rollout.vllm.gpu_memory_share if samples_with_vllm else 0.0,
         sequences,
         StepTime(parts),
-    )
-
-
-def _part(shape: Shape, width: int) -> Shape:
-    """The share of one GPU of a model that is split over several by heads and columns."""
-    if width == 1:
-        return shape
-    return Shape(
-        parameters=shape.parameters // width,
-        hidden=shape.hidden,
-        layers=shape.layers,
-        query=shape.query // width,
-        keys=-(-shape.keys // width),
-        feed_forward=shape.feed_forward // width,
-        vocabulary=shape.vocabulary,
     )

@@ -16,6 +16,7 @@ from rlhf_core.preflight.memory import (
     cache_bytes,
     longest_sequence,
     micro_batch_tokens,
+    part_of,
     trained_shape,
     weight_bytes,
 )
@@ -53,6 +54,8 @@ LAUNCH_S = 0.8e-3
 LINK_BYTES = {"node": 200e9, "network": 25e9}
 """Bytes a second that one GPU sends and receives within a node (NVLink), and over a network of 400 Gbit/s per GPU,
 at half of its rate."""
+ALL_REDUCE_S = 20e-6
+"""Seconds of a sum of small vectors over the GPUs of a split engine: two in each layer of a token. Assumed."""
 _LOW_PRECISION = 2
 """A matrix product in float32 takes about twice as long, as TF32."""
 
@@ -140,11 +143,14 @@ def _sampling_s(spec: RunSpec, shape: Shape, rates: GpuRates, sequences: float) 
     """Seconds to sample the completions of one rank, or of one engine of its own, each to its full length."""
     batch = max(1.0, min(spec.rollout.batch_size, sequences))
     memory = MEMORY_SHARE * rates.memory
-    cache = cache_bytes(shape, spec.model.dtype, int(batch), longest_sequence(spec)) / 2  # it grows to its full length
+    width = spec.rollout.gpus_per_engine
+    part = part_of(shape, width)
+    cache = cache_bytes(part, spec.model.dtype, int(batch), longest_sequence(spec)) / 2  # it grows to its full length
     # vLLM replays the launches of a token as one graph.
     graphs = spec.rollout.engine == "vllm" and not spec.rollout.vllm.enforce_eager
     launch = 0.0 if graphs else shape.layers * LAUNCH_S
-    token = max((weight_bytes(shape, spec.model.dtype) + cache) / memory, launch)
+    sums = 2 * shape.layers * ALL_REDUCE_S if width > 1 else 0.0
+    token = max((weight_bytes(part, spec.model.dtype) + cache) / memory, launch) + sums
     prompts = sequences / spec.main_loop.algorithm.group * spec.data.max_prompt_tokens
-    reading = 2 * shape.parameters * prompts / _matmul_rate(spec, rates)
+    reading = 2 * part.parameters * prompts / _matmul_rate(spec, rates)
     return reading + sequences / batch * spec.rollout.max_new_tokens * token

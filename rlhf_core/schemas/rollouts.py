@@ -11,6 +11,24 @@ VLLM_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM has room for (0.32, ``config/lora.py``); a smaller one takes the room of the next."""
 
 
+EVEN_HEADS = "a number that divides the attention heads, and that divides the key-value heads or they it"
+
+
+def uneven_heads(num_heads: int | None, num_kv_heads: int | None, width: int) -> str:
+    """Name the heads of a model that cannot be split over the GPUs of an engine; empty where all can, or are not known.
+
+    Key-value heads that are fewer than the GPUs are copied.
+
+    Args:
+        width: GPUs of the engine.
+    """
+    if num_heads and num_heads % width:
+        return f"{num_heads} attention heads"
+    if num_kv_heads and num_kv_heads % width and width % num_kv_heads:
+        return f"{num_kv_heads} key-value heads"
+    return ""
+
+
 class EngineLayout(NamedTuple):
     """Rollout engines on the nodes of an attempt."""
 
@@ -32,6 +50,9 @@ class VllmSettings(Schema):
     """Compute what the prompts of a group have in common once."""
     enforce_eager: bool = False
     """Do without CUDA graphs: a quicker start and less memory, slower sampling."""
+    tensor_parallel: Positive = 1
+    """GPUs of each engine (processes, where there are none), among which every layer is split: for models that one GPU
+    cannot hold beside their cache. Above 1 for engines of their own alone (`rollout.engines`)."""
 
 
 class SglangSettings(Schema):
@@ -116,6 +137,20 @@ class RolloutSpec(Schema):
     """Settings of engines in processes of their own."""
     sync: SyncSettings = SyncSettings()
     """Settings of the way of the weights to them."""
+
+    @model_validator(mode="after")
+    def _splits_engines_of_their_own(self) -> Self:
+        if self.gpus_per_engine > 1 and not self.engines:
+            raise ValueError(
+                f"found vllm.tensor_parallel = {self.vllm.tensor_parallel} and engines = 0, with an engine in the "
+                f"process of every rank, on its one GPU; expected tensor_parallel = 1, or engines of their own"
+            )
+        return self
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs of each engine; where there are none, its processes."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     def layout(self, num_nodes: int) -> EngineLayout | None:
         """Spread the engines evenly: the same number on each node, or one on each of the first nodes.

@@ -141,9 +141,15 @@ class RunSpec(Schema):
 
     @property
     def processes_per_node(self) -> int:
-        """Trainer ranks and rollout engines that a node has at most."""
+        """Processes that compute on a node at most, each on a GPU of its own where there are any: trainer ranks, and
+        those of rollout engines."""
+        return self.resources.ranks_per_node + self.engines_per_node * self.rollout.gpus_per_engine
+
+    @property
+    def engines_per_node(self) -> int:
+        """Rollout engines of their own that a node has at most."""
         layout = self.rollout.layout(self.resources.num_nodes)
-        return self.resources.ranks_per_node + (layout.per_node if layout is not None else 0)
+        return layout.per_node if layout is not None else 0
 
     @property
     def total_steps(self) -> int:

@@ -31,6 +31,9 @@ class Reporter(Protocol):
     def collective(self) -> AbstractContextManager[None]:
         """Wraps every collective call: counts it as entered and marks the rank as inside."""
 
+    def speak_for(self, pids: Sequence[int]) -> None:
+        """Say which other processes of the node the beats speak for: one that stands still stands for this worker."""
+
     def request(self) -> Literal["", "save", "stop"]:
         """Request of the agent to this worker: nothing, save and go on, or save and end."""
 
@@ -44,6 +47,9 @@ class NullReporter:
     def collective(self) -> AbstractContextManager[None]:
         """Wraps nothing."""
         return nullcontext()
+
+    def speak_for(self, pids: Sequence[int]) -> None:
+        """Does nothing."""
 
     def request(self) -> Literal["", "save", "stop"]:
         """Nobody asks for anything."""

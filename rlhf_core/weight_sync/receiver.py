@@ -39,6 +39,10 @@ class Staged:
         yield from tensors_of(self.layout, self._row).items()
 
 
+def _own_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
 class Receiver:
     """The staging area of one engine, in its main memory: one copy of the weights, used for every version.
 
@@ -46,13 +50,15 @@ class Receiver:
     has its own weights to serve with.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, allocate: Callable[[int], Tensor] = _own_memory) -> None:
         """Have no version yet.
 
         Args:
             name: name of the engine, as offers have it.
+            allocate: gives a row of so many bytes; raises OSError where there is not as much memory.
         """
         self.name = name
+        self._allocate = allocate
         self.version: int | None = None
         self._row: Tensor | None = None
         self._base: Staged | None = None
@@ -138,7 +144,13 @@ class Receiver:
     def _take_row(self, size: int) -> Tensor:
         """Memory for a version. It is kept only once filled: after a failure the way may still write to it."""
         row, self._row = self._row, None
-        return row if row is not None and len(row) == size else torch.empty(size, dtype=torch.uint8)
+        if row is not None and len(row) == size:
+            return row
+        try:
+            return self._allocate(size)
+        except OSError as error:
+            text = f"{self.name} has no room for {size / 1e9:.3g} GB of weights: {error}"
+            raise WeightSyncFailed(text, self.name) from error
 
     def _receipt(self, manifest: Manifest, digest: str, begin: float) -> Receipt:
         return Receipt(

@@ -12,7 +12,9 @@ from rlhf_core.diagnosis.standstill import Standstill, is_promising, prove
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection
 from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import collectives
+from rlhf_core.worker.groups.gpus import gpus_of
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.inspection import inspect_workers
 
@@ -27,13 +29,13 @@ ANSWER_TIMEOUT_S = 5.0
 class NodeInspections:
     """The looks of one node at its workers: one whenever agent 0 asks."""
 
-    def __init__(self, slots: SlotFile, gpus: Sequence[int] = ()) -> None:
+    def __init__(self, slots: SlotFile, plan: GroupPlan | None = None) -> None:
         """Args:
         slots: Slots of the group.
-        gpus: GPUs of the group on this node: one for each worker, in order, where there are as many.
+        plan: Its workers and GPUs; None where worker ``i`` has GPU ``i``.
         """
         self._slots = slots
-        self._gpus = gpus
+        self._plan = plan
         self._question = 0
         self.number = 0
         """Number of the newest look; 0 when none is asked for."""
@@ -48,7 +50,7 @@ class NodeInspections:
         if order.collectives:
             ranks = self._with_collectives(ranks)
         self.inspections = (
-            tuple(inspect_workers(ranks, _gpu_percents(ranks, telemetry, self._gpus))) if order.number else ()
+            tuple(inspect_workers(ranks, _gpu_percents(ranks, telemetry, self._plan))) if order.number else ()
         )
 
     def _with_collectives(self, ranks: Sequence[RankStatus]) -> list[RankStatus]:
@@ -59,13 +61,20 @@ class NodeInspections:
         return collectives.with_collectives(ranks, answers)
 
 
-def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float], gpus: Sequence[int]) -> dict[int, float]:
-    """Utilisation of the GPU of each worker; nothing where the newest reading is an old one."""
+def _gpu_percents(
+    ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan | None
+) -> dict[int, float]:
+    """Utilisation of the GPU of each worker, or of the one of its GPUs that works most; nothing where the newest
+    reading is an old one."""
     if "slow_reading_age_s" in telemetry:
         return {}
-    of_rank = {one: gpus[one] if one < len(gpus) else one for one in (rank.local_rank for rank in ranks)}
-    names = {local_rank: f"gpu{gpu}_util_percent" for local_rank, gpu in of_rank.items()}
-    return {local_rank: telemetry[name] for local_rank, name in names.items() if name in telemetry}
+    found = {}
+    for local_rank in (rank.local_rank for rank in ranks):
+        own = (local_rank,) if plan is None else gpus_of(plan, local_rank)
+        percents = [telemetry[name] for gpu in own if (name := f"gpu{gpu}_util_percent") in telemetry]
+        if percents:
+            found[local_rank] = max(percents)
+    return found
 
 
 class EarlyHangCheck:

@@ -39,7 +39,7 @@ class SupervisedGroup:
     @classmethod
     def of(cls, group: WorkerGroup, start: int, tracker: GapTracker) -> "SupervisedGroup":
         """Supervise a group that is about to be started."""
-        inspections = NodeInspections(group.seat.slots, group.plan.gpus)
+        inspections = NodeInspections(group.seat.slots, group.plan)
         return cls(group, start, inspections, EarlyHangCheck(tracker, alone=group.is_alone))
 
     @property

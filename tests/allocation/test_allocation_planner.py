@@ -45,6 +45,18 @@ def test_engines_lie_beside_the_trainers_and_are_restarted_alone(
     assert spec.processes_per_node == 2 + beside.workers_per_node
 
 
+def test_an_engine_that_is_split_has_a_gpu_for_each_of_its_parts() -> None:
+    split = {"engines": 4, "engine": "vllm", "vllm": {"tensor_parallel": 2}}
+    resources = {"num_nodes": 2, "ranks_per_node": 2, "gpus_per_node": 6}
+    spec = make_spec(rollout=split, resources=resources)
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=6).inventory()
+    trainers, engines = plan(spec, inventory, attempt=1).phases[1]
+    assert (trainers.gpus, engines.workers_per_node, engines.gpus) == ((0, 1), 2, (2, 3, 4, 5))
+    assert (spec.processes_per_node, spec.engines_per_node) == (6, 2)
+    with pytest.raises(BadInput, match="2 trainer ranks and 2 rollout engines need 6 GPUs of a node, found 4"):
+        plan(make_spec(rollout=split, resources={**resources, "gpus_per_node": 4}), inventory, attempt=1)
+
+
 @pytest.mark.parametrize(
     ("engines", "resources", "says"),
     [

@@ -91,6 +91,21 @@ def test_a_model_that_a_share_does_not_hold_is_not_proposed_with_it(plan: Plan) 
     assert "vLLM (60% of the GPU)" in half["memory"]["trainer"]["parts"]
 
 
+def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
+    """Four nodes of 8 H100, half of them for engines: 61 GiB of weights are 16 on each of four GPUs."""
+    split = ("rollout.engine=vllm", "rollout.engines=4", "rollout.vllm.tensor_parallel=4", "resources.ranks_per_node=4")
+    code, found = plan("qwen2.5-32b", "rollout.vllm.gpu_memory_share=0.85", "slurm.gpu_type=h100", *split)
+    assert (code, found["problems"]) == (0, [])
+    assert found["layout"] == {"trainers": 16, "engines": 4, "tensor_parallel": 4}
+    assert found["memory"]["rollout engine"]["peak_bytes"] <= found["limit_bytes"]
+    _, whole = plan("qwen2.5-32b", "slurm.gpu_type=h100", *split[:2], split[3])
+    assert found["step_s"]["sampling"] < whole["step_s"]["sampling"]
+    assert found["step_s"]["weight sync"] == whole["step_s"]["weight sync"], "a host is given the weights once"
+    code, uneven = plan("qwen2.5-32b", *split[:2], "rollout.vllm.tensor_parallel=3", split[3])
+    assert code == 2
+    assert "40 attention heads over 3 GPUs of an engine" in str(uneven["problems"])
+
+
 def test_a_run_on_cpu_has_its_memory_and_no_predicted_step(plan: Plan) -> None:
     code, found = plan("quickstart")
     assert (code, found["step_s"], found["proposals"]) == (0, None, [])

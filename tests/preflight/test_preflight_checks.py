@@ -103,6 +103,12 @@ def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
     return with_spec(rollout={"engines": number}, **sections)
 
 
+def with_split_engines(number: int, width: int, **resources: Any) -> Facts:
+    """Healthy facts of a run with vLLM engines that are split over several GPUs each."""
+    split = {"engine": "vllm", "engines": number, "vllm": {"tensor_parallel": width}}
+    return with_packages({"vllm": "0.32.0"}, rollout=split, model={"config": MODEL}, resources=resources)
+
+
 GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", "wte", "lm_head"}))
 
 
@@ -322,6 +328,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_vllm({"vllm": "0.32.0"}, model={"config": MODEL, "lora": {"rank": 513}}),
         "set model.lora.rank=512",
     ),
+    ("rollout.vllm", BLOCKED, with_split_engines(1, 3, gpus_per_node=8), "4 attention heads"),
+    ("rollout.vllm", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "divides the attention heads"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang"}), "set rollout.engines"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang", "engines": 2}), "SGLang is missing"),
     (
@@ -343,6 +351,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         BLOCKED,
         with_engines(4, resources={"ranks_per_node": 6, "gpus_per_node": 8}),
         "set resources.ranks_per_node=4",
+    ),
+    (
+        "rollout.engines",
+        BLOCKED,
+        with_split_engines(2, 2, ranks_per_node=6, gpus_per_node=8),
+        "2 engines of 2 GPUs on 8 GPUs of a node",
     ),
     (
         "rollout.sync",
@@ -487,6 +501,15 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
     assert [result.status for result in found(facts, "rollout.engines")] == [CheckStatus.PASSED]
     gpus = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=4).inventory())
     assert [result.status for result in found(gpus, "resources.gpus")] == [CheckStatus.PASSED]
+
+
+def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:
+    facts = with_split_engines(2, 2, ranks_per_node=2, gpus_per_node=6)
+    facts = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=6).inventory())
+    for check in ("rollout.vllm", "rollout.engines", "resources.gpus"):
+        assert [result.status for result in found(facts, check)] == [CheckStatus.PASSED], check
+    with pytest.raises(ValueError, match=r"vllm\.tensor_parallel = 2 and engines = 0"):
+        with_split_engines(0, 2)
 
 
 def test_samples_of_a_step_ahead_are_allowed_with_a_correction() -> None:

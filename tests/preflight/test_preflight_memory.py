@@ -14,6 +14,7 @@ from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.cluster import ResourceSpec
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
@@ -352,6 +353,22 @@ def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does()
     assert enough.found.endswith(" of them at once")
     less = only(vllm(vllm={"gpu_memory_share": round(least - 0.01, 2)}), "memory.rollout")
     assert less.status is CheckStatus.BLOCKED
+
+
+def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
+    """Half of the weights on each of two GPUs; without GPUs all parts lie in one main memory."""
+    one, two = (vllm(engines=2, vllm={"tensor_parallel": width}).spec for width in (1, 2))
+    gpu = memory.gpu_memory_bytes("h100")
+    part = memory.part_of(shape(), 2)
+    assert memory.engine_estimate(two, shape(), gpu) == memory.engine_estimate(one, part, gpu)
+    fixed = memory.vllm_fixed_bytes(one, shape()) - memory.vllm_fixed_bytes(two, part)
+    assert fixed >= 0.95 * shape().parameters, "bytes of half the weights in bfloat16"
+    whole, split = (
+        memory.engine_estimate(spec.model_copy(update={"resources": ResourceSpec()}), shape()) for spec in (one, two)
+    )
+    assert split.resident["vLLM's weights"] == pytest.approx(whole.resident["vLLM's weights"], rel=0.1)
+    assert split.resident["libraries"] == 3 * whole.resident["libraries"], "of two parts, and of the process that leads"
+    assert split.moments["sync"] == whole.moments["sync"]
 
 
 def test_a_cache_of_vllm_holds_as_many_sequences_as_counted() -> None:

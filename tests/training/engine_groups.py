@@ -21,7 +21,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts import sglang_server
+from rlhf_core.training.rollouts import sglang_server, vllm_engine
 from rlhf_core.training.rollouts.engine_process import run_engine
 from rlhf_core.training.rollouts.engine_worker import EngineWorker
 from rlhf_core.training.rollouts.remote import RemoteEngines
@@ -111,7 +111,7 @@ class EngineGroup:
         """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
 
         ``skip`` and ``other-base`` are none: the engine leaves weights out, or has damaged the base model of its
-        adapter, for as long as it is there.
+        adapter, for as long as it is there. ``skip-part`` has the second process of a split engine leave them out.
         """
         return Gate(self.root / f"{place}-{rank}")
 
@@ -164,7 +164,10 @@ def _engine(root: str, spec: dict[str, Any], rank: int, generation: int) -> None
     os.dup2(output, 2)
     sys.path[:0] = PATHS
     context = replace(
-        make_context(root, spec, rank, int(spec["rollout"]["engines"])), role=Role.ROLLOUT, generation=generation
+        make_context(root, spec, rank, int(spec["rollout"]["engines"])),
+        role=Role.ROLLOUT,
+        generation=generation,
+        memory=Path(root) / "memory",
     )
     _obey_files(Path(root), rank)
     try:
@@ -186,6 +189,8 @@ def _obey_files(root: Path, rank: int) -> None:
             time.sleep(0.01)
 
     sglang_server.PROGRAM = STAND_IN
+    vllm_engine.EXTENSION = "vllm_faults.ObeyingExtension"
+    os.environ["SKIP_PART"] = str(root / f"skip-part-{rank}")
     progressed, load = EngineWorker._progressed, TransformersSampler.load
     receive = Receiver.receive
 

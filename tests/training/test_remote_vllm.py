@@ -1,17 +1,22 @@
 """vLLM as a rollout engine of its own: the numbers of transformers after every sync, reproducible and diverse."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import engine_group, no_beat
+from engine_groups import TIMEOUT_S, EngineGroup, engine_group, no_beat
 
+from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir import RunDir
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
@@ -26,38 +31,80 @@ def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
     """Tied weights: vLLM on CPU keeps a packed copy of the head, which its own reload leaves as it was."""
     config = {**QWEN, "head_dim": 32}
     with engine_group(tmp_path, 1, config, engine="vllm") as group:
-        remote, peer = group.trainer(), TransformersEngine(char_tokenizer())
-        answers = []
-        for version in range(2):
-            for one in (remote, peer):
-                one.load(tiny_model(config, seed=version), version, no_beat)
-            found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
-            for (made, *_), (right, *_) in zip(found, expected, strict=True):
-                assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
-                assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-                assert made.weight_version == version
-            answers.append([group[0].text for group in found])
-        assert answers[0] != answers[1], "weights that change nothing would show nothing"
-        drawn = remote.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)
-        again = remote.sample(PROMPTS[::-1], SEEDS[::-1], DRAWN, 1, no_beat)[::-1]
-        texts = [[made.text for made in group] for group in drawn]
-        assert texts == [[made.text for made in group] for group in again]
-        assert all(len(set(group)) == len(group) for group in texts)
+        remote = group.trainer()
+        _assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)])
+        _assert_reproducible_and_diverse(remote)
 
 
-def test_vllm_of_its_own_is_given_adapters(tmp_path: Path) -> None:
-    """The same with an adapter on a base model that vLLM has read itself."""
+def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path) -> None:
+    """Each of its processes takes its part of every version; one that does not is caught, and one that dies ends it."""
+    config = {**QWEN, "head_dim": 32}
+    with engine_group(tmp_path, 1, config, engine="vllm", vllm={"tensor_parallel": 2}) as group:
+        remote = group.trainer()
+        _assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)])
+        _assert_reproducible_and_diverse(remote)
+        skip = group.gate("skip-part", 0).close()
+        with pytest.raises(StaleWeights, match="engine-0 and the trainer compute different log-probabilities"):
+            remote.load(tiny_model(config, seed=2), 2, no_beat)
+        skip.open()
+        remote.load(tiny_model(config, seed=2), 2, no_beat)
+
+        parts = _parts(group)
+        maps = Path(f"/proc/{parts[0].pid}/maps").read_text().splitlines()
+        shared = [line for line in maps if "/dev/shm/psm_" in line]
+        assert shared
+        assert all(line.endswith("(deleted)") for line in shared), "it is given back however the engine ends"
+        parts[1].kill()
+        group.processes[0].join(TIMEOUT_S)
+        assert not group.processes[0].is_alive()
+        assert "a server of the engine has ended" in group.output(0)
+        assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
+
+
+def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(tmp_path: Path) -> None:
+    """Of the adapter too each process holds its part, bit for bit."""
     config = {**QWEN, "head_dim": 32, "tie_word_embeddings": False}
-    with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm") as group:
-        remote, peer = group.trainer(), TransformersEngine(char_tokenizer())
-        answers = []
-        for version in range(2):
-            model = adapted(RunDir(tmp_path).initial_model, version)
-            for one in (remote, peer):
-                one.load(model, version, no_beat)
-            found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
-            for (made, *_), (right, *_) in zip(found, expected, strict=True):
-                assert made.token_ids == right.token_ids
-                assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
-            answers.append([group[0].text for group in found])
-        assert answers[0] != answers[1], "adapters that change nothing would show nothing"
+    with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm", vllm={"tensor_parallel": 2}) as group:
+        remote = group.trainer()
+        models = [adapted(RunDir(tmp_path).initial_model, version) for version in range(3)]
+        _assert_follows(remote, models[:2])
+        skip = group.gate("skip-part", 0).close()
+        with pytest.raises(StaleWeights, match="does not hold 1 tensors of the adapter"):
+            remote.load(models[2], 2, no_beat)
+        skip.open()
+        remote.load(models[2], 2, no_beat)
+
+        parts = _parts(group)
+        group.kill(0)
+        assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
+
+
+def _parts(group: EngineGroup) -> list[psutil.Process]:
+    """The processes in which a split engine computes."""
+    found = [one for one in psutil.Process(group.processes[0].pid).children() if one.name().startswith("VLLM::Worker")]
+    assert len(found) == 2
+    return found
+
+
+def _assert_follows(remote: RemoteEngines, models: Sequence[Any]) -> None:
+    """Greedy completions and all log-probabilities are those of transformers, with each version."""
+    peer = TransformersEngine(char_tokenizer())
+    answers = []
+    for version, model in enumerate(models):
+        for one in (remote, peer):
+            one.load(model, version, no_beat)
+        found, expected = (one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat) for one in (remote, peer))
+        for (made, *_), (right, *_) in zip(found, expected, strict=True):
+            assert (made.token_ids, made.text, made.finished) == (right.token_ids, right.text, right.finished)
+            assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            assert made.weight_version == version
+        answers.append([group[0].text for group in found])
+    assert answers[0] != answers[1], "weights that change nothing would show nothing"
+
+
+def _assert_reproducible_and_diverse(remote: RemoteEngines) -> None:
+    drawn = remote.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)
+    again = remote.sample(PROMPTS[::-1], SEEDS[::-1], DRAWN, 1, no_beat)[::-1]
+    texts = [[made.text for made in group] for group in drawn]
+    assert texts == [[made.text for made in group] for group in again]
+    assert all(len(set(group)) == len(group) for group in texts)

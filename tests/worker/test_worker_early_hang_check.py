@@ -11,7 +11,7 @@ from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.early_hang_check import (
     ANSWER_TIMEOUT_S,
@@ -146,3 +146,11 @@ def test_a_node_looks_once_for_every_order_and_keeps_nothing_afterwards(slots: S
     assert node.inspections[0].gpu_percent is None, "an old reading of a GPU says nothing"
     node.answer(InspectionOrder(), ranks, {})
     assert (node.number, node.inspections) == (0, ())
+
+
+def test_a_worker_with_several_gpus_is_as_busy_as_the_busiest(slots: SlotFile) -> None:
+    engines = GroupPlan(role=Role.ROLLOUT, nodes=(0,), workers_per_node=2, gpus=(2, 3, 4, 5), restart="alone")
+    node, second = NodeInspections(slots, engines), rank(1, 11.0).model_copy(update={"local_rank": 1})
+    busy = {"gpu0_util_percent": 90.0, "gpu3_util_percent": 1.0, "gpu4_util_percent": 0.0, "gpu5_util_percent": 99.0}
+    node.answer(InspectionOrder(number=1), [rank(0, 11.0), second], busy)
+    assert [one.gpu_percent for one in node.inspections] == [1.0, 99.0]

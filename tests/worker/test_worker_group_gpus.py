@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_core.schemas.resources import GroupPlan, Role
-from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE, visible_gpus
+from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE, gpus_of, visible_gpus
 
 
 def plan(*gpus: int, workers: int = 2) -> GroupPlan:
@@ -29,3 +29,12 @@ def test_workers_see_the_gpus_of_their_group(
     environment = {VISIBLE_VARIABLE: given} if given else {}
     expected = {} if visible is None else {VISIBLE_VARIABLE: visible}
     assert visible_gpus(group, 4, local_rank, environment) == expected
+
+
+def test_a_worker_that_is_restarted_with_others_computes_on_the_gpu_of_its_number() -> None:
+    """It sees all of its group; one that is restarted alone computes on its share."""
+    alone = plan(4, 5, 6, 7)
+    together = alone.model_copy(update={"restart": "together"})
+    assert [gpus_of(alone, one) for one in (0, 1)] == [(4, 5), (6, 7)]
+    assert [gpus_of(together, one) for one in (0, 1)] == [(4,), (5,)]
+    assert gpus_of(plan(), 1) == ()

@@ -14,10 +14,10 @@ from rlhf_core.preflight.memory import (
     Estimate,
     Shape,
     engine_estimate,
-    engines_per_node,
     evaluator_estimate,
     gpu_memory_bytes,
     main_memory_bytes,
+    part_of,
     remedies,
     reward_model_bytes,
     shape_of,
@@ -102,7 +102,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
         setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
         yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
     if spec.rollout.engine == "vllm":
-        yield _cache_finding(spec, shape, room)
+        yield _cache_finding(spec, part_of(shape, spec.rollout.gpus_per_engine), room)
 
 
 def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
@@ -248,7 +248,7 @@ def _engine_bytes(facts: Facts) -> int:
     shape = _shape(facts)
     if shape is None or not facts.spec.rollout.engines:
         return 0
-    return engines_per_node(facts.spec) * engine_estimate(facts.spec, shape).peak_bytes
+    return facts.spec.engines_per_node * engine_estimate(facts.spec, shape).peak_bytes
 
 
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:

@@ -85,7 +85,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             f"set resources.ranks_per_node={asked}",
         )
     elif asked > users:
-        engines = f" and {users - ranks} rollout engines" if users > ranks else ""
+        engines = f" and {facts.spec.engines_per_node} rollout engines" if users > ranks else ""
         yield warning(
             f"resources.gpus_per_node = {asked} for {ranks} ranks{engines} per node: {asked - users} GPUs idle",
             "as many ranks as GPUs",
@@ -146,7 +146,8 @@ def cores(facts: Facts) -> Iterator[Finding]:
     resources, there = facts.spec.resources, facts.inventory.cpus_per_node
     processes = facts.spec.processes_per_node
     asked = processes * resources.cpus_per_rank
-    engines = f" and {processes - resources.ranks_per_node} engines" if processes > resources.ranks_per_node else ""
+    others = processes - resources.ranks_per_node
+    engines = f" and {others} processes of engines" if others else ""
     found = (
         f"{resources.ranks_per_node} ranks{engines} x {resources.cpus_per_rank} cores = {asked} cores per node, "
         f"{there} there"

@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
-from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
+from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_heads
 from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.22")
@@ -34,7 +34,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         )
         return
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
-    size = _head_size(facts.model_config)
+    size, heads = _head_size(facts.model_config), facts.model_config.get("num_attention_heads")
     if any(_is_older(version) for version in found.values()):
         yield blocked(
             f"{shown} in {compute.python}",
@@ -52,6 +52,12 @@ def vllm(facts: Facts) -> Iterator[Finding]:
             f"attention heads of size {size}, and no GPUs",
             f"one of the sizes that vLLM's attention on CPU takes: {', '.join(map(str, CPU_HEAD_SIZES))}",
             "set rollout.engine=transformers, or sample on GPUs",
+        )
+    elif uneven := uneven_heads(heads, facts.model_config.get("num_key_value_heads"), spec.rollout.gpus_per_engine):
+        yield blocked(
+            f"rollout.vllm.tensor_parallel = {spec.rollout.gpus_per_engine} for {uneven}",
+            EVEN_HEADS,
+            "set rollout.vllm.tensor_parallel to such a number",
         )
     else:
         yield passed(shown)
@@ -118,14 +124,16 @@ def engines(facts: Facts) -> Iterator[Finding]:
         )
     elif resources.gpus_per_node and spec.processes_per_node > resources.gpus_per_node:
         yield blocked(
-            f"{said}: {resources.ranks_per_node} trainer ranks and {layout.per_node} engines on "
+            f"{said}: {resources.ranks_per_node} trainer ranks and {layout.per_node} engines{_of_gpus(facts)} on "
             f"{resources.gpus_per_node} GPUs of a node",
-            "a GPU for every rank and every engine",
-            _room_for(facts, layout.per_node),
+            "a GPU for every rank and every part of an engine",
+            _room_for(facts),
         )
     else:
         where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on the node"
-        yield passed(f"{asked} engines of their own, {where}, beside {resources.ranks_per_node} trainer ranks")
+        yield passed(
+            f"{asked} engines of their own{_of_gpus(facts)}, {where}, beside {resources.ranks_per_node} trainer ranks"
+        )
 
 
 @check("rollout.max_staleness", trainer="native")
@@ -184,9 +192,14 @@ def sync(facts: Facts) -> Iterator[Finding]:
         yield passed(f"weights go to engines by {transport}{form}")
 
 
-def _room_for(facts: Facts, per_node: int) -> str:
-    resources = facts.spec.resources
-    left = resources.gpus_per_node - per_node
+def _of_gpus(facts: Facts) -> str:
+    width = facts.spec.rollout.gpus_per_engine
+    return f" of {width} {'GPUs' if facts.spec.resources.gpus_per_node else 'processes'}" if width > 1 else ""
+
+
+def _room_for(facts: Facts) -> str:
+    spec, resources = facts.spec, facts.spec.resources
+    left = resources.gpus_per_node - spec.engines_per_node * spec.rollout.gpus_per_engine
     if left < 1:
         return "lower rollout.engines, or take more nodes"
     return f"set resources.ranks_per_node={left}, or lower rollout.engines"

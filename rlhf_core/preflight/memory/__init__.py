@@ -9,7 +9,6 @@ prompts and completions that the config allows: good to some ten per cent, and r
 """
 
 from rlhf_core.preflight.memory.engines import (
-    engines_per_node,
     token_cache_bytes,
     vllm_cache_budget,
     vllm_fixed_bytes,
@@ -54,6 +53,7 @@ from rlhf_core.preflight.memory.roles import (
 )
 from rlhf_core.preflight.memory.shapes import (
     Shape,
+    part_of,
     shape_of,
     trained_shape,
 )
@@ -70,7 +70,6 @@ __all__ = [
     "activation_bytes",
     "cache_bytes",
     "engine_estimate",
-    "engines_per_node",
     "evaluator_estimate",
     "gpu_memory_bytes",
     "gradient_bytes",
@@ -81,6 +80,7 @@ __all__ = [
     "micro_batch_tokens",
     "optimizer_bytes",
     "own_weight_bytes",
+    "part_of",
     "reduction_bytes",
     "remedies",
     "reward_model_bytes",

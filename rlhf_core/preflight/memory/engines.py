@@ -40,11 +40,6 @@ def waiting_base_bytes(spec: RunSpec, shape: Shape) -> dict[str, int]:
     return {"vLLM's base model": weight_bytes(shape, spec.model.dtype) + vllm_adapter_bytes(spec, shape)}
 
 
-def engines_per_node(spec: RunSpec) -> int:
-    """Rollout engines of their own that a node has at most."""
-    return spec.processes_per_node - spec.resources.ranks_per_node
-
-
 def token_cache_bytes(shape: Shape, dtype: str) -> int:
     """KV cache of one token: layers x (keys + values) x bytes."""
     return shape.layers * 2 * shape.keys * BYTES[dtype]

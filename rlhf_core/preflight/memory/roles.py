@@ -22,7 +22,7 @@ from rlhf_core.preflight.memory.formulas import (
     update_bytes,
     weight_bytes,
 )
-from rlhf_core.preflight.memory.shapes import Shape, trained_shape
+from rlhf_core.preflight.memory.shapes import Shape, part_of, trained_shape
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import Transport
 
@@ -195,7 +195,8 @@ def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> E
 
 
 def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
-    """Memory of one rollout engine in a process of its own: the weights and what sampling takes.
+    """Memory of one rollout engine of its own, the weights and what sampling takes: of each of its GPUs, or main memory
+    of all its processes.
 
     The weights of the next version, or its adapter alone, are staged in main memory: they count where that is all there
     is.
@@ -207,10 +208,16 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     weights, loops = weight_bytes(shape, spec.model.dtype), spec.loops.named.values()
     given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
     own = weights if spec.model.lora is None else weights + given
-    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES}
-    resident |= vllm_resident(spec, shape) if spec.rollout.engine == "vllm" else {"weights": own}
+    width = spec.rollout.gpus_per_engine
+    part, counted = part_of(shape, width), 1 if on_gpu else width
+    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * (width + (width > 1))}  # and of who leads
+    if spec.rollout.engine == "vllm":
+        resident |= {name: counted * size for name, size in vllm_resident(spec, part).items()}
+    else:
+        resident["weights"] = own
     sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
-    sampling = _sampling(spec, shape, sequences // max(1, spec.rollout.engines), gpu)
+    one = _sampling(spec, part, sequences // max(1, spec.rollout.engines), gpu)
+    sampling = {name: counted * size for name, size in one.items()}
     return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": given}})})
 
 

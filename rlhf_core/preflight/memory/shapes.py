@@ -68,6 +68,22 @@ def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:
     return replace(shape, parameters=shape.layers * lora.rank * widths)
 
 
+def part_of(shape: Shape, width: int) -> Shape:
+    """The share of one of ``width`` GPUs, over which a model is split by heads and columns (tensor parallel).
+
+    Key-value heads that are fewer than the GPUs are copied.
+    """
+    if width == 1:
+        return shape
+    return replace(
+        shape,
+        parameters=shape.parameters // width,
+        query=shape.query // width,
+        keys=-(-shape.keys // width),
+        feed_forward=shape.feed_forward // width,
+    )
+
+
 def targets_of(shape: Shape, lora: LoraSpec) -> frozenset[str]:
     """Names of the layers that get an adapter."""
     return frozenset(shape.linear_layers if lora.target_modules == (ALL_LINEAR,) else lora.target_modules)

@@ -1,6 +1,6 @@
 """Role ``rollout``: an engine in a process of its own, restarted alone (``rollout.engines``)."""
 
-import os
+import shutil
 import tempfile
 import time
 from functools import partial
@@ -25,6 +25,7 @@ from rlhf_core.training.rollouts.samplers import Sampler, TransformersSampler
 from rlhf_core.training.rollouts.server import EngineServer
 from rlhf_core.training.rollouts.sglang_sampler import SglangSampler
 from rlhf_core.training.rollouts.sglang_server import SglangServer
+from rlhf_core.training.rollouts.shared_tensors import SharedMemory
 from rlhf_core.training.tokenizers import load_tokenizer
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.weight_sync.receiver import Receiver
@@ -47,7 +48,8 @@ def run_engine(context: WorkerContext) -> RoleResult:
     tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
     base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
     sampler = _sampler(context, folder, tokenizer)
-    receiver = Receiver(engine_name(context.rank))
+    context.reporter.speak_for(sampler.pids)
+    receiver = _receiver(context)
     worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)
     with EngineServer(worker, receiver, shared_secret(attempt.engine_key), context.listening_address) as server:
         address = EngineAddress(
@@ -79,8 +81,9 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
     # Only this engine needs vLLM.
     from rlhf_core.training.rollouts.vllm_sampler import VllmSampler
 
-    # vLLM takes a process group that is there, and opens a port for one otherwise.
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    if spec.rollout.gpus_per_engine == 1:
+        # vLLM takes a process group that is there, and opens a port for one otherwise.
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     return VllmSampler(
         folder,
         tokenizer,
@@ -92,10 +95,26 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
     )
 
 
+def _receiver(context: WorkerContext) -> Receiver:
+    """Staging area, in memory of this process, or in memory that the processes of a split engine share."""
+    name = engine_name(context.rank)
+    if context.spec.rollout.gpus_per_engine == 1:
+        return Receiver(name)
+    return Receiver(name, SharedMemory(_scratch(context)).allocate)
+
+
+def _scratch(context: WorkerContext) -> Path:
+    """A new folder, in main memory where the agent gives some: what this engine had there before is removed."""
+    if context.memory is None:
+        return Path(tempfile.mkdtemp(prefix="rlhf-engine-"))
+    folder = context.memory / f"engine-{context.rank}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
+
+
 def _sglang(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-    spec = context.spec
-    scratch = (context.memory or Path(tempfile.gettempdir())) / f"sglang-{context.rank}-{os.getpid()}"
-    scratch.mkdir(mode=0o700, parents=True)
+    spec, scratch = context.spec, _scratch(context)
     server = SglangServer(
         folder,
         spec.rollout.sglang,

@@ -44,6 +44,10 @@ class Sampler(Protocol):
     def is_alive(self) -> bool:
         """False once a process has ended that it samples with."""
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """Other processes that compute for this one at every step."""
+
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Take a version over. Called while there are no requests.
 
@@ -109,6 +113,11 @@ class TransformersSampler:
     def is_alive(self) -> bool:
         """True: it samples in this process."""
         return True
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """None."""
+        return ()
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:

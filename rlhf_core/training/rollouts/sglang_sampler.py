@@ -66,6 +66,11 @@ class SglangSampler:
         """False once the server has ended."""
         return self._server.is_alive
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """None: the server answers other questions than this process asks, and is asked for its health."""
+        return ()
+
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Take all weights over; see ``samplers.Sampler``."""
         save_file(dict(tensors), self._weights / "model.safetensors", {"format": "pt"})

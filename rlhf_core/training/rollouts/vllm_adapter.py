@@ -1,18 +1,28 @@
 """The adapter of a vLLM engine: beside the base model that vLLM has read, through its own LoRA layers."""
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VLLM_ADAPTER_RANKS
 from rlhf_core.training.adapters import write_adapter
-from rlhf_core.training.rollouts.engine_adapter import count_differing
 
 _A, _B = ".lora_A.", ".lora_B."
+
+
+@dataclass(frozen=True)
+class AdapterInForce:
+    """The adapter that vLLM's layers hold."""
+
+    number: int
+    rank: int
+    scale: float
 
 
 class VllmAdapter:
@@ -34,6 +44,11 @@ class VllmAdapter:
         rank = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= self._lora.rank)
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
+    @property
+    def in_force(self) -> AdapterInForce:
+        """The one that was loaded last."""
+        return AdapterInForce(self._number, self._lora.rank, self._lora.scale)
+
     def load(self, engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put a version in the place of the one before.
 
@@ -52,29 +67,45 @@ class VllmAdapter:
             engine.add_lora(request)
         self.request = request
 
-    def count_differing(self, model_runner: Any, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Number of tensors that the layers in use do not hold bit for bit, of those layers that are found by name."""
-        manager = model_runner.lora_manager._adapter_manager
-        place = manager.lora_index_to_id.index(self._number)
-        held = self._held(manager, place)
-        given = ((_layer(name) + kind, self._as_kept(kind, one)) for name, one in tensors for kind in _kind(name))
-        return count_differing(((name, tensor) for name, tensor in given if name in held), held)
 
-    def _held(self, manager: Any, place: int) -> Mapping[str, Tensor]:
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+def count_differing(model_runner: Any, adapter: AdapterInForce, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Number of tensors of which the layers in use do not hold their part bit for bit, of those layers that are found
+    by name.
 
-        rank, held = self._lora.rank, {}
-        for name, layer in manager.modules.items():
-            if not isinstance(layer, BaseLinearLayerWithLoRA):
-                continue
-            for part, one in enumerate(manager.packed_modules.get(name, [name])):
-                held[one + _A] = layer.lora_a_stacked[part][place, 0, :rank]
-                held[one + _B] = layer.lora_b_stacked[part][place, 0, :, :rank]
-        return held
+    Args:
+        model_runner: of vLLM's worker.
+        tensors: of the adapter, as the trainer names them.
+    """
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-    def _as_kept(self, kind: str, tensor: Tensor) -> Tensor:
-        """vLLM keeps B times the scale."""
-        return tensor * self._lora.scale if kind == _B else tensor
+    manager = model_runner.lora_manager._adapter_manager
+    place = manager.lora_index_to_id.index(adapter.number)
+    given = {_layer(name) + kind: one for name, one in tensors for kind in _kind(name)}
+    number = 0
+    for name, layer in manager.modules.items():
+        if not isinstance(layer, BaseLinearLayerWithLoRA):
+            continue
+        parts = manager.packed_modules.get(name, [name])
+        a = _own(layer, layer.slice_lora_a, [given.get(part + _A) for part in parts])
+        b = _own(layer, layer.slice_lora_b, [given.get(part + _B) for part in parts])
+        held_a = [one[place, 0, : adapter.rank] for one in layer.lora_a_stacked]
+        held_b = [one[place, 0, :, : adapter.rank] for one in layer.lora_b_stacked]
+        kept_b = [one * adapter.scale if one is not None else None for one in b]  # vLLM keeps B times the scale
+        number += sum(map(_differs, [*a, *kept_b], [*held_a, *held_b]))
+    return number
+
+
+def _own(layer: Any, part_of: Callable[[Any], Any], whole: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The parts that a layer takes of tensors, each of one of the layers that vLLM has joined in it; None stays."""
+    if layer.tp_size == 1:
+        return whole
+    if len(whole) > 1:
+        return list(part_of(list(whole)))
+    return [part_of(one) if one is not None else None for one in whole]
+
+
+def _differs(given: Tensor | None, held: Tensor) -> bool:
+    return given is not None and not torch.equal(given.cpu(), held.cpu())
 
 
 def use_products() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -30,13 +30,21 @@ from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoint_state import kept_random_state
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
 from rlhf_core.training.rollouts.engine_adapter import given_weights
+from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
 from rlhf_core.training.rollouts.vllm_adapter import VllmAdapter, use_products
+from rlhf_core.training.rollouts.vllm_worker import EXTENSION
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
+_VLLM_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
+"""Memory that the processes of a split engine share (vLLM 0.32). vLLM removes it at an end that it knows of; an engine
+that is killed would leave up to 0.7 GB."""
+BUCKET_BYTES = 256 * 2**20
+"""Weights that are handed on at a time to the processes of a split engine: a sign of life lies between two of these."""
+
 
 class VllmEngine:
-    """One vLLM engine on this rank's device."""
+    """One vLLM engine on this rank's device, or split over several."""
 
     def __init__(
         self,
@@ -49,6 +57,7 @@ class VllmEngine:
         on_gpu: bool,
         variables: Mapping[str, str],
         lora: LoraSpec | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
         """Start an engine without a version. Collective: all ranks of the process group start theirs at once.
 
@@ -57,11 +66,14 @@ class VllmEngine:
             max_tokens: longest prompt and completion together.
             variables: of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), where vLLM reads them.
             lora: adapter that versions consist of; None where they are whole weights.
+            tensor_parallel: processes that compute, each with a GPU of its own. Above 1 they are children of this one,
+                which is in no process group then, and weights have to lie in memory that they share.
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._on_gpu = on_gpu
         self._is_verified = False
+        self._is_split = tensor_parallel > 1
         self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
         self.ahead = None
@@ -79,7 +91,7 @@ class VllmEngine:
             # Only runs with this engine need it, and it takes seconds to import.
             from vllm import LLM
 
-            if self._adapter is not None and not on_gpu:
+            if self._adapter is not None and not on_gpu and not self._is_split:
                 use_products()
             self._llm = LLM(
                 str(folder),
@@ -89,12 +101,15 @@ class VllmEngine:
                 enable_prefix_caching=settings.prefix_caching,
                 enable_sleep_mode=on_gpu,
                 logprobs_mode="processed_logprobs",
-                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=tensor_parallel,
+                distributed_executor_backend="mp" if self._is_split else "external_launcher",
+                worker_extension_cls=EXTENSION,
                 disable_log_stats=True,
                 **options,
             )
         self._engine = self._llm.llm_engine
-        self._worker = self._engine.model_executor.driver_worker
+        if self._is_split:
+            remove_mapped_files(_VLLM_MEMORY)
         self.sleep()
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
@@ -126,7 +141,7 @@ class VllmEngine:
 
         Args:
             tensors: all weights by name, or those of an adapter, valid until the last one has come. Gone through to
-                the end whatever happens.
+                the end whatever happens. For a split engine in a row of ``shared_tensors.SharedMemory``.
 
         Raises:
             StaleWeights: requests are still at work.
@@ -142,7 +157,13 @@ class VllmEngine:
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Number of tensors of an adapter that the layers in use do not hold bit for bit; 0 for whole weights."""
-        return self._adapter.count_differing(self._worker.model_runner, tensors) if self._adapter is not None else 0
+        if self._adapter is None:
+            return 0
+        held = self._adapter.in_force
+        if self._is_split:
+            places = [place_of(name, tensor) for name, tensor in tensors]
+            return int(max(self._call("count_differing_shared", held, places)))
+        return int(max(self._call("count_differing", held, list(tensors))))
 
     def sample(
         self,
@@ -169,6 +190,16 @@ class VllmEngine:
                     made[index, place] = replace(completion, weight_version=version)
                 beat()
         return [[made[index, place] for place in range(len(own))] for index, own in enumerate(seeds)]
+
+    @property
+    def is_alive(self) -> bool:
+        """False once a process has ended that computes for this one."""
+        return not getattr(self._engine.model_executor, "is_failed", False)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Processes that compute for this one; none where it computes itself."""
+        return [one.proc.pid for one in self._engine.model_executor.workers] if self._is_split else []
 
     @property
     def is_busy(self) -> bool:
@@ -228,8 +259,11 @@ class VllmEngine:
         """Put the engine to sleep for good; it goes with its process.
 
         vLLM's own shutdown, also that of an engine that nothing refers to any more, ends the trainer's process group.
+        Processes that compute for this one end here.
         """
         self.sleep()
+        if self._is_split:
+            self._engine.model_executor.shutdown()
 
     def _wake(self, part: str) -> None:
         if self._on_gpu:
@@ -237,20 +271,21 @@ class VllmEngine:
 
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Give all weights to vLLM's own loader, which joins, repacks and places them layer by layer."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        self._call("begin_version")
+        try:
+            if self._is_split:
+                for places in buckets_of_places(tensors, BUCKET_BYTES):
+                    self._call("take_shared_tensors", places)
+            else:
+                self._call("take_tensors", tensors)
+        finally:
+            for _ in tensors:  # the other ranks gather: this one goes through to the end too
+                pass
+        self._call("end_version")
 
-        model = self._worker.model_runner.model
-        with torch.no_grad(), set_current_vllm_config(self._engine.vllm_config):
-            initialize_layerwise_reload(model)
-            try:
-                model.load_weights(tensors)
-            finally:
-                for _ in tensors:  # the other ranks gather: this one goes through to the end too
-                    pass
-            finalize_layerwise_reload(model, self._engine.model_config)
-            if not self._on_gpu:
-                _pack_tied_head(model)
+    def _call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of :class:`WeightExtension` in each process that computes; what they return."""
+        return list(self._engine.collective_rpc(method, args=arguments))
 
     def _verify(self, model: PreTrainedModel) -> None:
         """Compare what vLLM and the trainer compute for a few tokens. Collective where the model is split."""
@@ -314,17 +349,6 @@ class _Counted:
         name, tensor = next(self._tensors)
         self.bytes += tensor.nbytes
         return name, tensor
-
-
-def _pack_tied_head(model: nn.Module) -> None:
-    """Pack the tied ``lm_head`` of a model on CPU anew from its embedding."""
-    whole: Any = getattr(model, "language_model", model)
-    head = getattr(whole, "lm_head", None)
-    embedding = getattr(getattr(whole, "model", None), "embed_tokens", None)
-    if head is None or embedding is None or head is embedding or not whole.config.tie_word_embeddings:
-        return
-    head.weight = embedding.weight
-    head.quant_method.process_weights_after_loading(head)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rlhf_core.training.types import Completion
 
 
 class VllmSampler:
-    """One vLLM engine, with one GPU of its own or on CPU; see ``samplers.Sampler``."""
+    """One vLLM engine, with GPUs of its own or on CPU; see ``samplers.Sampler``."""
 
     def __init__(
         self,
@@ -27,7 +27,8 @@ class VllmSampler:
         on_gpu: bool,
         lora: LoraSpec | None,
     ) -> None:
-        """Start vLLM without a version. The process group of this process alone is there already.
+        """Start vLLM without a version. The process group of this process alone is there already, unless the engine is
+        split (``VllmSettings.tensor_parallel``).
 
         Args: as of :class:`VllmEngine`.
         """
@@ -41,6 +42,7 @@ class VllmSampler:
             on_gpu=on_gpu,
             variables=variables,
             lora=lora,
+            tensor_parallel=settings.tensor_parallel,
         )
         self._open = OpenPrompts()
 
@@ -51,8 +53,13 @@ class VllmSampler:
 
     @property
     def is_alive(self) -> bool:
-        """True: it samples in this process."""
-        return True
+        """False once a process has ended that vLLM computes with."""
+        return self._engine.is_alive
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Processes among which the model is split."""
+        return self._engine.pids
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Take a version over; see ``samplers.Sampler``."""

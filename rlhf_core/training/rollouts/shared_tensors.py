@@ -1,0 +1,133 @@
+"""Tensors in memory that processes of one host share: mapped files, and the names by which others find a tensor there.
+
+The engine's process stages weights in such memory where several processes compute for it (``vllm_worker.py``): they
+read them where they lie, and no copy is made between processes.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Size, Tensor, dtype
+
+from rlhf_core.private_files import FILE_MODE
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Place of a tensor in a mapped file."""
+
+    name: str
+    path: str
+    start: int
+    """Offset in the file in bytes."""
+    dtype: dtype
+    shape: Size
+
+
+class SharedMemory:
+    """One row of bytes at a time, in a file of its own; the file of the row before is removed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args:
+        folder: in a file system in memory; of this process alone.
+        """
+        self._folder = folder
+        self._number = 0
+
+    def allocate(self, size: int) -> Tensor:
+        """Take memory, all of it at once.
+
+        Args:
+            size: bytes.
+
+        Raises:
+            OSError: there is not as much.
+        """
+        self._path().unlink(missing_ok=True)
+        self._number += 1
+        path = self._path()
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        try:
+            # A page that were missing later would end the process without an error.
+            os.posix_fallocate(file, 0, max(size, 1))
+        finally:
+            os.close(file)
+        return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def _path(self) -> Path:
+        return self._folder / f"weights-{self._number}"
+
+
+def place_of(name: str, tensor: Tensor) -> TensorPlace:
+    """Place of a tensor that is a part of a row of :class:`SharedMemory`.
+
+    Raises:
+        ValueError: it lies in memory of this process alone.
+    """
+    path = tensor.untyped_storage().filename
+    if path is None or not tensor.is_contiguous():
+        raise ValueError(f"found tensor {name} in memory of this process, expected it in a row that processes share")
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return TensorPlace(name, path, start, tensor.dtype, tensor.shape)
+
+
+def buckets_of_places(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[TensorPlace]]:
+    """Places of tensors that lie in a shared row, some at a time.
+
+    Args:
+        size: bytes of each bucket; the tensor that exceeds them is its last.
+    """
+    bucket: list[TensorPlace] = []
+    filled = 0
+    for name, tensor in tensors:
+        bucket.append(place_of(name, tensor))
+        filled += tensor.nbytes
+        if filled > size:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
+
+
+def remove_mapped_files(prefixes: tuple[str, ...]) -> None:
+    """Remove the files that this process and its descendants have mapped, by name. They keep the memory, and it is
+    given back with the last of them, however they end.
+
+    Args:
+        prefixes: beginnings of the paths that are meant.
+    """
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+            for path in paths:
+                if path.startswith(prefixes):
+                    Path(path).unlink(missing_ok=True)
+
+
+class MappedRow:
+    """The row of another process, mapped once for as long as it is the one in use."""
+
+    def __init__(self) -> None:
+        """Map nothing yet."""
+        self._path = ""
+        self._row = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, place: TensorPlace) -> Tensor:
+        """The tensor at a place; not a copy.
+
+        Raises:
+            FileNotFoundError: the row is not in use any more.
+        """
+        if place.path != self._path:
+            size = Path(place.path).stat().st_size
+            self._row = torch.from_file(place.path, shared=True, size=size, dtype=torch.uint8)
+            self._path = place.path
+        end = place.start + place.shape.numel() * place.dtype.itemsize
+        return self._row[place.start : end].view(place.dtype).view(place.shape)
