@@ -66,18 +66,22 @@ def _phases(spec: RunSpec) -> Phases:
         return GroupPlan.on_all_nodes(role, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
 
     probe = in_order(everywhere(Role.PROBE)) if spec.preflight.probe else ()
-    evaluator = in_order(everywhere(Role.EVALUATOR)) if spec.is_evaluated else ()
-    return (*probe, _training(spec, everywhere(Role.TRAINER)), *evaluator)
+    training = _with_engines(spec, everywhere(Role.TRAINER))
+    if not spec.is_evaluated:
+        return (*probe, training)
+    evaluators = everywhere(Role.EVALUATOR)
+    evaluation = _with_engines(spec, evaluators) if spec.evaluates_with_engines else (evaluators,)
+    return (*probe, training, evaluation)
 
 
-def _training(spec: RunSpec, trainers: GroupPlan) -> tuple[GroupPlan, ...]:
-    """The trainers, and the rollout engines beside them.
+def _with_engines(spec: RunSpec, workers: GroupPlan) -> tuple[GroupPlan, ...]:
+    """Trainers or evaluators, and the rollout engines beside them.
 
     Raises:
         BadInput: the engines cannot be spread evenly, or there are too few GPUs for them.
     """
     if not spec.rollout.engines:
-        return (trainers,)
+        return (workers,)
     ranks, gpus = spec.resources.ranks_per_node, spec.resources.gpus_per_node
     layout = spec.rollout.layout(spec.resources.num_nodes)
     if layout is None:
@@ -96,7 +100,7 @@ def _training(spec: RunSpec, trainers: GroupPlan) -> tuple[GroupPlan, ...]:
         gpus=tuple(range(ranks, needed)) if gpus else (),
         restart="alone",
     )
-    return (trainers.model_copy(update={"gpus": trainers.gpus[:ranks]}), engines)
+    return (workers.model_copy(update={"gpus": workers.gpus[:ranks]}), engines)
 
 
 def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()) -> list[str]:

@@ -27,6 +27,7 @@ WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {
         Phase.EVALUATE: Role.ROLLOUT,
         Phase.REWARD: Role.REWARD,
     },
+    Role.EVALUATOR: {Phase.EVALUATE: Role.ROLLOUT},
 }
 """Groups that a worker waits for in a phase, where they run beside it."""
 

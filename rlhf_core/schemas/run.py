@@ -152,6 +152,17 @@ class RunSpec(Schema):
         return layout.per_node if layout is not None else 0
 
     @property
+    def evaluates_with_engines(self) -> bool:
+        """True if rollout engines of their own sample for the evaluators too. Otherwise these sample with the weights
+        that they have: an adapter is merged by then, which engines do not take."""
+        return bool(self.rollout.engines) and self.rollout.engine != "transformers" and self.model.lora is None
+
+    @property
+    def starts_vllm_in_evaluators(self) -> bool:
+        """True if each evaluator has a vLLM engine of its own. One that is split over GPUs fits on none of theirs."""
+        return self.rollout.engine == "vllm" and not self.evaluates_with_engines and self.rollout.gpus_per_engine == 1
+
+    @property
     def total_steps(self) -> int:
         """Optimizer steps of the run: warm start and main loop."""
         if isinstance(self.trainer, CommandTrainer):

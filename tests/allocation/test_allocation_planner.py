@@ -58,6 +58,28 @@ def test_an_engine_that_is_split_has_a_gpu_for_each_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rollout", "model", "roles"),
+    [
+        ({"engines": 2, "engine": "vllm"}, {}, [Role.EVALUATOR, Role.ROLLOUT]),
+        ({"engines": 2, "engine": "sglang"}, {}, [Role.EVALUATOR, Role.ROLLOUT]),
+        ({"engines": 2, "engine": "vllm"}, {"lora": {}}, [Role.EVALUATOR]),
+        ({"engines": 2}, {}, [Role.EVALUATOR]),
+        ({"engine": "vllm"}, {}, [Role.EVALUATOR]),
+    ],
+    ids=["vLLM", "SGLang", "an adapter, which is merged by then", "transformers", "vLLM in each evaluator"],
+)
+def test_evaluators_have_the_engines_beside_them_that_they_would_have_to_start(
+    rollout: dict[str, object], model: dict[str, object], roles: list[Role]
+) -> None:
+    spec = make_spec(rollout=rollout, model=model, resources={"num_nodes": 2, "ranks_per_node": 1, "gpus_per_node": 2})
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=2).inventory()
+    *_, evaluation = plan(spec, inventory, attempt=1).phases
+    assert [group.role for group in evaluation] == roles
+    assert [group.gpus for group in evaluation] == ([(0,), (1,)] if len(roles) > 1 else [(0, 1)])
+    assert spec.evaluates_with_engines == (len(roles) > 1)
+
+
+@pytest.mark.parametrize(
     ("engines", "resources", "says"),
     [
         (7, {"num_nodes": 2}, "cannot be spread evenly over 2 nodes"),

@@ -371,6 +371,17 @@ def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
     assert split.moments["sync"] == whole.moments["sync"]
 
 
+def test_evaluators_whose_samples_engines_make_hold_the_weights_alone() -> None:
+    """Controls: each with a vLLM engine of its own; with transformers where an adapter is merged and vLLM is split."""
+    gpu = memory.gpu_memory_bytes("h100")
+    split = {"engines": 2, "vllm": {"tensor_parallel": 2}}
+    apart, own = (memory.evaluator_estimate(vllm(**rollout).spec, shape(), gpu) for rollout in (split, {}))
+    assert apart.peak_bytes == own.resident_bytes
+    assert own.peak_bytes - own.resident_bytes == memory.vllm_share_bytes(vllm().spec, gpu or 0)
+    adapted = big("h100", model={"lora": {}}, rollout={"engine": "vllm", **split}).spec
+    assert set(memory.evaluator_estimate(adapted, shape(), gpu).moments["sample"]) == {"KV cache", "sampling"}
+
+
 def test_a_cache_of_vllm_holds_as_many_sequences_as_counted() -> None:
     """Qwen3-8B has 144 KiB a token; what weights and a step leave of the share is cache."""
     facts, gpu = vllm(), memory.gpu_memory_bytes("h100")

@@ -23,7 +23,7 @@ from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training import gathering
-from rlhf_core.training.rollouts import vllm_engine
+from rlhf_core.training.rollouts import vllm_worker
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm_engine import VllmEngine
@@ -189,7 +189,7 @@ def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
     """Negative control: vLLM says nothing of it and samples with the head that it had."""
     model = model_of("tied")
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(vllm_engine, "_pack_tied_head", lambda model: None)
+    monkeypatch.setattr(vllm_worker, "_pack_tied_head", lambda model: None)
     broken = started(tmp_path)
     with pytest.raises(StaleWeights, match="different log-probabilities"):
         broken.load(model, 0, no_beat)

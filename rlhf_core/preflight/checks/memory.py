@@ -87,7 +87,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     if shape is None or isinstance(room, str):
         return  # memory.trainer says so
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts))
-    vllm = facts.spec.rollout.engine == "vllm"
+    vllm = facts.spec.starts_vllm_in_evaluators
     setting = "rollout.vllm.gpu_memory_share" if facts.spec.resources.gpus_per_node else "rollout.vllm.cpu_cache_gb"
     yield _finding(facts, "an evaluator", estimate, room, f"lower {setting if vllm else 'rollout.batch_size'}")
 

@@ -91,7 +91,13 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
         },
         "update": {"update": update_bytes(trained, zero)},
         "sample": {
-            **_sampling(spec, shape, sequences if samples else _sequences_of_an_evaluation(spec), gpu),
+            **_sampling(
+                spec,
+                shape,
+                sequences if samples else _sequences_of_an_evaluation(spec),
+                gpu,
+                with_vllm=spec.rollout.engine == "vllm",
+            ),
             "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
         },
     }
@@ -187,11 +193,16 @@ def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> E
     resident = {
         "weights": weights,
         "libraries": GPU_BASE_BYTES if spec.resources.gpus_per_node else CPU_BASE_BYTES,
-        **vllm_resident(spec, shape),
+        **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators else {}),
     }
     if algorithm.reference and (algorithm.pairs or algorithm.labelled):
         resident["reference model"] = weights
-    return Estimate(resident, {"sample": _sampling(spec, shape, _sequences_of_an_evaluation(spec), gpu)})
+    if spec.evaluates_with_engines:
+        if not spec.resources.gpus_per_node:
+            resident["weights to send"] = _weights_to_send(spec, shape)
+        return Estimate(resident, {})
+    sequences, vllm = _sequences_of_an_evaluation(spec), spec.starts_vllm_in_evaluators
+    return Estimate(resident, {"sample": _sampling(spec, shape, sequences, gpu, with_vllm=vllm)})
 
 
 def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
@@ -211,20 +222,21 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     width = spec.rollout.gpus_per_engine
     part, counted = part_of(shape, width), 1 if on_gpu else width
     resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * (width + (width > 1))}  # and of who leads
-    if spec.rollout.engine == "vllm":
+    with_vllm = spec.rollout.engine == "vllm"
+    if with_vllm:
         resident |= {name: counted * size for name, size in vllm_resident(spec, part).items()}
     else:
         resident["weights"] = own
     sequences = max((loop.algorithm.sequences_per_step for loop in loops if loop.algorithm.samples), default=0)
-    one = _sampling(spec, part, sequences // max(1, spec.rollout.engines), gpu)
+    one = _sampling(spec, part, sequences // max(1, spec.rollout.engines), gpu, with_vllm=with_vllm)
     sampling = {name: counted * size for name, size in one.items()}
     return Estimate(resident, {"sample": sampling, **({} if on_gpu else {"sync": {"next weights": given}})})
 
 
-def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None) -> dict[str, int]:
+def _sampling(spec: RunSpec, shape: Shape, sequences: int, gpu: int | None, *, with_vllm: bool) -> dict[str, int]:
     batch = max(1, min(spec.rollout.batch_size, sequences))
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
-    if spec.rollout.engine == "vllm":
+    if with_vllm:
         return vllm_moment(spec, shape, batch, length, gpu)
     return {
         "KV cache": cache_bytes(shape, spec.model.dtype, batch, length),

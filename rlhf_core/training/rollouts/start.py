@@ -25,9 +25,10 @@ def start_engine(
             training starts from: a base model is read there.
     """
     spec = context.spec
-    if spec.rollout.engines and context.role is Role.TRAINER:  # the group serves trainers; evaluators come after it
+    is_trainer = context.role is Role.TRAINER
+    if spec.rollout.engines if is_trainer else spec.evaluates_with_engines:
         return _recorded(RemoteEngines(context, ranks), context, ranks, spec.rollout.engines)
-    if spec.rollout.engine != "vllm":  # evaluators do without a server of SGLang
+    if not (spec.rollout.engine == "vllm" if is_trainer else spec.starts_vllm_in_evaluators):
         return TransformersEngine(tokenizer)
     # Only this engine needs vLLM.
     from rlhf_core.training.rollouts.vllm_engine import VllmEngine
@@ -45,7 +46,7 @@ def start_engine(
             "LOCAL_RANK": str(context.local_rank),
             "WORLD_SIZE": str(context.num_ranks),
         },
-        lora=spec.model.lora if context.role is Role.TRAINER else None,  # an evaluator samples with the merged model
+        lora=spec.model.lora if is_trainer else None,  # an evaluator samples with the merged model
     )
     return _recorded(engine, context, ranks, ranks.num_ranks)
 
