@@ -2,18 +2,20 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, values
 from test_preference_runs import spec_of
 
 from rlhf_core.errors import RewardFailed, WorkerError
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 
@@ -27,10 +29,13 @@ from rlhf_core.training.evaluation import (  # noqa: E402
     write_reports,
 )
 from rlhf_core.training.models import build_causal_lm  # noqa: E402
+from rlhf_core.training.rollouts.remote import RemoteEngines  # noqa: E402
+from rlhf_core.training.rollouts.start import start_engine  # noqa: E402
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine  # noqa: E402
 from rlhf_core.training.scoring import RewardScorer  # noqa: E402
 from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.types import NullReporter  # noqa: E402
+from rlhf_core.training.weight_ledger import RecordedEngine  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 
@@ -122,6 +127,21 @@ def test_an_engine_is_started_where_something_is_sampled(
     load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
     assert len(started) == num_started
     assert ("'vllm' is not started" in capsys.readouterr().out) is (num_started == 0)
+
+
+@pytest.mark.parametrize(
+    ("lora", "kind"), [(None, RemoteEngines), ({}, TransformersEngine)], ids=["whole weights", "an adapter"]
+)
+def test_evaluators_use_the_engines_of_the_run(
+    ranks: Ranks, tmp_path: Path, lora: dict[str, Any] | None, kind: type
+) -> None:
+    """An adapter is merged by then; a vLLM engine that is split over GPUs is not started in an evaluator."""
+    split = {"engine": "vllm", "engines": 1, "vllm": {"tensor_parallel": 2}}
+    spec = tiny_spec(rollout=split, model={"config": TINY_MODEL, "lora": lora})
+    context = replace(make_context(str(tmp_path), spec, 0, 1), role=Role.EVALUATOR)
+    engine = start_engine(context, ranks, build_tokenizer("char", [], 0), tmp_path)
+    assert isinstance(engine._engine if isinstance(engine, RecordedEngine) else engine, kind)
+    engine.close()
 
 
 def test_samples_of_a_prompt_differ_and_noise_does_not_depend_on_the_step(ranks: Ranks) -> None:
