@@ -30,7 +30,7 @@ from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import trainer_kinds
-from rlhf_core.toml_files import MAX_CONFIG_BYTES, read_toml, require_bounded, require_short_keys, shortened
+from rlhf_core.toml_files import MAX_CONFIG_BYTES, read_toml, readable, require_bounded, require_short_keys, shortened
 
 
 def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--set") -> RunSpec:
@@ -71,7 +71,7 @@ def _warn(where: str, names: Sequence[str], remedy: str) -> None:
 
 
 def _translations(names: Sequence[str]) -> str:
-    shown = [f"  write {current_name(name)} instead of {name}" for name in names[:MAX_PROBLEMS]]
+    shown = [f"  write {readable(current_name(name))} instead of {readable(name)}" for name in names[:MAX_PROBLEMS]]
     more = len(names) - len(shown)
     return "\n".join([*shown, *([f"  and {more} more"] if more else [])])
 

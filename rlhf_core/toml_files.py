@@ -96,5 +96,9 @@ def _unbounded(value: Any, depth: int, num_values: int) -> str:
 
 def shortened(found: Any) -> str:
     """A value that was found, for a message: as Python writes it, and not more of it than a person reads."""
-    text = repr(found)
+    return readable(repr(found))
+
+
+def readable(text: str) -> str:
+    """As much of a text as a person reads."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

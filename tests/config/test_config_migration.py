@@ -95,6 +95,15 @@ def test_a_file_of_0_1_is_read_with_a_warning_that_names_the_new_settings(old: P
         assert f"write {new} instead of {name}" in said
 
 
+def test_a_name_that_nobody_would_read_is_cut_in_the_warning(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.toml"
+    bomb.write_text(f"[train]\n{'k' * 400} = 1\n")
+    with pytest.warns(OldSettings) as caught, pytest.raises(BadConfig):
+        config.load(bomb)
+    assert "... (406 characters)" in str(caught[0].message)
+    assert "k" * 200 not in str(caught[0].message)
+
+
 def test_overrides_of_0_1_are_answered_with_the_same_warning() -> None:
     with pytest.warns(OldSettings, match=r"write loops.main.num_steps instead of train.num_steps"):
         spec = config.load("quickstart", ["train.num_steps=7", "grpo.clip_high=0.28"])
