@@ -1,4 +1,5 @@
-"""Sampling with vLLM in the trainer's own process (colocated): every rank has an engine for its own prompts.
+"""Sampling with vLLM: in the trainer's own process (colocated), where every rank has an engine for its own prompts, and
+in the process of an engine of its own (``vllm_sampler.py``), which may be split over several GPUs.
 
 vLLM keeps weights of its own, in the layout of its kernels (projections joined, on CPU repacked), so each version is
 copied into it bucket by bucket, through vLLM's own loader. Three traps of that, each with a test:
@@ -87,7 +88,9 @@ class VllmEngine:
         else:
             # After a part of a prompt vLLM sets the request's generator back, which generators on CPU cannot.
             options["enable_chunked_prefill"] = False
-        with _kept_threads(), kept_random_state(torch.device("cuda" if on_gpu else "cpu")):
+        # A process that does not compute keeps off the GPUs: vLLM forks those that do, and starts them anew otherwise.
+        device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
+        with _kept_threads(), kept_random_state(device):
             # Only runs with this engine need it, and it takes seconds to import.
             from vllm import LLM
 
