@@ -100,5 +100,5 @@ def shortened(found: Any) -> str:
 
 
 def readable(text: str) -> str:
-    """As much of a text as a person reads."""
+    """The beginning of a long text, with its length; a short one as it is."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"
