@@ -221,7 +221,8 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     own = weights if spec.model.lora is None else weights + given
     width = spec.rollout.gpus_per_engine
     part, counted = part_of(shape, width), 1 if on_gpu else width
-    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * (width + (width > 1))}  # and the leading one
+    processes = width + 1 if width > 1 else 1  # one leads
+    resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * processes}
     with_vllm = spec.rollout.engine == "vllm"
     if with_vllm:
         resident |= {name: counted * size for name, size in vllm_resident(spec, part).items()}

@@ -1,6 +1,8 @@
 """Role ``rollout``: an engine in a process of its own, restarted alone (``rollout.engines``)."""
 
+import os
 import shutil
+import signal
 import tempfile
 import time
 from functools import partial
@@ -57,8 +59,22 @@ def run_engine(context: WorkerContext) -> RoleResult:
         )
         write_model(attempt.engine(context.rank), address)
         print(f"engine {context.rank} listens at {context.address}:{server.port}", flush=True)
-        worker.serve(lambda: server.is_alive and sampler.is_alive)
+        try:
+            worker.serve(lambda: server.is_alive and sampler.exit_code is None)
+        finally:
+            _die_like(sampler.exit_code)
     raise WorkerError("a server of the engine has ended; its log says why")
+
+
+def _die_like(exit_code: int | None) -> None:
+    """End by the signal that ended a process which the sampler needs, for the agent to see what it was."""
+    if exit_code is None or exit_code >= 0:
+        return
+    number = signal.Signals(-exit_code)
+    print(f"{number.name} has ended a process that this engine samples with, and so ends the engine", flush=True)
+    if number is not signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _model_folder(context: WorkerContext) -> Path:

@@ -41,8 +41,8 @@ class Sampler(Protocol):
         """Completions that were asked for and are not made."""
 
     @property
-    def is_alive(self) -> bool:
-        """False once a process has ended that it samples with."""
+    def exit_code(self) -> int | None:
+        """Exit code of a process that it needs and that has ended, negative for a signal; None while all live."""
 
     @property
     def pids(self) -> Sequence[int]:
@@ -110,9 +110,9 @@ class TransformersSampler:
         return sum(len(request.seeds) for request in list(self._waiting.values()))
 
     @property
-    def is_alive(self) -> bool:
-        """True: it samples in this process."""
-        return True
+    def exit_code(self) -> int | None:
+        """None: it samples in this process."""
+        return None
 
     @property
     def pids(self) -> Sequence[int]:

@@ -62,9 +62,9 @@ class SglangSampler:
         return self._open.num_waiting
 
     @property
-    def is_alive(self) -> bool:
-        """False once the server has ended."""
-        return self._server.is_alive
+    def exit_code(self) -> int | None:
+        """That of the server, once it has ended."""
+        return self._server.exit_code
 
     @property
     def pids(self) -> Sequence[int]:

@@ -70,7 +70,7 @@ class SglangServer:
         """
         while True:
             beat()
-            if not self.is_alive:
+            if self.exit_code is not None:
                 raise WorkerError("the server of SGLang has ended before it answered; its log says why")
             try:
                 answer = httpx.get(f"{self.url}/health", headers=self.headers, timeout=ANSWER_TIMEOUT_S)
@@ -82,9 +82,9 @@ class SglangServer:
             time.sleep(POLL_S)
 
     @property
-    def is_alive(self) -> bool:
-        """True while its process lives."""
-        return self._process.poll() is None
+    def exit_code(self) -> int | None:
+        """Exit code of its process, negative for a signal; None while it lives."""
+        return self._process.poll()
 
 
 def _free_port() -> int:

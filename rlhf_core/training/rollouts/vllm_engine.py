@@ -14,6 +14,7 @@ Of an adapter (``model.lora``) vLLM reads the base model itself, and is given th
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -111,6 +112,7 @@ class VllmEngine:
                 **options,
             )
         self._engine = self._llm.llm_engine
+        self._processes = [one.proc for one in self._engine.model_executor.workers] if self._is_split else []
         if self._is_split:
             remove_mapped_files(_VLLM_MEMORY)
         self.sleep()
@@ -195,14 +197,18 @@ class VllmEngine:
         return [[made[index, place] for place in range(len(own))] for index, own in enumerate(seeds)]
 
     @property
-    def is_alive(self) -> bool:
-        """False once a process has ended that computes for this one."""
-        return not getattr(self._engine.model_executor, "is_failed", False)
-
-    @property
     def pids(self) -> Sequence[int]:
         """Processes that compute for this one; none where it computes itself."""
-        return [one.proc.pid for one in self._engine.model_executor.workers] if self._is_split else []
+        return [one.pid for one in self._processes]
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the process that has ended by itself of those, negative for a signal; None while all live.
+
+        vLLM ends the others then.
+        """
+        codes = [one.exitcode for one in self._processes if one.exitcode is not None]
+        return next((code for code in codes if code != -signal.SIGTERM), codes[0] if codes else None)
 
     @property
     def is_busy(self) -> bool:

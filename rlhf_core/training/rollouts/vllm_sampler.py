@@ -52,9 +52,9 @@ class VllmSampler:
         return self._open.num_waiting
 
     @property
-    def is_alive(self) -> bool:
-        """False once a process has ended that vLLM computes with."""
-        return self._engine.is_alive
+    def exit_code(self) -> int | None:
+        """That of a process among which the model is split, once one has ended."""
+        return self._engine.exit_code
 
     @property
     def pids(self) -> Sequence[int]:
