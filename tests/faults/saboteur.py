@@ -381,27 +381,18 @@ def _patch_sync() -> None:
 
 
 def _engine_pid(rank: int) -> int:
+    """Process id of the newest start of an engine: who listens where it has registered."""
     import psutil
 
-    job = os.environ["RLHF_JOB"]
-    found = [
-        process
-        for process in psutil.process_iter()
-        if process.status() != psutil.STATUS_ZOMBIE
-        and (around := _environment(process)).get("RLHF_JOB") == job
-        and around.get("RLHF_GROUP", "").startswith("rollout/")
-        and around.get("RANK") == str(rank)
-    ]
-    return int(min(found, key=lambda process: process.create_time()).pid)  # what it has started is younger
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.engines import EngineAddress
+    from rlhf_core.whole_files import read_model
 
-
-def _environment(process: Any) -> dict[str, str]:
-    import psutil
-
-    try:
-        return dict(process.environ())
-    except psutil.Error:
-        return {}
+    told = dict(zip(sys.argv, sys.argv[1:], strict=False))
+    address = read_model(RunDir(Path(told["--run-dir"])).attempt(int(told["--attempt"])).engine(rank), EngineAddress)
+    assert address is not None
+    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    return next(int(one.pid) for one in listening if one.pid and one.laddr.port == address.port)
 
 
 if "RLHF_SLOTS" in os.environ:
