@@ -309,7 +309,7 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("FileSystemStalled",), FailureKind.FILE_SYSTEM),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
-    **_own(("EnginesLost", "WeightSyncFailed"), FailureKind.ENGINE),
+    **_own(("EnginesLost", "StaleWeights", "WeightSyncFailed"), FailureKind.ENGINE),
     **_own(("TrainerIncomplete",), FailureKind.INCOMPLETE),
 }
 """Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.exceptions`."""

@@ -108,6 +108,14 @@ class Committed(Schema):
     """Tensors of an adapter that the engine's model does not hold as they were given."""
 
 
+class WeightsRefused(Schema):
+    """Order not to serve with weights that were committed."""
+
+    weights: WeightsInForce
+    why: Message
+    """Difference that the trainer has seen."""
+
+
 class EngineRefusal(Schema):
     """Answer in place of the one that was asked for."""
 

@@ -45,6 +45,11 @@ KINDS: tuple[Kind, ...] = (
         needs=_SLURM,
     ),
     _kind("control: an engine stands still for 3 s", Expected(), outside="pause_engine"),
+    _kind(
+        "an engine computes something else in two syncs",
+        Expected(frozenset({"engine"}), _ALONE, "rank", "death"),
+        inside=lambda chance: {"moment": "probe", "what": "other", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
+    ),
 )
 
 

@@ -30,7 +30,7 @@ _PLAN: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text
 """``struck``: folder for what has struck. ``pace_s``: sleep per reward call. ``faults``: a list of
 
     name         identity within the run
-    moment       ``beat`` (of ``phase``), ``slow`` (the same), ``reward``, ``metrics``, ``loss`` or ``sync``
+    moment       ``beat`` (of ``phase``), ``slow`` (the same), ``reward``, ``metrics``, ``loss``, ``sync`` or ``probe``
     what         which fault of that moment
     step         training step
     rank         rank that is struck; -1 for every rank
@@ -380,6 +380,25 @@ def _patch_sync() -> None:
     Sender.send = send  # type: ignore[method-assign]
 
 
+def _patch_probe() -> None:
+    """An engine that shows other numbers than the trainer's in two syncs in a row, from the step of the fault on."""
+    from rlhf_core.errors import StaleWeights
+    from rlhf_core.training.rollouts.engine_client import HttpEngineControl
+
+    plain, begun = HttpEngineControl._require_given, Counter[str]()
+
+    def require_given(self: Any, committed: Any) -> None:
+        for fault in _mine("probe"):
+            if self.name != f"engine-{fault['engine']}" or _now["step"] < fault["step"]:
+                continue
+            if begun[fault["name"]] == 1 or _strike(fault):
+                begun[fault["name"]] += 1
+                raise StaleWeights(f"{self.name} shows other numbers")
+        plain(self, committed)
+
+    HttpEngineControl._require_given = require_given  # type: ignore[method-assign]
+
+
 def _engine_pid(rank: int) -> int:
     """Process id of the newest start of an engine: who listens where it has registered."""
     import psutil
@@ -404,3 +423,5 @@ if "RLHF_SLOTS" in os.environ:
         _patch_loss()
     if _mine("sync"):
         _patch_sync()
+    if _mine("probe"):
+        _patch_probe()

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import signal
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -198,12 +199,48 @@ def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, train
     assert tokens_of(made) == tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
     assert not gate.reached.exists(), "the engine that skipped the update was asked for nothing"
     gate.open()
-    group.gate("skip", 0).close()
-    with pytest.raises(StaleWeights, match="different log-probabilities"):
-        trainer.load(tiny_model(seed=6), 3, no_beat)
     skip.open()
-    group.gate("skip", 0).open()
-    trainer.load(tiny_model(seed=6), 4, no_beat)
+    group.processes[1].join()
+    group.start(1)
+
+
+def test_an_engine_that_skips_two_updates_in_a_row_ends_to_be_started_again(
+    group: EngineGroup, trainer: RemoteEngines
+) -> None:
+    """One is no reason, nor is another after a right one. A rollout, which offers it the weights again, counts too."""
+    skip = group.gate("skip", 1)
+    for version, skips in ((2, True), (3, False), (4, True)):
+        (skip.close if skips else skip.open)()
+        trainer.load(tiny_model(seed=version), version, no_beat)
+        assert group.processes[1].is_alive()
+        assert weights_of(group, 1) == (None if skips else version)
+    trainer.load(tiny_model(seed=5), 5, no_beat)
+    group.processes[1].join()
+    assert "StaleWeights: engine 1 does not compute with the weights that it was given in 2 syncs" in group.output(1)
+    assert weights_of(group, 0) == 5
+    skip.open()
+    before = group.address(1)
+    group.start(1)
+    wait_for(lambda: group.address(1) != before)
+    trainer.load(tiny_model(seed=6), 6, no_beat)
+    assert weights_of(group, 1) == 6
+
+
+def test_a_run_ends_where_engines_skip_updates_after_a_new_start_as_well(
+    group: EngineGroup, trainer: RemoteEngines
+) -> None:
+    skips = [group.gate("skip", rank).close() for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        loaded = pool.submit(trainer.load, tiny_model(seed=5), 2, no_beat)
+        while not loaded.done():
+            group.start_missing()
+            time.sleep(0.02)
+    with pytest.raises(StaleWeights, match="different log-probabilities"):
+        loaded.result()
+    for skip in skips:
+        skip.open()
+    trainer.load(tiny_model(seed=6), 3, no_beat)
+    group.start_missing()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

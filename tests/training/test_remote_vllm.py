@@ -16,6 +16,7 @@ from engine_groups import TIMEOUT_S, EngineGroup, engine_group, no_beat
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir import RunDir
+from rlhf_core.training.rollouts import remote as remote_module
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
@@ -37,8 +38,9 @@ def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
         _assert_reproducible_and_diverse(remote)
 
 
-def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path) -> None:
+def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes takes its part of every version; one that does not is caught, and one that dies ends it."""
+    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # after the second an engine ends
     config = {**QWEN, "head_dim": 32}
     with engine_group(tmp_path, 1, config, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()
@@ -62,8 +64,11 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path) -> None:
         assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
 
 
-def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(tmp_path: Path) -> None:
+def test_a_split_engine_that_is_killed_leaves_nothing_and_is_given_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the adapter too each process holds its part, bit for bit."""
+    monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # after the second an engine ends
     config = {**QWEN, "head_dim": 32, "tie_word_embeddings": False}
     with engine_group(tmp_path, 1, config, {"lora": LORA}, engine="vllm", vllm={"tensor_parallel": 2}) as group:
         remote = group.trainer()

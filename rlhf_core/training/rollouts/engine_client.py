@@ -17,6 +17,7 @@ from rlhf_core.schemas.engines import (
     SampledPrompt,
     SampleRequest,
     WeightsInForce,
+    WeightsRefused,
 )
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, require_same
@@ -175,6 +176,9 @@ class HttpEngineControl:
             self._require_given(committed)
         except StaleWeights as error:
             self.is_stale = True
+            # One that is gone by now serves with nothing either.
+            with contextlib.suppress(OSError, WeightSyncFailed):
+                self._post("/weights/refuse", WeightsRefused(weights=self._weights, why=str(error)))
             raise WeightSyncFailed(str(error), self.name) from error
         self._post("/weights/confirm", self._weights)
         return AppliedVersion(receiver=self.name, version=version, apply_s=committed.apply_s)

@@ -21,15 +21,20 @@ from rlhf_core.schemas.engines import (
     SampledPrompt,
     SampleRequest,
     WeightsInForce,
+    WeightsRefused,
 )
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
 from rlhf_core.training.types import Completion, Reporter
+from rlhf_core.weight_sync.base import StagedVersion
 from rlhf_core.weight_sync.receiver import Receiver
 
 IDLE_BEAT_S = 0.1
 """Interval of the signs of life of an engine without work."""
+MAX_REFUSED = 2
+"""Syncs in a row after which an engine ends that does not compute with what it is given. One may be chance; after two,
+only a new start can help."""
 
 Answer = TypeVar("Answer")
 Deliver = Callable[[SampledPrompt | EngineRefusal], None]
@@ -82,12 +87,19 @@ class EngineWorker:
         self._progress = 0
         self._weights: WeightsInForce | None = None
         self._unconfirmed: WeightsInForce | None = None
+        self._num_refused = 0
+        self._why_refused = ""
 
     # -----------------------------------------------------------------------------------------------------------------
     # From any thread
 
     def health(self) -> EngineHealth:
-        """State, as it is just now."""
+        """State, as it is just now.
+
+        Raises:
+            StaleWeights: it is about to end, for the reason of :meth:`serve`.
+        """
+        self._require_use()
         return EngineHealth(
             rank=self._rank,
             generation=self._generation,
@@ -106,8 +118,13 @@ class EngineWorker:
     # In the main thread
 
     def serve(self, is_served: Callable[[], bool]) -> None:
-        """Work for as long as the server lives."""
+        """Work for as long as the server lives.
+
+        Raises:
+            StaleWeights: it does not compute with the weights of :data:`MAX_REFUSED` syncs in a row.
+        """
         while is_served():
+            self._require_use()
             busy = bool(self._wanted)
             self._beat(Phase.ROLLOUT)
             try:
@@ -159,15 +176,22 @@ class EngineWorker:
         staged = self._receiver.commit(request.weights.version)
         self._refuse_all(f"{_shown(request.weights)} comes into force")
         self._weights = self._unconfirmed = None
+        try:
+            committed = self._take_over(request, staged)
+        except Exception as error:
+            self._count_refused(f"{type(error).__name__}: {error}")
+            raise
+        self._unconfirmed = request.weights
+        return committed
+
+    def _take_over(self, request: CommitRequest, staged: StagedVersion) -> Committed:
         started = time.monotonic()
         self._sampler.load(staged.tensors(), lambda: self._beat(Phase.WEIGHT_SYNC))
         seconds = time.monotonic() - started
-        logprobs = self._sampler.score(request.probe)
-        self._unconfirmed = request.weights
         return Committed(
             weights=request.weights,
             apply_s=seconds,
-            probe_logprobs=tuple(logprobs),
+            probe_logprobs=tuple(self._sampler.score(request.probe)),
             base=self._base,
             num_differing=self._sampler.count_differing(staged.tensors()),
         )
@@ -178,9 +202,34 @@ class EngineWorker:
         Raises:
             StaleWeights: others were taken over last.
         """
+        self._require_unconfirmed(weights)
+        self._weights, self._unconfirmed = weights, None
+        self._num_refused = 0
+
+    def refuse(self, refusal: WeightsRefused) -> None:
+        """Have no weights in force, because the trainer has seen that it computes something else.
+
+        Raises:
+            StaleWeights: others were taken over last.
+        """
+        self._require_unconfirmed(refusal.weights)
+        self._unconfirmed = None
+        self._count_refused(refusal.why)
+
+    def _require_unconfirmed(self, weights: WeightsInForce) -> None:
         if weights != self._unconfirmed:
             raise StaleWeights(f"engine {self._rank} has taken over {_shown(self._unconfirmed)}, not {_shown(weights)}")
-        self._weights, self._unconfirmed = weights, None
+
+    def _require_use(self) -> None:
+        if self._num_refused >= MAX_REFUSED:
+            raise StaleWeights(
+                f"engine {self._rank} does not compute with the weights that it was given in {self._num_refused} syncs "
+                f"in a row, and ends to be started again: {self._why_refused}"
+            )
+
+    def _count_refused(self, why: str) -> None:
+        self._num_refused += 1
+        self._why_refused = why
 
     def _sample(self) -> None:
         weights = self._weights

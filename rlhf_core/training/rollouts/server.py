@@ -6,6 +6,7 @@
     GET  /weights/ready     ?version=: true if that version is staged
     POST /weights/commit    CommitRequest -> Committed
     POST /weights/confirm   WeightsInForce: the probe was right, they are in force
+    POST /weights/refuse    WeightsRefused: it was wrong; an engine that hears this time after time ends
     POST /weights/abort     version
 
 Every request carries the token of the attempt (``Authorization: Bearer``). It listens on the address of its node in the
@@ -31,7 +32,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_core.errors import StaleWeights, WorkerError
-from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, SampledPrompt, SampleRequest, WeightsInForce
+from rlhf_core.schemas.engines import (
+    CommitRequest,
+    EngineRefusal,
+    SampledPrompt,
+    SampleRequest,
+    WeightsInForce,
+    WeightsRefused,
+)
 from rlhf_core.schemas.weight_sync import Offer, Receipt
 from rlhf_core.training.rollouts.engine_worker import EngineWorker
 from rlhf_core.weight_sync.base import StagedVersion
@@ -119,6 +127,7 @@ def _application(worker: EngineWorker, receiver: Receiver) -> Starlette:
             Route("/weights/ready", handlers.ready),
             Route("/weights/commit", handlers.commit, methods=["POST"]),
             Route("/weights/confirm", handlers.confirm, methods=["POST"]),
+            Route("/weights/refuse", handlers.refuse, methods=["POST"]),
             Route("/weights/abort", handlers.abort, methods=["POST"]),
         ],
         exception_handlers={
@@ -176,6 +185,11 @@ class _Handlers:
     async def confirm(self, request: Request) -> Response:
         wanted = WeightsInForce.model_validate_json(await request.body())
         await self._in_main_thread(partial(self._worker.confirm, wanted))
+        return JSONResponse(None)
+
+    async def refuse(self, request: Request) -> Response:
+        refusal = WeightsRefused.model_validate_json(await request.body())
+        await self._in_main_thread(partial(self._worker.refuse, refusal))
         return JSONResponse(None)
 
     async def abort(self, request: Request) -> Response:
