@@ -51,16 +51,16 @@ def table(cluster: Cluster, folder: Path, num_healthy: int) -> list[str]:
     lines = ["| what is wrong | finding | node named | seconds to the finding |", "|---|---|---|---|"]
     for number, case in enumerate(CASES):
         seen = probe(cluster, fresh(folder, f"case-{number}"), case)
-        say(case, seen)
+        say(case.name, seen, case)
         named = case.node or "none to blame"
         verdict = f"`{case.check}`" if not seen.problems_with(case) else f"WRONG: {seen.problems_with(case)[0][:200]}"
         lines.append(f"| {case.name} | {verdict} | {named} | {seen.seconds:.1f} |")
     seconds, alarms = [], 0
     for number in range(num_healthy):
-        seen = probe(cluster, fresh(folder, f"healthy-{number}"), None)
-        say(None, seen)
+        seen = probe(cluster, fresh(folder, f"healthy-{number}"))
+        say("healthy", seen)
         seconds.append(seen.seconds)
-        alarms += bool(seen.problems_with(None))
+        alarms += bool(seen.problems_with())
     seconds.sort()
     typical, longest = seconds[len(seconds) // 2], seconds[-1]
     lines.append(
@@ -69,10 +69,10 @@ def table(cluster: Cluster, folder: Path, num_healthy: int) -> list[str]:
     return lines
 
 
-def say(case: Case | None, seen: Seen) -> None:
+def say(name: str, seen: Seen, *cases: Case) -> None:
     """One probe in one line."""
-    problems = "; ".join(seen.problems_with(case))
-    print(f"{case.name if case else 'healthy'}: {seen.seconds:.1f} s {problems or 'right'}", flush=True)
+    problems = "; ".join(seen.problems_with(*cases))
+    print(f"{name}: {seen.seconds:.1f} s {problems or 'right'}", flush=True)
 
 
 def fresh(folder: Path, name: str) -> Path:

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5
 
 
 class Scene:
-    """Cluster with a run and a fault of one node."""
+    """Cluster with a run and faults of its nodes."""
 
     def __init__(self, cluster: throwaway.Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
         self.settings: list[str] = ["preflight.meet_s=12"]
-        self.before_submission: Callable[[Path], None] = lambda run_dir: None
+        self.before_submission: list[Callable[[Path], None]] = []
         """Called with the run directory, before there is a job."""
+        self._variables: dict[str, dict[str, Any]] = {}
 
     def on_node(self, node: str, *words: str) -> None:
         """Run a command in the namespaces of a node."""
@@ -53,9 +54,12 @@ class Scene:
 
     @contextmanager
     def variables(self, **of_nodes: dict[str, Any]) -> Iterator[None]:
-        """Set or unset variables on nodes."""
+        """Set or unset variables on nodes, beside those that other faults set there."""
         for node, values in of_nodes.items():
-            self.cluster.variables(node, **values)
+            own = self._variables.setdefault(node, {})
+            assert not own.keys() & values.keys(), "one fault would undo another"
+            own.update(values)
+            self.cluster.variables(node, **own)
         try:
             yield
         finally:
@@ -78,7 +82,7 @@ class Case:
     """Node that must be named; empty if no node is to blame."""
     says: tuple[str, ...] = ()
     """Text that the finding must contain."""
-    also: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = ()
     """Ids of other findings that may come with it."""
 
 
@@ -122,7 +126,7 @@ def _config(scene: Scene, stack: ExitStack) -> None:
         assert other.read_text() != spec.read_text()
         stack.enter_context(scene.mounted("node3", spec, "--bind", str(other)))
 
-    scene.before_submission = other_spec
+    scene.before_submission.append(other_spec)
 
 
 def _data(scene: Scene, stack: ExitStack) -> None:
@@ -204,29 +208,45 @@ def _no_file(scene: Scene, stack: ExitStack) -> None:
     def hide(run_dir: Path) -> None:
         stack.enter_context(scene.mounted("node2", run_dir / "spec.json", "--bind", "/dev/null"))
 
-    scene.before_submission = hide
+    scene.before_submission.append(hide)
 
 
-CASES = (
+UNLIKE_THE_PLAN = (
     Case("NPROC_PER_NODE 7 against 8", _nproc, "node.launch", "node3", ("NPROC_PER_NODE = 7",)),
-    Case("NPROC_PER_NODE 7, unset elsewhere", _nproc_alone, "node.launch", "node2", ("NPROC_PER_NODE = 7",)),
+    Case("NNODES unset on one node", _no_nnodes, "node.launch", "node4", ("NNODES absent",)),
     Case("another vllm version", _version, "node.versions", "node2", ("vllm = 0.31.1",), ("node.variables",)),
+    Case("MASTER_PORT in use", _port, "node.network", "node1", ("29517",)),
+    Case("a wrong clock", _clock, "node.clock", "node4", ("s ahead",), ("node.variables",)),
+)
+UNLIKE_THE_OTHERS = (
+    Case("NPROC_PER_NODE 7, unset elsewhere", _nproc_alone, "node.launch", "node2", ("NPROC_PER_NODE = 7",)),
+    Case("the same NODE_RANK twice", _same_rank, "node.launch", "node3", ("node2 and node3", "NODE_RANK = 1")),
     Case("another environment variable", _variable, "node.variables", "node2", ("NCCL_ALGO = Ring",)),
     Case("another config", _config, "node.content", "node3", ("config (spec.json)",)),
     Case("another dataset file", _data, "node.content", "node4", ("data.train",)),
-    Case("the same NODE_RANK twice", _same_rank, "node.launch", "node3", ("node2 and node3", "NODE_RANK = 1")),
-    Case("NNODES unset on one node", _no_nnodes, "node.launch", "node4", ("NNODES absent",)),
-    Case("a node that does not come", _missing, "node.missing", "node3", ("3 of 4 nodes",)),
-    Case("MASTER_PORT in use", _port, "node.network", "node1", ("29517",)),
-    Case("a wrong clock", _clock, "node.clock", "node4", ("s ahead",), ("node.variables",)),
     Case("full shared memory", _disk, "node.disk", "node2", ("/dev/shm",)),
+)
+OUT_OF_PLACE = (
+    Case("the same SLURM_NODEID twice", _twin, "node.identity", "node3", ("node 1 is node2",)),
+    Case("a node that takes itself for alone", _alone, "node.identity", "node4", ("planned for 4 nodes",)),
+)
+ALONE = (
+    Case("a node that does not come", _missing, "node.missing", "node3", ("3 of 4 nodes",)),
     Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node2", "GB/s with node4")),
     Case("a link that nothing gets through", _dead_link, "probe.bandwidth", "node3", ("between node2 and node3",)),
     Case("a slow processor", _processor, "probe.matmul", "node2", ("of its cores",)),
-    Case("the same SLURM_NODEID twice", _twin, "node.identity", "node3", ("node 1 is node2",)),
-    Case("a node that takes itself for alone", _alone, "node.identity", "node4", ("planned for 4 nodes",)),
     Case("a run directory that shows something else", _no_file, "node.shared_files", "node2", ("spec.json",)),
 )
+"""Faults that could hide others: they end the probe early, or change what is measured."""
+
+CASES = (*UNLIKE_THE_PLAN, *UNLIKE_THE_OTHERS, *OUT_OF_PLACE, *ALONE)
+FEW_PROBES: Mapping[str, tuple[Case, ...]] = {
+    "a node unlike the plan": UNLIKE_THE_PLAN,
+    "a node unlike the others": UNLIKE_THE_OTHERS,
+    "a node out of place": OUT_OF_PLACE,
+    **{case.name: (case,) for case in ALONE},
+}
+"""All cases in as few probes as show each of them, by name."""
 
 
 @dataclass(frozen=True)
@@ -242,23 +262,24 @@ class Seen:
         """Findings that did not pass."""
         return [one for one in self.results if one.status in (CheckStatus.BLOCKED, CheckStatus.WARNING)]
 
-    def problems_with(self, case: Case | None) -> list[str]:
-        """List the deviations from the expected result; a case of None is a healthy cluster."""
-        if case is None:
-            return [f"false alarm: {one.id} {one.node} {one.found}" for one in self.troubles]
+    def problems_with(self, *cases: Case) -> list[str]:
+        """List the deviations from the expected result: a finding for each case, and nothing else."""
+        problems = [f"{case.name}: {problem}" for case in cases for problem in self._missing_of(case)]
+        known = {name for case in cases for name in (case.check, *case.also)}
+        may_block = {(name, case.node) for case in cases for name in (case.check, *case.also)}
+        return problems + [
+            f"also found: {one.id} {one.node} {one.found}"
+            for one in self.troubles
+            if one.id not in known or (one.status is CheckStatus.BLOCKED and (one.id, one.node) not in may_block)
+        ]
+
+    def _missing_of(self, case: Case) -> list[str]:
         told = [one for one in self.troubles if (one.id, one.node) == (case.check, case.node)]
         blocks = [one for one in told if one.status is CheckStatus.BLOCKED]
         if not blocks:
             return [f"not found; instead: {[(one.id, one.node, one.found) for one in self.troubles]}"]
         text = " ".join(f"{one.found} {one.expected}" for one in blocks)
-        problems = [f"{says!r} is missing in {text!r}" for says in case.says if says not in text]
-        known = {case.check, *case.also}
-        problems += [
-            f"also found: {one.id} {one.node} {one.found}"
-            for one in self.troubles
-            if one.id not in known or (one.status is CheckStatus.BLOCKED and one.node != case.node)
-        ]
-        return problems
+        return [f"{says!r} is missing in {text!r}" for says in case.says if says not in text]
 
 
 class _Watched:
@@ -272,15 +293,16 @@ class _Watched:
         return getattr(self._behind, name)
 
     def submit(self, request: JobRequest) -> Submission:
-        self._scene.before_submission(request.scheduler_dir.parents[2])
+        for change in self._scene.before_submission:
+            change(request.scheduler_dir.parents[2])
         return self._behind.submit(request)  # type: ignore[no-any-return]
 
 
-def probe(cluster: throwaway.Cluster, folder: Path, case: Case | None) -> Seen:
-    """Probe the nodes of a cluster with one thing wrong, or nothing."""
+def probe(cluster: throwaway.Cluster, folder: Path, *cases: Case) -> Seen:
+    """Probe the nodes of a cluster with these things wrong, or nothing."""
     with ExitStack() as stack:
         scene = Scene(cluster, folder)
-        if case is not None:
+        for case in cases:
             case.disturb(scene, stack)
         spec, site = _run(scene, folder)
         scheduler: Any = _Watched(get_scheduler("slurm"), scene)

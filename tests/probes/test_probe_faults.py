@@ -1,13 +1,13 @@
 """The probe on a real Slurm of four nodes: each thing that is wrong is named with its node; a healthy cluster is not.
 
-All of it with 30 healthy probes: ``tests/benchmarks/bench_probe.py``.
+Each fault in a probe of its own, and 30 healthy probes: ``tests/benchmarks/bench_probe.py``.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from probe_faults import CASES, NUM_NODES, Case, probe
+from probe_faults import FEW_PROBES, NUM_NODES, Case, probe
 from slurm_cluster import WHY_NO_NAMESPACES, Cluster
 
 pytestmark = pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES)
@@ -25,14 +25,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.down()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_wrong_is_named_with_its_node(cluster: Cluster, case: Case, tmp_path: Path) -> None:
-    assert probe(cluster, tmp_path, case).problems_with(case) == []
+@pytest.mark.parametrize("cases", FEW_PROBES.values(), ids=FEW_PROBES)
+def test_what_is_wrong_is_named_with_its_node(cluster: Cluster, cases: tuple[Case, ...], tmp_path: Path) -> None:
+    assert probe(cluster, tmp_path, *cases).problems_with(*cases) == []
 
 
 def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path) -> None:
-    seen = probe(cluster, tmp_path, None)
-    assert seen.problems_with(None) == []
+    seen = probe(cluster, tmp_path)
+    assert seen.problems_with() == []
     made = {result.id for result in seen.results}
     assert {"probe.all_reduce", "probe.all_gather", "probe.bandwidth", "probe.matmul", "node.content"} <= made
     assert list((tmp_path / "runs" / ".probes").iterdir()) == []
