@@ -1,6 +1,7 @@
 """The probe on a real Slurm of four nodes: each thing that is wrong is named with its node; a healthy cluster is not.
 
-Each fault in a probe of its own, and 30 healthy probes: ``tests/benchmarks/bench_probe.py``.
+A slow link is found in a whole run, ``test_probe_runs.py``. Each fault in a probe of its own, and 30 healthy probes:
+``tests/benchmarks/bench_probe.py``.
 """
 
 from collections.abc import Iterator
