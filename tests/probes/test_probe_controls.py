@@ -4,11 +4,12 @@ Two "nodes" on this machine are started as launch scripts do it: ranks and world
 NPROC_PER_NODE of each node.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -17,23 +18,42 @@ pytestmark = pytest.mark.training
 
 TIMEOUT_S = 12
 
+# One process imports torch, and forks the ranks of all worlds. Each writes a line, or nothing; then come their ends.
 TRAIN = f"""
-import os, sys
+import json, os, signal, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-local, get = int(sys.argv[1]), os.environ.get
-nproc = int(get("NPROC_PER_NODE", "1"))
-rank = int(get("NODE_RANK", "0")) * nproc + local
-world = int(get("NNODES", "1")) * nproc
-total = torch.ones(1)
-if world > 1:
-    address, patience = f"tcp://127.0.0.1:{{get('MASTER_PORT')}}", timedelta(seconds={TIMEOUT_S})
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=patience)
-    dist.all_reduce(total)
-print(f"trained in a world of {{int(total)}}", flush=True)
-os._exit(0)
+def train(node, local):
+    get = node.get
+    nproc = int(get("NPROC_PER_NODE", "1"))
+    rank = int(get("NODE_RANK", "0")) * nproc + local
+    world = int(get("NNODES", "1")) * nproc
+    total = torch.ones(1)
+    if world > 1:
+        address, patience = f"tcp://127.0.0.1:{{get('MASTER_PORT')}}", timedelta(seconds={TIMEOUT_S})
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=patience)
+        dist.all_reduce(total)
+    return f"trained in a world of {{int(total)}}"
+
+ranks = []
+for node in json.loads(sys.argv[1]):
+    for local in range(int(node.get("NPROC_PER_NODE", "1"))):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm({TIMEOUT_S * 3})
+            try:
+                os.write(writer, train(node, local).encode())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        ranks.append((node["world"], pid, reader))
+for world, pid, reader in ranks:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps([world, code, os.read(reader, 1000).decode()]), flush=True)
 """
 
 
@@ -45,51 +65,58 @@ class End:
     said: str
 
 
-def launch(nodes: list[Mapping[str, str]]) -> list[End]:
-    """Start the ranks of two nodes with their own ideas of the world."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    started = []
-    for node in nodes:
-        for local in range(int(node.get("NPROC_PER_NODE", "1"))):
-            env = {**os.environ, "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **node}
-            words = [sys.executable, "-c", TRAIN, str(local)]
-            started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    ends = []
-    for process in started:
-        try:
-            said, _ = process.communicate(timeout=TIMEOUT_S * 3)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-        ends.append(End(process.returncode, said.strip()))
-    return ends
+WORLDS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "nodes that agree": [{"NNODES": "2", "NODE_RANK": "0"}, {"NNODES": "2", "NODE_RANK": "1"}],
+    "NNODES unset on one": [{"NNODES": "2", "NODE_RANK": "0"}, {"NODE_RANK": "1"}],
+    "NPROC_PER_NODE differs": [
+        {"NNODES": "2", "NODE_RANK": "0", "NPROC_PER_NODE": "2"},
+        {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "1"},
+    ],
+    "the same NODE_RANK": [
+        {"NNODES": "3", "NODE_RANK": "0"},
+        {"NNODES": "3", "NODE_RANK": "1"},
+        {"NNODES": "3", "NODE_RANK": "1"},
+    ],
+}
+"""Variables of the nodes, by what they do."""
 
 
-def test_nodes_that_agree_train_together() -> None:
-    ends = launch([{"NNODES": "2", "NODE_RANK": "0"}, {"NNODES": "2", "NODE_RANK": "1"}])
-    assert [end.said for end in ends] == ["trained in a world of 2"] * 2
+@pytest.fixture(scope="module")
+def ends() -> dict[str, list[End]]:
+    """Ends of the ranks of all worlds, which wait side by side."""
+    nodes = []
+    for world, own in WORLDS.items():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        nodes += [{"world": world, "MASTER_PORT": port, **node} for node in own]
+    command = [sys.executable, "-c", TRAIN, json.dumps(nodes)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    told = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, list[End]] = {world: [] for world in WORLDS}
+    for line in told.splitlines():
+        world, code, said = json.loads(line)
+        found[world].append(End(code, said))
+    return found
 
 
-def test_nnodes_unset_on_one_node_trains_apart_and_calls_it_done() -> None:
-    ends = launch([{"NNODES": "2", "NODE_RANK": "0"}, {"NODE_RANK": "1"}])
-    assert ends[0].code != 0  # waited in vain
-    assert ends[1] == End(0, "trained in a world of 1")
+def test_nodes_that_agree_train_together(ends: dict[str, list[End]]) -> None:
+    assert ends["nodes that agree"] == [End(0, "trained in a world of 2")] * 2
 
 
-def test_nproc_that_differs_never_becomes_a_world() -> None:
-    ends = launch(
-        [
-            {"NNODES": "2", "NODE_RANK": "0", "NPROC_PER_NODE": "2"},
-            {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "1"},
-        ]
-    )
-    assert all(end.code != 0 for end in ends), ends
-    assert not any("world of 4" in end.said for end in ends)
+def test_nnodes_unset_on_one_node_trains_apart_and_calls_it_done(ends: dict[str, list[End]]) -> None:
+    waited, alone = ends["NNODES unset on one"]
+    assert waited.code != 0  # in vain
+    assert alone == End(0, "trained in a world of 1")
 
 
-def test_the_same_node_rank_twice_never_becomes_a_world() -> None:
-    ends = launch(
-        [{"NNODES": "3", "NODE_RANK": "0"}, {"NNODES": "3", "NODE_RANK": "1"}, {"NNODES": "3", "NODE_RANK": "1"}]
-    )
-    assert all(end.code != 0 for end in ends), ends
+def test_nproc_that_differs_never_becomes_a_world(ends: dict[str, list[End]]) -> None:
+    own = ends["NPROC_PER_NODE differs"]
+    assert len(own) == 3
+    assert all(end.code != 0 for end in own), own
+    assert not any("world of 4" in end.said for end in own)
+
+
+def test_the_same_node_rank_twice_never_becomes_a_world(ends: dict[str, list[End]]) -> None:
+    own = ends["the same NODE_RANK"]
+    assert len(own) == 3
+    assert all(end.code != 0 for end in own), own
