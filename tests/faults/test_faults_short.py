@@ -40,15 +40,19 @@ GOES_ON = (
 LEAVES_NODES = (("node down (scontrol)", "node_down"), ("scancel from outside", "scancel"))
 
 
-def chain(name: str, faults: tuple[tuple[str, str], ...]) -> Scenario:
+UNPROBED = "preflight.probe=false"
+"""In all runs but the one that goes on: nothing is asserted of the probe here, and each takes a process per rank."""
+
+
+def chain(name: str, faults: tuple[tuple[str, str], ...], *overrides: str) -> Scenario:
     """One run that suffers these faults from outside, one after the other."""
     saved = Expected(frozenset({"none", "preemption", "time_limit"}), frozenset({"new_attempt"}))
     made = tuple(
         Fault(row, EXPECTED.get(row, saved), SPACING * (number + 1) + 2, outside=outside)
         for number, (row, outside) in enumerate(faults)
     )
-    copies = ('checkpoint.memory="peer"',)
-    return Scenario(name, made, SPACING * (len(faults) + 1), NUM_RANKS, NUM_RANKS, copies)
+    overrides = ('checkpoint.memory="peer"', *overrides)
+    return Scenario(name, made, SPACING * (len(faults) + 1), NUM_RANKS, NUM_RANKS, overrides)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def campaign(cluster: Cluster | None, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def reference(campaign: Campaign) -> dict[str, str]:
-    return campaign.reference()
+    return campaign.reference((UNPROBED,))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def goes_on(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
 def leaves_nodes(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
-    return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES), reference)}
+    return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES, UNPROBED), reference)}
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
 
 
 def two_nodes(*overrides: str) -> Scenario:
-    return Scenario("fewer-nodes", (), 3 * SPACING, NUM_RANKS, NUM_RANKS, overrides)
+    return Scenario("fewer-nodes", (), 3 * SPACING, NUM_RANKS, NUM_RANKS, (UNPROBED, *overrides))
 
 
 def begin(place: Place, scenario: Scenario) -> None:
