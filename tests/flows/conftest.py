@@ -11,6 +11,7 @@ from folder_fixtures import for_folder
 from sites import Site
 
 from rlhf_core.control import stages
+from rlhf_core.control.curves import draw_in_process
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.site_config import load_site
@@ -33,6 +34,18 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
     site.home.mkdir()
     with ExitStack() as stack, HistoryStore(site.database_url) as store:
         yield Desk(site, scheduler, store, Clock(), Notes(), stack)
+
+
+@pytest.fixture
+def blank_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish a picture without a drawing, which is most of the work of a flow that a test publishes."""
+    monkeypatch.setattr("flows.artifacts.draw_in_process", lambda run_dir: b"\x89PNG of nothing")
+
+
+@pytest.fixture
+def drawn_curves(blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the curves all the same, for a test that looks at them."""
+    monkeypatch.setattr("flows.artifacts.draw_in_process", draw_in_process)
 
 
 @pytest.fixture(scope="module")

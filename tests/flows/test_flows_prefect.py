@@ -99,7 +99,7 @@ def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> No
 
 
 @pytest.fixture
-def server(server: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+def server(server: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A server, and time for the last publication also on a busy machine: what is read here are its results."""
     monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", START_TIMEOUT_S)
     return server
@@ -481,7 +481,7 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
     assert not any(re.match(r"rlhf\.(incident|decision)", name) for name in found)
 
 
-@pytest.mark.usefixtures("server")
+@pytest.mark.usefixtures("server", "drawn_curves")
 def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk) -> None:
     from prefect.artifacts import Artifact
 

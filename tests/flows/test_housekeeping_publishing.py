@@ -38,7 +38,7 @@ ARTIFACTS = ["progress", "checks", "result", "curves"]
 
 
 @pytest.fixture(autouse=True)
-def _server(real_prefect: Site, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _server(real_prefect: Site, desk: Desk, blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
     with real_prefect.in_use():
         yield
@@ -80,6 +80,7 @@ def is_known(run_dir: RunDir) -> bool:
         return not unpublished(client, events_of(read_timeline(run_dir), run_dir.read_spec(), FlowRunRef("", "")))
 
 
+@pytest.mark.usefixtures("drawn_curves")
 def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
     run_dir = completed(desk, True)
     daemon = later(desk)

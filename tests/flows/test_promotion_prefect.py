@@ -33,7 +33,7 @@ from rlhf_core.schemas.attempts import PromotionState, RunState
 
 
 @pytest.fixture(autouse=True)
-def _quick(real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(real_prefect: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(approval, "POLL_INTERVAL_S", 0.2)
     monkeypatch.setattr(approval, "RETRY_INTERVAL_S", 0.5)
     with real_prefect.in_use():
