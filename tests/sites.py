@@ -316,6 +316,11 @@ class Site:
         assert status == 200, found
         return str(found["id"])
 
+    def delete_deployments(self) -> None:
+        """Delete every deployment, and its flow runs that have not begun."""
+        for one in self.ask("/deployments/filter", {})[1]:
+            self.ask(f"/deployments/{one['id']}", method="DELETE")
+
     # -----------------------------------------------------------------------------------------------------------------
     # Runs: asked for, in their directories, in the database, in the queue
 

@@ -71,13 +71,9 @@ def server(real_prefect: Site) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def pool(real_prefect: Site) -> Iterator[None]:
     """A fresh pool ``rlhf``, without deployments before and after: a worker of this file starts its flow runs alone."""
-
-    def clear() -> None:
-        for one in real_prefect.ask("/deployments/filter", {})[1]:
-            real_prefect.ask(f"/deployments/{one['id']}", method="DELETE")
-        real_prefect.ask("/work_pools/rlhf", method="DELETE")
-
-    clear()
+    real_prefect.delete_deployments()
+    real_prefect.ask("/work_pools/rlhf", method="DELETE")
     real_prefect.ask("/work_pools/", {"name": "rlhf", "type": "process"})
     yield
-    clear()
+    real_prefect.delete_deployments()
+    real_prefect.ask("/work_pools/rlhf", method="DELETE")

@@ -13,6 +13,7 @@ from uuid import UUID
 import pytest
 import sites
 from process_tools import kill_tree, until
+from site_files import SMALL
 
 from flows.deployments import (
     SCHEDULE,
@@ -40,13 +41,21 @@ from rlhf_core.site_config import Site, load_site
 
 ROOT = Path(__file__).parents[2]
 LONG = [
+    *SMALL,
     "loops.main.num_steps=3000",
     "loops.warm_start.num_steps=1",
     "evaluate.num_prompts=16",
     "checkpoint.every_num_steps=5",
-    "resources.ranks_per_node=1",
-    "preflight.probe=false",
+    'reward.functions=["grader:patient"]',
 ]
+"""A run that is there until it is ended, and sleeps meanwhile."""
+GRADER = """
+import time
+
+def patient(*, completions, **columns):
+    time.sleep(1.0)
+    return [0.0] * len(completions)
+"""
 
 
 @pytest.fixture
@@ -96,12 +105,15 @@ def test_the_server_refuses_what_the_form_would(client: Any, site: Site, wrong: 
 
 
 def test_presets_and_resume_are_there_and_again_changes_nothing(client: Any, site: Site) -> None:
-    names = [one.name for one in register_presets(site)]
-    assert names == [*(f"rlhf-run/{config.load(preset).name}" for preset in PRESETS), RESUME_DEPLOYMENT]
+    made = register_presets(site)
+    assert [one.name for one in made] == [
+        *(f"rlhf-run/{config.load(preset).name}" for preset in PRESETS),
+        RESUME_DEPLOYMENT,
+    ]
     resume = client.read_deployment_by_name(RESUME_DEPLOYMENT)
     assert set(resume.parameter_openapi_schema["properties"]) == {"run_id"}
     assert resume.parameter_openapi_schema["required"] == ["run_id"]
-    assert [one.id for one in register_presets(site)] == [one.id for one in register_presets(site)]
+    assert [one.id for one in register_presets(site)] == [one.id for one in made]
 
 
 def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
@@ -236,11 +248,19 @@ def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: s
 # Under a worker
 
 
-@pytest.fixture
-def worker(server: sites.Site, site: Site, tmp_path: Path) -> Iterator[Path]:
-    """A worker of the pool, from another folder. Gives its log."""
-    log = tmp_path / "worker.log"
+@pytest.fixture(scope="module")
+def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A worker of the pool, from another folder. Gives its log.
+
+    No flow run waits for it: it would train what earlier tests have submitted, at the full length of a preset.
+    """
+    real_prefect.delete_deployments()
+    folder = tmp_path_factory.mktemp("worker")
+    log = folder / "worker.log"
     settings = {
+        "PREFECT_API_URL": real_prefect.api,
+        "PREFECT_API_AUTH_STRING": real_prefect.password,
+        "PREFECT_HOME": str(folder),
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",  # a command that was tested before may have silenced it
@@ -249,7 +269,7 @@ def worker(server: sites.Site, site: Site, tmp_path: Path) -> Iterator[Path]:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
             cwd="/",
-            env={**os.environ, **settings, "PREFECT_API_URL": server.api, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -292,6 +312,7 @@ def test_cancelled_in_prefect_ends_the_job_and_a_killed_process_does_not(client:
     """One run: its process is killed, it is tried again and adopts its job, then it is cancelled."""
     from prefect.states import AwaitingRetry, Cancelling
 
+    (site.home / "grader.py").write_text(GRADER)
     register("quickstart", site)
     asked = submit("quickstart", site, overrides=LONG)
     run_dir = training(site, asked.run_id)
