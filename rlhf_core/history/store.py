@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from rlhf_core.errors import HistoryError, LeaseLost
 from rlhf_core.history import database, migrate
@@ -22,6 +22,15 @@ from rlhf_core.schemas.base import utc_now
 
 _REMEMBERED = frozenset({"checkpoints", "weight_versions"})
 """Tables that hold more than the run directory still does."""
+
+# Made once: each round of ingestion executes them, and a statement takes longer to build than to execute.
+_STAMP = select(RUNS.c.ingest_stamp, RUNS.c.journal_token).where(RUNS.c.run_id == bindparam("run"))
+_OFFSETS = select(OFFSETS.c.path, OFFSETS.c.position).where(OFFSETS.c.run_id == bindparam("run"))
+_CLAIM = (
+    update(RUNS)
+    .where(RUNS.c.run_id == bindparam("run"), RUNS.c.ingest_stamp == bindparam("present_stamp"))
+    .values(ingest_stamp=bindparam("new_stamp"))
+)
 
 
 class HistoryStore:
@@ -195,12 +204,10 @@ class HistoryStore:
     def ingest_state(self, run_id: str) -> IngestState:
         """Read the state that the next batch of a run must be made from."""
         with self.reading() as connection:
-            run = connection.execute(
-                select(RUNS.c.ingest_stamp, RUNS.c.journal_token).where(RUNS.c.run_id == run_id)
-            ).one_or_none()
+            run = connection.execute(_STAMP, {"run": run_id}).one_or_none()
             if run is None:
                 return IngestState()
-            found = connection.execute(select(OFFSETS.c.path, OFFSETS.c.position).where(OFFSETS.c.run_id == run_id))
+            found = connection.execute(_OFFSETS, {"run": run_id})
             positions = {row.path: row.position for row in found}
             return IngestState(run.ingest_stamp, positions, run.journal_token)
 
@@ -237,11 +244,7 @@ class HistoryStore:
         new_stamp = secrets.randbits(62) + 1
         if batch.base.stamp == 0:
             return batch.stored is not None and insert_run(connection, batch.run_dir, batch.stored, new_stamp)
-        claimed = connection.execute(
-            update(RUNS)
-            .where(RUNS.c.run_id == run_id, RUNS.c.ingest_stamp == batch.base.stamp)
-            .values(ingest_stamp=new_stamp)
-        )
+        claimed = connection.execute(_CLAIM, {"run": run_id, "present_stamp": batch.base.stamp, "new_stamp": new_stamp})
         if claimed.rowcount != 1:
             return False
         if batch.stored is not None:

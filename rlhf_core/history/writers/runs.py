@@ -1,6 +1,6 @@
 """Rows of the run itself: its spec and tags, its progress, the offsets of its files, its cached goodput."""
 
-from sqlalchemy import Connection, case, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, case, delete, insert, select, update
 
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS
@@ -10,6 +10,20 @@ from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
 
 _CACHED = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
+
+# Made once: each round of ingestion executes them, and a statement takes longer to build than to execute.
+_TOKEN = update(RUNS).where(RUNS.c.run_id == bindparam("run")).values(journal_token=bindparam("token"))
+_NEWEST = bindparam("newest", type_=RUNS.c.progress_at.type)
+_PROGRESS = _TOKEN.values(progress_at=case((RUNS.c.progress_at < _NEWEST, _NEWEST), else_=RUNS.c.progress_at))
+_FORGET_GOODPUT = delete(GOODPUT_CACHE).where(GOODPUT_CACHE.c.run_id == bindparam("run"))
+_CACHE_GOODPUT = insert(GOODPUT_CACHE).from_select(
+    ["run_id", "ingest_stamp", *_CACHED],
+    select(RUNS.c.run_id, RUNS.c.ingest_stamp, *(GOODPUT.c[name] for name in _CACHED)).where(
+        RUNS.c.run_id == bindparam("run"),
+        GOODPUT.c.run_id == RUNS.c.run_id,
+        RUNS.c.state.in_(sorted(state.value for state in RUN_ENDS)),
+    ),
+)
 
 
 def insert_run(connection: Connection, run_dir: str, stored: StoredSpec, stamp: int) -> bool:
@@ -66,24 +80,18 @@ def write_progress(connection: Connection, run_id: str, batch: IngestBatch) -> N
     times = [entry.line.time for entry in batch.journal]
     times += [entry.line.time for entry in batch.metrics]
     times += [entry.event.time for entry in batch.events]
-    change: Row = {"journal_token": batch.journal_token}
+    change: Row = {"run": run_id, "token": batch.journal_token}
     if times:
-        newest = max(times)
-        change["progress_at"] = case((RUNS.c.progress_at < newest, newest), else_=RUNS.c.progress_at)
-    connection.execute(update(RUNS).where(RUNS.c.run_id == run_id).values(change))
+        connection.execute(_PROGRESS, {**change, "newest": max(times)})
+    else:
+        connection.execute(_TOKEN, change)
 
 
 def cache_goodput(connection: Connection, run_id: str) -> None:
     """Cache the view ``run_goodput`` for a run that has ended: it will not change, and computing it from the steps is
     slow over all runs. Does nothing for any other run."""
-    measured = select(RUNS.c.run_id, RUNS.c.ingest_stamp, *(GOODPUT.c[name] for name in _CACHED)).where(
-        RUNS.c.run_id == run_id,
-        GOODPUT.c.run_id == RUNS.c.run_id,
-        RUNS.c.state.in_(sorted(state.value for state in RUN_ENDS)),
-    )
-    names = ["run_id", "ingest_stamp", *_CACHED]
-    connection.execute(delete(GOODPUT_CACHE).where(GOODPUT_CACHE.c.run_id == run_id))
-    connection.execute(insert(GOODPUT_CACHE).from_select(names, measured))
+    connection.execute(_FORGET_GOODPUT, {"run": run_id})
+    connection.execute(_CACHE_GOODPUT, {"run": run_id})
 
 
 def write_offsets(connection: Connection, run_id: str, batch: IngestBatch) -> None:

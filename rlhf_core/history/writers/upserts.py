@@ -32,7 +32,12 @@ def insert_new(connection: Connection, table: Table, row: Row) -> bool:
 def insert_or_keep(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
     """Insert rows; where the key is taken, the row that is there stays."""
     if rows:
-        connection.execute(upsert(connection.dialect.name, table).on_conflict_do_nothing(), list(rows))
+        connection.execute(_ignoring_conflicts(connection.dialect.name, table), list(rows))
+
+
+@cache  # a statement takes longer to build than to execute, and their number is small
+def _ignoring_conflicts(dialect: str, table: Table) -> Any:
+    return upsert(dialect, table).on_conflict_do_nothing()
 
 
 def insert_or_replace(connection: Connection, table: Table, rows: Sequence[Row], keep: Iterable[str] = ()) -> None:
@@ -42,7 +47,7 @@ def insert_or_replace(connection: Connection, table: Table, rows: Sequence[Row],
     connection.execute(_replacing(connection.dialect.name, table, tuple(rows[0]), frozenset(keep)), list(rows))
 
 
-@cache  # a statement takes longer to build than to execute, and their number is small
+@cache  # likewise
 def _replacing(dialect: str, table: Table, columns: tuple[str, ...], keep: frozenset[str]) -> Any:
     statement = upsert(dialect, table)
     key = [column.name for column in table.primary_key]
