@@ -1,10 +1,10 @@
 """Plots of a report, and the sentences that stand in place of those that cannot be drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlhf_core.render import plots
 from rlhf_core.render.gather import ReportData
+from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, SPEED, LinePlot
 from rlhf_core.render.markup import Markup, join, number, tag, words
 from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
@@ -12,145 +12,6 @@ from rlhf_core.schemas.reports import EVALUATIONS
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference"}
 """Metrics of the evaluations during training (``evaluate.every_num_steps``)."""
 
-
-@dataclass(frozen=True)
-class LinePlot:
-    """A plot of metrics over steps."""
-
-    name: str
-    title: str
-    unit: str
-    keys: tuple[tuple[str, str], ...]
-    """Metrics and their labels; those that the run does not have are left out."""
-    explanation: str
-    """A sentence on reading it."""
-    if_missing: str
-    """Sentence that stands instead where the run has none of the metrics."""
-    stage: str = ""
-    """``sft`` or ``main`` to draw the steps of that loop alone; empty for all."""
-    smooth: bool = True
-    from_zero: bool = False
-
-
-LEARNING = (
-    LinePlot(
-        name="reward",
-        title="Reward",
-        unit="mean reward per completion",
-        keys=(("reward/mean", "mean"), ("reward/std", "deviation within a group")),
-        explanation="What the sampled completions of a step earned.",
-        if_missing="no reward was measured, because the run made no step of reinforcement learning",
-    ),
-    LinePlot(
-        name="kl",
-        title="Distance from the start (KL)",
-        unit="nats per token",
-        keys=(("policy/kl", "KL"),),
-        explanation="How far the model has moved from the one before the main algorithm.",
-        if_missing="it was not measured; set measure_kl = true, or a kl_coefficient above 0, in [loops.main.algorithm]",
-    ),
-    LinePlot(
-        name="entropy",
-        title="Entropy",
-        unit="nats per token",
-        keys=(("rollout/entropy", "entropy"),),
-        explanation="How undecided the model is when it samples; at zero it has nothing left to try.",
-        if_missing="it was not measured, because nothing was sampled in training",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="signal",
-        title="What there is to learn from",
-        unit="share",
-        keys=(
-            ("rollout/zero_std_groups", "groups of equal reward"),
-            ("rollout/distinct_share", "distinct completions"),
-            ("rollout/truncated_share", "cut off"),
-        ),
-        explanation="A group whose rewards are all equal teaches nothing; copies of one completion add nothing.",
-        if_missing="no groups of completions were sampled",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="length",
-        title="Completion length",
-        unit="tokens",
-        keys=(("rollout/length_mean", "mean length"),),
-        explanation="Mean over the completions of a step, end token included.",
-        if_missing="no completions were sampled in training",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="grad-norm",
-        title="Gradient norm",
-        unit="norm before clipping",
-        keys=(("train/grad_norm", "gradient norm"),),
-        explanation="Zero for long means that nothing is learned.",
-        if_missing="no step was made",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="loss-sft",
-        title="Loss of the supervised steps",
-        unit="nats per token",
-        keys=(("train/loss", "loss"),),
-        explanation="Cross-entropy of the reference answers.",
-        if_missing="the run made no supervised step",
-        stage="sft",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="loss-main",
-        title="Loss of the policy steps",
-        unit="loss",
-        keys=(("train/loss", "loss"),),
-        explanation="Near zero is normal here: judge learning by reward and gradient norm.",
-        if_missing="the run made no step of reinforcement learning",
-        stage="main",
-    ),
-)
-
-LEARNING_ELSEWHERE = (
-    *(plot for plot in LEARNING if plot.name not in ("loss-sft", "loss-main")),
-    LinePlot(
-        name="preference",
-        title="Preferences",
-        unit="share of pairs",
-        keys=(("preference/accuracy", "chosen above rejected"),),
-        explanation="Pairs whose chosen completion has the higher implicit reward.",
-        if_missing="it was not logged",
-        from_zero=True,
-    ),
-    LinePlot(
-        name="margin",
-        title="Preference margin",
-        unit="implicit reward",
-        keys=(("preference/margin", "chosen minus rejected"),),
-        explanation="Implicit reward of the chosen completion less that of the rejected one.",
-        if_missing="it was not logged",
-    ),
-    LinePlot(
-        name="loss",
-        title="Loss",
-        unit="loss",
-        keys=(("train/loss", "loss"),),
-        explanation="As the trainer logs it; its meaning is that of its algorithm.",
-        if_missing="it was not logged",
-    ),
-)
-"""Plots of a run whose trainer is another program; what it does not log is named in one sentence."""
-
-SPEED = (
-    LinePlot(
-        name="tokens-per-s",
-        title="Throughput",
-        unit="tokens per second, all ranks",
-        keys=(("speed/tokens_per_s", "tokens per second"),),
-        explanation="Tokens sampled, or taught in supervised steps, over the time of the whole step.",
-        if_missing="no step was made",
-        from_zero=True,
-    ),
-)
 
 PHASES = ("rollout", "reward", "train", "evaluate", "checkpoint")
 """Parts of a step's time, metric ``time/<phase>_s``, from the bottom of the stack. What is left of ``time/step_s`` is

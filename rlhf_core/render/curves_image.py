@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from PIL import Image
 
-from rlhf_core.render.charts import LEARNING, LEARNING_ELSEWHERE, LinePlot
+from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, LinePlot
 from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, style_axes
 from rlhf_core.render.series import Curve, Marks, Series
 from rlhf_core.schemas.run import RunSpec

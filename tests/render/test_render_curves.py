@@ -8,8 +8,8 @@ from control_fakes import FakeAgent, make_run, make_spec
 from PIL import Image
 
 from rlhf_core.control.curves import draw_in_process, effective_curves, marks_of
-from rlhf_core.render.charts import LEARNING
 from rlhf_core.render.curves_image import draw, plots_of
+from rlhf_core.render.line_plots import LEARNING
 from rlhf_core.render.series import Marks
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import FailureKind

@@ -11,7 +11,7 @@ import records
 
 from rlhf_core import config
 from rlhf_core.presets import PRESETS
-from rlhf_core.render import charts, run_page
+from rlhf_core.render import charts, line_plots, run_page
 from rlhf_core.render.config_text import as_toml
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, duration, number, table, tag
@@ -134,12 +134,12 @@ def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
     assert "Distance from the start (KL): it was not measured; set measure_kl = true" in page
     figures = [name for name, _ in _read(page).seen if name == "figure"]
     drawings = [name for name, _ in _read(page).seen if name == "svg"]
-    assert len(figures) == len(drawings) == len(charts.LEARNING) + len(charts.SPEED) + 2 - 1
+    assert len(figures) == len(drawings) == len(line_plots.LEARNING) + len(line_plots.SPEED) + 2 - 1
 
 
 def test_every_plot_is_drawn_for_a_whole_run() -> None:
     page = run_page.page(records.learned())
-    assert page.count("<svg") == len(charts.LEARNING) + len(charts.SPEED) + 2
+    assert page.count("<svg") == len(line_plots.LEARNING) + len(line_plots.SPEED) + 2
     assert 'class="missing"' not in page
 
 
