@@ -23,7 +23,7 @@ from prefect.states import Completed
 
 from flows.events import FlowRunRef, PrefectEvent, events_of, publish_events, unpublished
 from flows.tasks import shorten
-from rlhf_core.control.curves import draw_in_process
+from rlhf_core.control.drawing import draw_in_process
 from rlhf_core.control.progress import RunReader, RunSnapshot
 from rlhf_core.control.summary import summarise
 from rlhf_core.control.timeline import read_checks

@@ -14,6 +14,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
@@ -120,7 +121,42 @@ def register(
         BadInput: the schedule, the name or the priority cannot be, or there is no work pool.
         PrefectUnavailable: no server answers.
     """
-    schedule = _schedule(cron, timezone)
+    wanted = _wanted(
+        config,
+        site,
+        name=name,
+        schedule=_schedule(cron, timezone),
+        limit=limit,
+        priority=priority,
+        skip_if_busy=skip_if_busy,
+        tags=tags,
+        owner=owner,
+        overrides=overrides,
+        folder=folder,
+    )
+    with _client() as client:
+        _require_pool(client, site)
+        deployment = _put(client, site, wanted, _present(client, [wanted.name]).get(wanted.name))
+        if wanted.schedule is not None:
+            _set_schedule(client, UUID(deployment.id), wanted.schedule)
+    return deployment
+
+
+def _wanted(
+    config: str,
+    site: Site,
+    *,
+    name: str = "",
+    schedule: CronSchedule | None = None,
+    limit: int | None = None,
+    priority: str | None = None,
+    skip_if_busy: bool | None = None,
+    tags: Sequence[str] = (),
+    owner: str = "",
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+) -> _Wanted:
+    """The deployment of a config, as :func:`register` is asked for it."""
     if priority is not None and priority not in QUEUES:
         raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(QUEUES)}")
     if limit is not None and limit < 0:
@@ -142,7 +178,7 @@ def register(
         "tags": ", ".join(tags),
         "overrides": "",
     }
-    wanted = _Wanted(
+    return _Wanted(
         name=name,
         description=description_of(config, overrides),
         parameters=parameters,
@@ -153,8 +189,6 @@ def register(
         schedule=schedule,
         skip_if_busy=skip_if_busy,
     )
-    with _client() as client:
-        return _put(client, site, wanted)
 
 
 def register_presets(site: Site) -> list[Registered]:
@@ -173,9 +207,11 @@ def register_presets(site: Site) -> list[Registered]:
         tags=["rlhf"],
         priority=None,
     )
-    presets = [register(preset, site) for preset in PRESETS]
+    wanted = [*(_wanted(preset, site) for preset in PRESETS), resume]
     with _client() as client:
-        return [*presets, _put(client, site, resume)]
+        _require_pool(client, site)
+        present = _present(client, [one.name for one in wanted])
+        return [_put(client, site, one, present.get(one.name)) for one in wanted]
 
 
 def submit(
@@ -288,8 +324,7 @@ def _client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
-    _make_working_folder(site)
+def _require_pool(client: SyncPrefectClient, site: Site) -> None:
     try:
         client.read_work_pool(site.prefect.pool)
     except ObjectNotFound:
@@ -297,15 +332,24 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
             f"the Prefect server has no work pool {site.prefect.pool!r} ([prefect] pool of rlhf.toml). "
             f"`rlhf up` makes it"
         ) from None
-    try:
-        deployment = client.read_deployment_by_name(f"{RUN_FLOW}/{wanted.name}")
-    except ObjectNotFound:
+
+
+def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
+    """Deployments of the flow that have one of these names, by name."""
+    found = client.read_deployments(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[RUN_FLOW])),
+        deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names))),
+    )
+    return {one.name: one for one in found}
+
+
+def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted, present: DeploymentResponse | None) -> Registered:
+    _make_working_folder(site)
+    if present is None:
         deployment_id = _create(client, site, wanted)
     else:
-        deployment_id = deployment.id
-        _update(client, site, wanted, deployment)
-    if wanted.schedule is not None:
-        _set_schedule(client, deployment_id, wanted.schedule)
+        deployment_id = present.id
+        _update(client, site, wanted, present)
     return Registered(
         f"{RUN_FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id)
     )
@@ -361,7 +405,15 @@ def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: 
     # Asked for without a queue, Prefect would go back to the pool's default one.
     queue = wanted.priority or deployment.work_queue_name or "default"
     changed = {**_common(site, wanted), "tags": _tags(wanted, deployment.tags)}
-    client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=queue, **changed))
+    update = DeploymentUpdate(work_queue_name=queue, **changed)
+    if wanted.limit is not None or not _has(deployment, update):  # its limit is kept elsewhere
+        client.update_deployment(deployment.id, update)
+
+
+def _has(deployment: DeploymentResponse, update: DeploymentUpdate) -> bool:
+    """True if a deployment has all that is set in an update already."""
+    has = deployment.model_dump(mode="json")
+    return all(has[field] == value for field, value in update.model_dump(mode="json", exclude_unset=True).items())
 
 
 def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: CronSchedule) -> None:

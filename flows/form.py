@@ -5,6 +5,7 @@ of their own for tables, alternatives and empty values, and lose the last entry 
 becomes an override, so that the history shows what was changed.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -124,6 +125,7 @@ def meanings() -> dict[str, str]:
     return texts
 
 
+@functools.cache
 def settings_text() -> str:
     """Every setting with its type, default and meaning, as a Markdown list.
 

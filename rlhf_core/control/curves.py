@@ -1,12 +1,10 @@
 """Drawing the curves of a run while it trains, from its directory alone.
 
 ``python -m rlhf_core.control.curves RUN_DIRECTORY`` writes a PNG to standard output, and nothing where there is no step
-yet. It is a program of its own because a controller has a lease to renew: the time and the memory of a drawing end with
-this process. It needs no database.
+yet. It needs no database. :mod:`rlhf_core.control.drawing` runs it.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,22 +17,6 @@ from rlhf_core.render.series import Marks, finite
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
-
-DRAWING_TIMEOUT_S = 60.0
-"""Longest time of a drawing, in seconds."""
-
-
-def draw_in_process(run_dir: RunDir, timeout_s: float = DRAWING_TIMEOUT_S) -> bytes:
-    """Draw the curves in a process of its own; empty where there is nothing to draw, or the drawing failed."""
-    command = [sys.executable, "-P", "-m", "rlhf_core.control.curves", str(run_dir.root)]
-    try:
-        # A group of its own: Ctrl-C is for the run.
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, process_group=0, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return b""
-    return done.stdout if done.returncode == 0 else b""
 
 
 def effective_curves(run_dir: RunDir, keys: frozenset[str]) -> dict[str, list[tuple[int, float]]]:

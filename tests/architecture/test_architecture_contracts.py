@@ -71,6 +71,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "a stage reaches up to a command": _wrong(
         "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors"
     ),
+    "the drawing in flows": _wrong("flows/artifacts.py", "from rlhf_core.control import curves", "flows-draw-nothing"),
     "sqlalchemy in flows": _wrong("flows/tasks.py", "import sqlalchemy", "sqlalchemy-lives-in-history"),
     "alembic in cli": _wrong("rlhf_core/cli/main.py", "from alembic import command", "sqlalchemy-lives-in-history"),
     "submitit in launch": _wrong("rlhf_core/launch/start.py", "import submitit", "submitit-lives-in-scheduler"),

@@ -104,16 +104,28 @@ def test_the_server_refuses_what_the_form_would(client: Any, site: Site, wrong: 
         client.create_flow_run_from_deployment(UUID(done.id), parameters=wrong)
 
 
-def test_presets_and_resume_are_there_and_again_changes_nothing(client: Any, site: Site) -> None:
-    made = register_presets(site)
-    assert [one.name for one in made] == [
-        *(f"rlhf-run/{config.load(preset).name}" for preset in PRESETS),
-        RESUME_DEPLOYMENT,
-    ]
+def test_presets_and_resume_are_there_and_again_changes_nothing_but_what_differs(client: Any, site: Site) -> None:
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    names = [one.name for one in register_presets(site)]
+    assert names == [*(f"rlhf-run/{config.load(preset).name}" for preset in PRESETS), RESUME_DEPLOYMENT]
     resume = client.read_deployment_by_name(RESUME_DEPLOYMENT)
     assert set(resume.parameter_openapi_schema["properties"]) == {"run_id"}
     assert resume.parameter_openapi_schema["required"] == ["run_id"]
-    assert [one.id for one in register_presets(site)] == [one.id for one in made]
+
+    def updates() -> dict[str, Any]:
+        return {one.name: one.updated for one in client.read_deployments()}
+
+    before = updates()
+    client.update_deployment(resume.id, DeploymentUpdate(description="changed"))
+    changed = updates()
+    assert {name for name in before if before[name] != changed[name]} == {"resume"}
+    again = register_presets(site)
+    after = updates()
+    assert {name for name in before if changed[name] != after[name]} == {"resume"}
+    assert client.read_deployment_by_name(RESUME_DEPLOYMENT).description == resume.description
+    assert register_presets(site) == again
+    assert updates() == after
 
 
 def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from control_fakes import FakeAgent, make_run, make_spec
 from PIL import Image
 
-from rlhf_core.control.curves import draw_in_process, effective_curves, marks_of
+from rlhf_core.control.curves import effective_curves, marks_of
+from rlhf_core.control.drawing import draw_in_process
 from rlhf_core.render.curves_image import draw, plots_of
 from rlhf_core.render.line_plots import LEARNING
 from rlhf_core.render.series import Marks
