@@ -21,11 +21,13 @@ from site_files import GRADED, GRADER, ROOT, small, tiny_config, write_pretended
 from slurm_cluster import Cluster
 
 from flows.server import answers
+from flows.services import SERVICES
 from rlhf_core.appended_files import read_models
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.services.presence import look
 
 TIMEOUT_S = 250.0
 """Longest time for a command, and for an effect that is not measured: the machine may be busy with other tests."""
@@ -206,8 +208,8 @@ class Site:
         return {one["name"]: one for one in json.loads(self.rlhf("up", "--status", "--json", code=None).stdout)}
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the services that are there."""
-        return {name: one["pid"] for name, one in self.status().items() if one["pid"]}
+        """Process ids of the services that are there: asked often, so without a process for it."""
+        return {name: found.pid for name in SERVICES if (found := look(self.home, name)).pid}
 
     def kill(self, *names: str) -> None:
         """SIGKILL services that are there, and with the worker all flow runs."""

@@ -18,6 +18,7 @@ from signing_in import PAGE_TIMEOUT_MS, browser
 from sites import Site
 
 from flows.services import SERVICES
+from rlhf_core.services import presence
 
 pytestmark = pytest.mark.end_to_end
 
@@ -230,14 +231,6 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(site: Site, tmp_pa
     site.rlhf("up")
 
 
-STATES = """
-from rlhf_core.site_config import load_site
-from rlhf_core.services import presence
-presence.HEARTBEAT_TIMEOUT_S = 4.0
-print(*(presence.look(load_site().home, name).state for name in ("server", "worker")))
-"""
-
-
 def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, tmp_path: Path) -> None:
     run = start_flow(site, tmp_path / "a", "through-an-outage")
     is_cancelled = start_flow(site, tmp_path / "b", "cancelled-after-it")
@@ -266,11 +259,13 @@ print([one.what for one in services.up(load_site(), ("server", "worker"), print)
 """
 
 
-def test_services_that_do_not_answer_are_replaced(site: Site) -> None:
+def test_services_that_do_not_answer_are_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     before = site.pids()
     os.kill(before["worker"], signal.SIGSTOP)
     os.kill(before["server"], signal.SIGSTOP)
-    until(lambda: site.python(STATES) == "silent silent")
+    monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 4.0)
+    stopped = ("server", "worker")
+    until(lambda: {presence.look(site.home, name).state for name in stopped} == {presence.ServiceState.SILENT})
     said = site.python(SHORT_TIMEOUTS)
     assert "['replaced', 'replaced']" in said
     after = site.pids()
@@ -327,19 +322,22 @@ def test_what_has_died_is_started_again(tmp_path: Path) -> None:
         for name in ("server", "worker"):
             os.kill(before[name], signal.SIGKILL)
         until(lambda: set(site.pids()) == set(SERVICES) and not set(site.pids().values()) & {before["server"]})
-        until(lambda: {one["state"] for one in site.status().values()} == {"running"})
+        until(lambda: {presence.look(site.home, name).state for name in SERVICES} == {presence.ServiceState.RUNNING})
+        assert {one["state"] for one in site.status().values()} == {"running"}
         between = site.pids()
         assert between["daemon"] == before["daemon"]
         assert {between["server"], between["worker"]}.isdisjoint(before.values())
-        restarts = [site.status()[name]["restarts"] for name in SERVICES]
+        status = site.status()
+        restarts = [status[name]["restarts"] for name in SERVICES]
         assert restarts[0] >= 1, site.logs()
         assert restarts[1] >= 1, site.logs()
         assert restarts[2] == 0, site.logs()
         os.kill(between["daemon"], signal.SIGKILL)
         until(lambda: site.pids().get("daemon") not in (None, between["daemon"]))
         site.rlhf("down", "worker")
-        until(lambda: site.status()["daemon"]["state"] == "running")
-        assert site.status()["worker"]["state"] == "stopped"
+        until(lambda: presence.look(site.home, "daemon").state is presence.ServiceState.RUNNING)
+        status = site.status()
+        assert (status["daemon"]["state"], status["worker"]["state"]) == ("running", "stopped")
     finally:
         site.rlhf("down")
         left = site.processes()
