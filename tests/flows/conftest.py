@@ -11,7 +11,7 @@ from folder_fixtures import for_folder
 from sites import Site
 
 from rlhf_core.control import stages
-from rlhf_core.control.curves import draw_in_process
+from rlhf_core.control.drawing import draw_in_process
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.site_config import load_site

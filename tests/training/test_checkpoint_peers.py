@@ -96,7 +96,9 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
         memory_copies.MemoryCopy.publish = publish  # type: ignore[method-assign]
     else:
         peer_copies.send_part = send
-    threading.Thread(target=end_after, args=(killed_here,), daemon=True).start()
+    victim = 0 if moment == "received" else 1
+    if rank != victim:
+        threading.Thread(target=end_after, args=(killed_here,), daemon=True).start()
 
 
 def killed(rank: int, num_ranks: int, folder: str, moment: str) -> None:
