@@ -87,8 +87,7 @@ class EngineWorker:
         self._progress = 0
         self._weights: WeightsInForce | None = None
         self._unconfirmed: WeightsInForce | None = None
-        self._num_refused = 0
-        self._why_refused = ""
+        self._refusals: list[str] = []
 
     # -----------------------------------------------------------------------------------------------------------------
     # From any thread
@@ -179,7 +178,7 @@ class EngineWorker:
         try:
             committed = self._take_over(request, staged)
         except Exception as error:
-            self._count_refused(f"{type(error).__name__}: {error}")
+            self._refusals.append(f"{type(error).__name__}: {error}")
             raise
         self._unconfirmed = request.weights
         return committed
@@ -204,7 +203,7 @@ class EngineWorker:
         """
         self._require_unconfirmed(weights)
         self._weights, self._unconfirmed = weights, None
-        self._num_refused = 0
+        self._refusals = []
 
     def refuse(self, refusal: WeightsRefused) -> None:
         """Have no weights in force, because the trainer has seen that it computes something else.
@@ -214,22 +213,18 @@ class EngineWorker:
         """
         self._require_unconfirmed(refusal.weights)
         self._unconfirmed = None
-        self._count_refused(refusal.why)
+        self._refusals.append(refusal.why)
 
     def _require_unconfirmed(self, weights: WeightsInForce) -> None:
         if weights != self._unconfirmed:
             raise StaleWeights(f"engine {self._rank} has taken over {_shown(self._unconfirmed)}, not {_shown(weights)}")
 
     def _require_use(self) -> None:
-        if self._num_refused >= MAX_REFUSED:
+        if len(self._refusals) >= MAX_REFUSED:
             raise StaleWeights(
-                f"engine {self._rank} does not compute with the weights that it was given in {self._num_refused} syncs "
-                f"in a row, and ends to be started again: {self._why_refused}"
+                f"engine {self._rank} does not compute with the weights that it was given in {len(self._refusals)} "
+                f"syncs in a row, and ends to be started again: {self._refusals[-1]}"
             )
-
-    def _count_refused(self, why: str) -> None:
-        self._num_refused += 1
-        self._why_refused = why
 
     def _sample(self) -> None:
         weights = self._weights
