@@ -94,6 +94,12 @@ def slow(**columns: Any) -> list[float]:
     return exact(**columns)
 
 
+def patient(**columns: Any) -> list[float]:
+    """A grader of a run that is there until it is ended, and sleeps meanwhile."""
+    time.sleep(1.0)
+    return exact(**columns)
+
+
 def by_service(**columns: Any) -> list[float]:
     """A grader whose service is away after some calls, until it is started again."""
     global _calls

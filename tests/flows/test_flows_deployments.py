@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 import sites
 from process_tools import kill_tree, until
-from site_files import SMALL
+from site_files import GRADER, SMALL
 
 from flows.deployments import (
     SCHEDULE,
@@ -49,13 +49,6 @@ LONG = [
     'reward.functions=["grader:patient"]',
 ]
 """A run that is there until it is ended, and sleeps meanwhile."""
-GRADER = """
-import time
-
-def patient(*, completions, **columns):
-    time.sleep(1.0)
-    return [0.0] * len(completions)
-"""
 
 
 @pytest.fixture
@@ -324,7 +317,7 @@ def test_cancelled_in_prefect_ends_the_job_and_a_killed_process_does_not(client:
     """One run: its process is killed, it is tried again and adopts its job, then it is cancelled."""
     from prefect.states import AwaitingRetry, Cancelling
 
-    (site.home / "grader.py").write_text(GRADER)
+    (site.home / "grader.py").write_text(GRADER.format(service=""))
     register("quickstart", site)
     asked = submit("quickstart", site, overrides=LONG)
     run_dir = training(site, asked.run_id)
