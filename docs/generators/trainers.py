@@ -338,9 +338,9 @@ TROUBLE = {
     "no metrics with TRL until the first checkpoint": "TRL writes no log of its own. Add `--report_to tensorboard` and "
     '`TENSORBOARD_LOGGING_DIR = "{output_dir}/runs"`, as the presets do',
     "`incomplete`, although training finished": "the program counts something other than the steps of "
-    "`trainer.num_steps`: micro-batches or epochs. OpenRLHF reports no steps; its number is "
+    "`trainer.num_steps`: micro-batches or epochs. OpenRLHF does not count steps: use "
     "`data.max_samples / rollout.batch_size`",
-    "GRPO stops in its first step with an error about the batch size": "the batch of all ranks must be a multiple of "
+    "GRPO stops in its first step because of the batch size": "the batch of all ranks must be a multiple of "
     "`num_generations`; `rlhf check` does the arithmetic",
     "the program has trained but does not exit": "with gloo, torch can hang during shutdown (pytorch #56297). "
     "`trl_train.py`, which the presets start, exits with `os._exit(0)` once everything is saved",
