@@ -138,54 +138,55 @@ class CommandTrainer(Schema):
     kind: Literal["command"] = "command"
     """`command`: a program of your own, such as ms-swift, TRL or a script for torchrun."""
     argv: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Launch line, one item for each argument; `{num_nodes}`, `{node_rank}`, `{master_addr}` and the like are filled in
-    (docs/trainers.md lists them)."""
+    """Launch line, with one item per argument; placeholders such as `{num_nodes}`, `{node_rank}` and `{master_addr}`
+    are filled in (docs/trainers.md lists them)."""
     num_steps: Positive
-    """Optimizer steps after which the training is complete. The trainer must be told the same, for instance with
-    `--max_steps {num_steps}`; one that ends before has failed."""
+    """Optimizer steps after which the training is complete. Tell the trainer the same number, for instance with
+    `--max_steps {num_steps}`; if it ends earlier, it has failed."""
     framework: Literal["script", "transformers", "swift", "trl", "openrlhf"] = "script"
-    """Family of the program: says where its progress, metrics and checkpoints are found, and how its arguments are
-    read. `transformers` is any program around `transformers.Trainer`."""
+    """Family of the program, which determines where to find its progress, metrics and checkpoints, and how to read its
+    arguments. `transformers` is any program built on `transformers.Trainer`."""
     algorithm: Label = "other"
-    """Name of the algorithm, for instance `grpo` or `cpo`; it is stored with the run and compared by."""
+    """Name of the algorithm, for instance `grpo` or `cpo`; stored with the run and used in comparisons."""
     launch: Literal["per_node", "per_rank"] = "per_node"
-    """`per_node`: the line is started once on every node and starts the ranks itself (torchrun, accelerate, deepspeed,
-    swift). `per_rank`: it is started once for every rank, with RANK, LOCAL_RANK and WORLD_SIZE."""
+    """Way to start the ranks. `per_node`: the line runs once on every node and starts the ranks itself (torchrun,
+    accelerate, deepspeed, swift). `per_rank`: it runs once for every rank, with RANK, LOCAL_RANK and WORLD_SIZE set."""
     environment: OneLine = ""
-    """Python environment that it runs in: a name of `rlhf env create`, or the folder of a virtual environment; empty
-    for the programs found on the PATH of the job."""
+    """Python environment that it runs in: a name from `rlhf env create`, or the folder of a virtual environment; empty
+    uses the programs on the PATH of the job."""
     variables: dict[VariableName, Lines] = {}
     """Environment variables of the program; placeholders are filled in."""
     setup: tuple[Lines, ...] = ()
-    """Shell lines before it, in the same shell, for instance `module load cuda`."""
+    """Shell lines to run before it, in the same shell, for instance `module load cuda`."""
     working_dir: OneLine = ""
-    """Folder that it is started in; empty for the one that `rlhf run` was started in."""
+    """Folder to start it in; empty for the one where `rlhf run` was called."""
     output_dir: OneLine = "{run_dir}/trainer/output"
-    """Folder of its files; its checkpoints and logs are looked for here."""
+    """Folder of its files, where its checkpoints and logs are looked for."""
     checkpoint_name: OneLine = "checkpoint-{step}"
     """Path of a checkpoint in the output folder, with `{step}` for the number; `*` stands for any name."""
     checkpoint_complete: tuple[OneLine, ...] = ("trainer_state.json",)
-    """Files, as patterns, that a complete checkpoint has; the last ones that the program writes."""
+    """Patterns of the files that a complete checkpoint has; name the ones that the program writes last."""
     resume: Literal["argument", "in_place", "none"] = "argument"
-    """`argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put back into the
-    output folder, and those after it taken out; the program finds it by itself. `none`: it starts at the beginning."""
+    """Way to resume. `argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put
+    back into the output folder and later ones are moved out, so that the program finds it. `none`: it starts from the
+    beginning."""
     resume_argv: tuple[str, ...] = ("--resume_from_checkpoint", "{checkpoint}")
-    """Arguments added to the launch line to go on from a checkpoint."""
+    """Arguments added to the launch line to resume from a checkpoint."""
     save_signal: Signal = ""
-    """Signal at which it saves a checkpoint and goes on; sent to every rank. Empty if it knows none."""
+    """Signal on which it saves a checkpoint and continues, sent to every rank; empty if there is none."""
     artifacts: tuple[OneLine, ...] = ()
-    """Further files of the output folder to keep with every attempt, as patterns."""
+    """Patterns of more files in the output folder to keep with every attempt."""
     progress: tuple[ProgressSource, ...] = ()
-    """Sources of progress; empty for those that suit the framework."""
+    """Sources of progress; empty uses those of the framework."""
     stdout_patterns: tuple[Pattern, ...] = ()
     """Regular expressions for lines of output that show progress; groups `(?P<step>...)` and `(?P<name>...)` give the
     step and metrics."""
     metrics: dict[str, str] = {}
-    """Names of its metrics as this project has them, for instance `"train/reward" = "reward/mean"`; added to those of
-    the framework. An empty name leaves a metric out."""
+    """Names for its metrics in this project, for instance `"train/reward" = "reward/mean"`, in addition to those of the
+    framework. An empty name drops a metric."""
     record_collectives: bool = True
-    """Read the collectives of each rank from torch's flight recorder, through a module that Python loads at its start
-    (`sitecustomize`, found by PYTHONPATH); the program itself stays as it is."""
+    """Read the collectives of each rank from torch's flight recorder, through a module that Python loads when it starts
+    (`sitecustomize`, found by PYTHONPATH); the program itself is not changed."""
 
     @property
     def sources(self) -> tuple[ProgressSource, ...]:
