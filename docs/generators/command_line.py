@@ -11,13 +11,13 @@ from rlhf_core.cli.main import app
 CLI = """\
 # The command line
 
-Results go to standard output, notes and progress to standard error; every reading command takes `--json`. A RUN is
-a run id, the beginning of one, a name (the newest run of it), or `last`.
+Results go to standard output, notes and progress to standard error. Every command that reads takes `--json`. A RUN is a
+run id, the beginning of one, a name (which means the newest run with that name), or `last`.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | the run failed (its diagnosis is printed), or an error that nobody foresaw |
+| 1 | the run failed (its diagnosis is printed), or there was an unexpected error |
 | 2 | bad input: config, data, a blocking check, an unknown run, a database that cannot be used as it is |
 | 130 | interrupted or cancelled |
 """

@@ -9,27 +9,31 @@ from rlhf_core.presets import PRESETS
 CONFIGURATION = """\
 # Configuration
 
-A run is asked for with one TOML file. Only `name`, the model, the data and, of each loop, the steps, the algorithm and
-the learning rate have no default; a file says what differs. Any setting can be overridden on the command line with
-`--set section.field=value`, where the value is TOML and a bare word is taken as text. An unknown key is an error, and
-the message names the nearest right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
+You configure a run with one TOML file. Only `name`, the model, the data and, for each loop, the number of steps, the
+algorithm and the learning rate have no default; write down whatever else you want to change. You can override any
+setting on the command line with `--set section.field=value`. The value is TOML, and a bare word counts as text. An
+unknown key is an error, and the message suggests the closest valid one.
 
-What ran is kept, with every default filled in, in `spec.json` of the run directory.
+Each preset is a commented example that you can run, for instance with `rlhf run quickstart`. These are the presets:
+{presets}.
 
-A run has one or two training loops: `[loops.warm_start]`, which may be left out, and `[loops.main]`. Each has an
-algorithm and an optimizer of its own. The name of the algorithm decides which settings its section has; an override of
-the name drops the settings of the algorithm before it.
+`spec.json` in the run directory records what was run, with every default filled in.
 
-Configs of rlhf-flows 0.1, with `[sft]`, `[train]` and `[grpo]`, are read by this version with a warning that names the
-new settings, and refused by the next. `rlhf config migrate FILE` rewrites one and keeps its comments.
+A run has one or two training loops: `[loops.main]`, and optionally `[loops.warm_start]`. Each has its own algorithm and
+optimizer. The name of the algorithm determines which settings its section has; if you override the name, the settings
+of the previous algorithm are dropped.
+
+This version still reads configs of rlhf-flows 0.1, with `[sft]`, `[train]` and `[grpo]`. It warns you and names the
+new settings; the next version will refuse such configs. `rlhf config migrate FILE` rewrites one and keeps its comments.
 """
 
 
 SITE = """
 ## Site settings
 
-Where things are on a machine does not belong into the config of a run. It comes from environment variables, or from
-`rlhf.toml` in `RLHF_HOME` with the keys in the second column; the environment wins. Tables of that file follow below.
+The locations of things on a machine do not belong in the config of a run. Set them with environment variables, or in
+`rlhf.toml` in `RLHF_HOME` with the keys in the second column; environment variables take precedence. The tables of that
+file follow below.
 """
 
 

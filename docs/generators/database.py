@@ -25,40 +25,40 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 HEAD = """\
 # The database
 
-The history of all runs is a SQL database: a SQLite file in `RLHF_HOME`, or a PostgreSQL server that
-`RLHF_DATABASE_URL` names ([operations](operations.md)). It is made from the files of the run directories;
-`rlhf db rebuild` makes it again. Tables and views are the same on both databases, and any program may read them:
+The history of all runs is a SQL database: a SQLite file in `RLHF_HOME`, or the PostgreSQL server in
+`RLHF_DATABASE_URL` ([operations](operations.md)). It is derived from the files of the run directories, and
+`rlhf db rebuild` rebuilds it from them. Tables and views are the same on both databases, and any program can read them:
 `rlhf sql`, psql, Grafana, a notebook.
 
 ```console
 $ rlhf sql "SELECT run_id, state, message FROM runs ORDER BY created_at DESC LIMIT 5"
 $ rlhf sql --list                    # saved queries, by name
 $ rlhf sql goodput days=7
-$ rlhf sql goodput --show            # the statement behind a name, to change it
+$ rlhf sql goodput --show            # print the statement behind a name, to adapt it
 ```
 
 `rlhf sql` only reads: the database itself refuses every change. This page describes schema {revision}.
 
 ## What every table has in common
 
-- `run_id` is the id of a run. A run is submitted as one or several **attempts** (from 1), and inside an attempt its
-  workers are started as **restarts** (from 0). `step` counts optimizer steps from 1, warm start and main algorithm
-  together.
-- Times are UTC. On PostgreSQL they have a time zone, on SQLite they are text that sorts by time.
-- Units are in the names of columns and metrics: `_s` seconds, `_gb_s` gigabytes per second, `num_` counts.
-- A step that was made again after a restart has several rows in `metrics`. View `run_curve` has the one that counts.
-- Columns of the primary key are marked as *key*. An empty text means "none" where the table says so; null is used where
+- `run_id` is the id of a run. A run is submitted as one or more **attempts** (from 1). Within an attempt, each start of
+  its workers is a **restart** (from 0). `step` counts optimizer steps from 1, across the warm start and the main
+  algorithm.
+- Times are UTC. On PostgreSQL they have a time zone; on SQLite they are text that sorts by time.
+- Names of columns and metrics contain their units: `_s` seconds, `_gb_s` gigabytes per second, `num_` counts.
+- A step that was repeated after a restart has several rows in `metrics`. The view `run_curve` has the one that counts.
+- Columns of the primary key are marked as *key*. An empty text means "none" where the table says so; null means that
   there is no value yet.
 
 ## The tables in one picture
 
 ![Tables of the history and their references](images/database.svg)
 
-Blue columns are primary keys; an arrow leads to the table that a foreign key refers to.
+Blue columns are primary keys; an arrow points to the table that a foreign key references.
 
 ## Ten questions and their SQL
 
-Each statement runs on SQLite and PostgreSQL as it stands here; a test runs them all against a history with runs.
+Each statement runs unchanged on SQLite and PostgreSQL; a test runs them all against a history with runs.
 """
 
 QUESTIONS: Mapping[str, str] = {
@@ -74,7 +74,7 @@ QUESTIONS: Mapping[str, str] = {
         JOIN evaluations b ON b.run_id = a.run_id AND b.name = a.name AND b.when_made = 'before'
         WHERE a.when_made = 'after'
         ORDER BY gain DESC""",
-    "Which share of its time did each run train?": """
+    "What share of its time did each run spend training?": """
         SELECT run_id, name, state, ettr, wall_s / 3600 AS hours, queue_s / 3600 AS hours_in_queue
         FROM all_goodput
         ORDER BY created_at DESC""",

@@ -11,9 +11,9 @@ from rlhf_core.schemas.supervision import SuperviseSpec
 FAILURES = """\
 # Failures and recovery
 
-After an unexpected end, `rlhf_core/diagnosis/classify.py` turns the evidence (exit codes, signals, the workers'
-outcomes, the ends of their logs, the state of the scheduler) into one of the kinds below, and
-`rlhf_core/diagnosis/policy.py` decides the next action. Both are pure functions; agent 0 uses them inside an
+When something ends unexpectedly, `rlhf_core/diagnosis/classify.py` assigns one of the kinds below, based on the
+evidence: exit codes, signals, the workers' outcomes, the ends of their logs and the state of the scheduler. Then
+`rlhf_core/diagnosis/policy.py` decides the next action. Both are pure functions. Agent 0 uses them within an
 allocation, the controller between allocations.
 
 ## The ladder
@@ -21,71 +21,82 @@ allocation, the controller between allocations.
 
 
 BUDGET = """
-Only retries without checkpoint progress count: a new checkpoint resets the count. The columns below are the limits of
-the policy. Within them, the run has its own budget: `supervise.max_restarts` restarts in place (default {max_restarts})
-and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint. Before a new attempt
-without progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
-`supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
+Only retries without checkpoint progress count: each new checkpoint resets the counter. The columns below show the
+limits of the policy. Within them, the run has its own budget: `supervise.max_restarts` restarts in place (default
+{max_restarts}) and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint. Before
+a new attempt without progress, the controller waits `supervise.backoff_s` (default {backoff_s} s). The wait doubles
+each time up to `supervise.max_backoff_s` (default {max_backoff_s} s), and the actual wait is drawn at random from its
+upper half.
 
-The total of all attempts, whatever progress they make, has caps of its own, which are off by default:
-`supervise.max_total_attempts`, `supervise.max_gpu_hours` and `supervise.max_node_hours`. They are checked before a new
-attempt, and the decision to stop names the cap and the use. Those on hours also bound the time limit of every attempt,
-so that a training run saves and ends in time. Resuming the run allows as much again.
+You can also cap all attempts together, whatever progress they make: `supervise.max_total_attempts`,
+`supervise.max_gpu_hours` and `supervise.max_node_hours`. These caps are off by default. They are checked before each
+new attempt; if one is reached, the decision to stop names the cap and the usage. The caps on hours also shorten the
+time limit of every attempt, so that training saves a checkpoint and ends in time. If you resume the run, it gets the
+same amount again.
 
-*With a remedy*: only if the next attempt changes something. CUDA out of memory: half
-`trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then the next `trainer.zero_stage`
-(with several ranks), then `trainer.offload` (on GPUs), then half `rollout.batch_size`; the global batch, and so the
-gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint before the newest.
-Training that no longer learns (`[health]`): once from the newest checkpoint that is older
-than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
-`health.actions` decides rule by rule: `roll_back` is that, `stop` ends the run at once, and `warn` is an incident with
-the decision `continue`, told once until a window of steps went by without it.
+*With a remedy* means that the failure is retried only if the next attempt changes something:
 
-Ranks that disagree about a collective (`collective_mismatch`) end the run at once if that is proven: by their flight
-recorders, or by one of our own errors that compared them. If only the text of a log or of an error says so, the workers
-are started once more, in place where that is allowed; if it recurs without a new checkpoint, the run ends.
+- **CUDA out of memory**: halve `trainer.micro_batch_size` down to 1; then turn on `trainer.gradient_checkpointing`;
+  then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
+  `rollout.batch_size`. The global batch stays the same, and so does the gradient (`supervise.oom_remediation`).
+- **A loss that is not finite**: go back once to the checkpoint before the newest.
+- **Training that no longer learns** (`[health]`): go back once to the newest checkpoint that is older than the window
+  of steps that was judged.
 
-After a damaged checkpoint (a wrong checksum, a missing, empty or unreadable file, an invalid manifest) the workers are
-started again in place from the complete one before it, whatever the budget of restarts says, and the damaged one is
-kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`. If the evaluator finds it, the steps after the older
-one are trained again in a new attempt. The run ends if there is none before; that last one stays in place, and the
-message gives advice. A checkpoint that does not fit the run (other settings) has no remedy; another number of ranks
-may go on from it.
+Newer checkpoints are set aside (`supervise.rollback_on_non_finite`). `health.actions` sets the response for each rule:
+`roll_back` does the above, `stop` ends the run at once, and `warn` records an incident with the decision `continue`.
+The warning is repeated only after a whole window of steps without it.
 
-A reward function runs in a process beside each rank, which has imported no torch. One that takes longer than
-`reward.timeout_s` for the completions of a step, or ends its process, costs one answer and not the rank: the process is
-killed with everything it has started, and started again. The completions are halved until the one is found that it
-fails for. With `reward.on_failure = "stop"` the run ends with an error that names function, completion and prompt; with
-`"zero"` the completion counts as 0, the first failure of each function on a rank is an incident that leaves the run
-going, and more than `reward.max_failed_share` of a step end it. A scorer of evaluations always ends it.
+**Collective mismatch.** Ranks that disagree about a collective (`collective_mismatch`) end the run at once if there is
+proof: their flight recorders, or one of our own errors that compared them. If the only evidence is the text of a log or
+an error, the workers are restarted once, in place if that is allowed. If the failure recurs without a new checkpoint,
+the run ends.
 
-A new attempt excludes the nodes to blame: at once if a node was lost or a GPU failed, otherwise at a node's second
-strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
+**Damaged checkpoints.** If a checkpoint is damaged (a wrong checksum, a missing, empty or unreadable file, an invalid
+manifest), the workers restart in place from the previous complete one, whatever is left of the restart budget. The
+damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`. If the evaluator finds the damage, a
+new attempt trains the steps after the older checkpoint again. If there is no previous checkpoint, the run ends; the
+damaged one stays in place, and the message gives advice. There is no remedy for a checkpoint that does not fit the run
+because of different settings. A different number of ranks is fine.
 
-With `resources.min_nodes` an attempt goes on with fewer nodes where the cluster cannot give
-`resources.num_nodes`, because some are down, drained or excluded: it asks for the largest number that is there
-and that the rows of a step divide by. The global batch stays, each rank has more of it, and the decision says
-which nodes are lacking. A node is left out of one attempt at least; after that it is taken again, and attempts
-grow back when nodes do. A job at work is never ended for it, and nodes that are merely busy are waited for.
-Without it, or with fewer than `min_nodes`, the attempt waits for all nodes.
+**Reward functions.** A reward function runs in a separate process beside each rank, without torch. If it takes longer
+than `reward.timeout_s` for the completions of a step, or its process exits, the rank survives: the process and
+everything it started are killed, and a new one is started. The completions are then halved repeatedly to find the one
+that makes it fail. With `reward.on_failure = "stop"`, the run ends with an error that names the function, completion
+and prompt. With `"zero"`, the completion scores 0, the first failure of each function on a rank is recorded as an
+incident, and the run continues; it ends if more than `reward.max_failed_share` of a step fail. A failing scorer of
+evaluations always ends the run.
+
+**Excluded nodes.** A new attempt excludes the nodes at fault: at once if a node was lost or a GPU failed, otherwise
+after a node's second strike in the run. It excludes at most `supervise.max_excluded_nodes`, and never so many that the
+attempt could not be placed.
+
+**Fewer nodes.** With `resources.min_nodes`, an attempt can run on fewer nodes when the cluster cannot provide
+`resources.num_nodes` because some are down, drained or excluded. It requests the largest available number that divides
+the rows of a step evenly. The global batch stays the same, each rank processes more of it, and the decision names the
+missing nodes. A node is left out of at least one attempt and can then be used again, so attempts grow back as nodes
+return. A running job is never ended for this, and nodes that are merely busy are waited for. Without `min_nodes`, or if
+fewer than that are available, the attempt waits for all nodes.
 
 ## Detection of hangs
 
-A worker counts as hung after a silence longer than the floor of its phase (`supervise.floor_s` and the other floors,
-two minutes and more by default), or than `supervise.gap_factor` times the longest silence that ended well, if that is
-more. It is examined long before, after `supervise.suspect_s` (default {suspect_s} s) or the longest silence that ended
-well in its phase, and is ended at once if several observations prove that it stands still:
+A worker counts as hung once it has been silent for longer than the floor of its phase (`supervise.floor_s` and the
+other floors, two minutes or more by default), or for longer than `supervise.gap_factor` times the longest silence it
+has recovered from, whichever is more. It is examined much earlier: after `supervise.suspect_s` (default {suspect_s} s),
+or after the longest silence it has recovered from in the same phase. If several observations prove that it cannot
+continue, it is ended at once. There are three such proofs:
 
-- *Stopped*: the process was stopped in all observations (SIGSTOP, state T). This holds in any phase.
-- *Blocked for good*: it waits for a lock of its own process without a time-out, and so do all its other threads;
-  neither it nor its children used processor, GPU or disk; no data is in transit between the ranks; and peers wait in
-  a collective that it has not entered. Waiting for a connection to another rank counts too, if no rank can send.
-- *Disagreement*: all ranks wait inside a collective, and their flight recorders name different operations or shapes at
-  the same number. That is a bug in the code (`collective_mismatch`).
+- *Stopped*: the process was stopped in every observation (SIGSTOP, state T). This holds in any phase.
+- *Blocked for good*: it waits without a timeout for a lock of its own process, and so do all its other threads; neither
+  it nor its children use CPU, GPU or disk; no data is in transit between the ranks; and its peers wait in a collective
+  that it has not entered. Waiting for a connection to another rank also counts if no rank can send.
+- *Disagreement*: all ranks wait inside a collective, and their flight recorders show different operations or shapes
+  under the same number. That is a bug in the code (`collective_mismatch`).
 
-Everything else is left to the floor: any activity, a sleep or a time-out, a reward service, a file, a pipe, a child
-process, the kernel (state D), a debugger, an observation that is not permitted, data in transit, ranks that all wait in
-the same collective; and, unless the process is stopped, set-up and the first pass through a phase.
+Every other silence is judged by the floor alone. This covers any activity, a sleep or a timeout, a reward service, a
+file, a pipe, a child process, the kernel (state D), a debugger, an observation that is not permitted, data in transit,
+and ranks that all wait in the same collective. It also covers set-up and the first pass through a phase, unless the
+process is stopped.
 
 ## The kinds
 """
@@ -94,28 +105,29 @@ the same collective; and, unless the process is stopped, set-up and the first pa
 LOGS = """
 ## Classification of logs
 
-If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/log_diagnosis.py`), for kinds of
-evidence rather than for known lines
-([decision {decision}](decisions/{decision}-logs-are-read-for-kinds-of-evidence.md)):
+If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/log_diagnosis.py`). The reader looks
+for kinds of evidence rather than for known lines ([decision
+{decision}](decisions/{decision}-logs-are-read-for-kinds-of-evidence.md)):
 
-1. **Lines.** Prefixes of launchers, Ray, engines, containers, the kernel and quotations are removed; the process that
-   printed the line stays known. Lines logged as a warning or below are no evidence, except those of the scheduler.
-2. **Errors.** The lines of a traceback are joined per process, with its frames. An error is classified in this order:
-   by its message, if that names a cause; its class; its error number; its location in the code. An error of a service
-   outside the job (a hub, a tracker) is `unknown`, unless its status is a permanent refusal. Classes that only wrap
-   another error do not count if that one was printed. The boxes of Rich and the frames of IPython and pytest are read
-   too.
+1. **Lines.** Prefixes added by launchers, Ray, engines, containers, the kernel and quotations are removed; the process
+   that printed the line is remembered. Lines logged at warning level or below are not evidence, except for those of the
+   scheduler.
+2. **Errors.** The lines of a traceback are joined per process, with its frames. An error is classified by its message,
+   if that names a cause; otherwise by its class, its error number, or its location in the code, in this order. An error
+   of a service outside the job (a hub, a tracker) is `unknown`, unless its status is a permanent refusal. A class that
+   only wraps another error is ignored if that error was printed too. Rich's boxes and the frames of IPython and pytest
+   are understood.
 3. **Phrases.** All other lines are matched against the tables of phrases.
-4. **Parts.** Each piece of evidence is the root of a failure, a symptom of a failure elsewhere, or a
-   cascade, such as broken connections to a rank that died, or an engine that is gone. Roots decide before symptoms and
-   symptoms before cascades, wherever they stand; among equals the earlier decides.
-5. **Time.** Evidence followed by {going_on} further steps, or by the completion of the training, has not ended it; a
-   symptom is survived with a single step, and so is a failed rendezvous. A job that says that it has requeued itself
-   has not failed by being requeued. After a cancellation by the user, everything else is its consequence, but a
-   cancellation after a failure does not count. So a log may also show no failure at all.
+4. **Parts.** Each piece of evidence is either the root of a failure, a symptom of a failure elsewhere, or a cascade,
+   such as a broken connection to a rank that died, or an engine that is gone. Roots take precedence over symptoms, and
+   symptoms over cascades, wherever they appear; among equals, the earlier one decides.
+5. **Time.** Evidence that is followed by {going_on} more steps, or by the end of training, did not cause the failure.
+   For a symptom or a failed rendezvous, a single step is enough. A job that says it requeued itself has not failed by
+   being requeued. After the user cancels, everything that follows is a consequence; a cancellation after a failure does
+   not count. A log may therefore show no failure at all.
 
-A kind that stops a run needs an unambiguous phrase, class or location; everything else is `unknown`, with a
-fingerprint, and is tried once more. Of a log that is longer than {most:.0f} MB, the beginning and the end are read.
+A kind that stops a run requires an unambiguous phrase, class or location. Everything else is `unknown`, gets a
+fingerprint, and is tried once more. If a log is longer than {most:.0f} MB, only its beginning and end are read.
 
 ### Classes of errors
 
@@ -123,18 +135,18 @@ fingerprint, and is tried once more. Of a log that is longer than {most:.0f} MB,
 
 Error numbers: {numbers}.
 
-Statuses by which a service permanently refuses a request: {statuses}.
+Status codes that count as a permanent refusal by a service: {statuses}.
 
 ### Locations in the code
 
-Kinds of an error of a general class (`KeyError`, `ValueError`, `RuntimeError` ...) by its location: the innermost known
-location decides.
+An error of a general class (`KeyError`, `ValueError`, `RuntimeError` ...) is classified by where it was raised. The
+innermost known location decides.
 
 {places}
 
 ### Phrases
 
-One line for each row; the first row that matches a line decides.
+Each row has one example line. The first row that matches a line decides.
 
 | kind | part | example |
 |---|---|---|
@@ -148,9 +160,9 @@ READING = "0015"
 STATES = """
 ## State of the scheduler
 
-The final state of a job decides before any log, except for a cancellation, which also ends steps that failed.
-`CANCELLED by 0` was the administrator or the scheduler, not the user. States that are not listed, such as FAILED, are
-no evidence by themselves: the agents' outcomes and the lines of srun are.
+The final state of a job takes precedence over any log. The exception is a cancellation, which also ends steps that have
+already failed. `CANCELLED by 0` means the administrator or the scheduler, not the user. States that are not listed,
+such as FAILED, prove nothing by themselves; the agents' outcomes and the lines of srun do.
 
 | state | kind |
 |---|---|
@@ -168,7 +180,7 @@ def failures_page() -> str:
         max_backoff_s=f"{spec.max_backoff_s:g}",
         suspect_s=f"{spec.suspect_s:g}",
     )
-    head = ["| kind | what it is | restarts in place | further attempts | not more, because |", "|---|---|---|---|---|"]
+    head = ["| kind | what it is | restarts in place | new attempts | no more, because |", "|---|---|---|---|---|"]
     parts = [GENERATED, FAILURES, *ladder, budget, *head]
     meanings = strings_under_names(FailureKind)
     for kind in FailureKind:

@@ -16,41 +16,41 @@ from rlhf_core.schemas.resources import Inventory
 PROBE = """
 ## On the nodes
 
-Before the workers of an attempt start, its nodes are compared and measured (`preflight.probe`); `rlhf check CONFIG
---probe` does only that, and releases the allocation.
+Before the workers of an attempt start, its nodes are compared and measured (`preflight.probe`).
+`rlhf check CONFIG --probe` does only that and then releases the allocation.
 
-1. Every agent reports the facts of its node: environment, versions, hashes of config, code, data, model and tokenizer
-   as this node reads them, GPUs, free space, clock. Agent 0 compares them, before there is any process group. The value
-   of more than half of the nodes is expected; a finding names the node that has another one, and the key. Without such
-   a majority all values are shown, and no node is blamed. The reports of the nodes are kept in `attempts/<n>/probe/`.
-2. One process per rank measures matrix products, then bandwidth and latency in pairs (every node with two others, to
-   distinguish a slow node from a slow link), then an all-reduce and an all-gather over all ranks, whose results are
-   known beforehand. Everything has a deadline (`preflight.probe_s`). Slow nodes and links are measured a second time
-   before they are reported. Slow is less than `preflight.min_relative_speed` of the median of all nodes; less than that
-   of a node's own earlier readings is a warning (table `node_speeds`).
+1. Every agent reports the facts of its node: environment, versions, GPUs, free space, clock, and hashes of the config,
+   code, data, model and tokenizer as this node reads them. Agent 0 compares them before there is any process group. It
+   expects the value that more than half of the nodes have; a finding names a node with a different value, and the key.
+   Without such a majority, it shows all values and blames no node. The reports are kept in `attempts/<n>/probe/`.
+2. One process per rank measures matrix products, then bandwidth and latency in pairs. Every node is paired with two
+   others, to tell a slow node from a slow link. An all-reduce and an all-gather over all ranks follow, whose correct
+   results are known. Everything has a deadline (`preflight.probe_s`). Slow nodes and links are measured a second time
+   before they are reported. Slow means below `preflight.min_relative_speed` of the median of all nodes. Being that much
+   slower than its own earlier readings gives a node a warning (table `node_speeds`).
 
-A blocked node gets a strike (`rlhf nodes`) and is excluded, and the run is placed again at once.
-If no other node can take its place, or no single node is to blame, the run ends with exit code 2 and the
-finding. Findings are rows of `checks`, parts of `rlhf show` and the report, and a table artifact in Prefect.
+A blocked node gets a strike (`rlhf nodes`) and is excluded, and the run is placed again at once. If no other node can
+take its place, or no single node is to blame, the run ends with exit code 2 and the finding. Findings are rows of
+`checks`. They appear in `rlhf show`, in the report, and as a table artifact in Prefect.
 """
 
 
 PREFLIGHT = """\
 # Preflight
 
-Before a job is submitted, rlhf-flows checks everything that needs no allocation. All findings are shown at once; a
-blocking one keeps the run from starting (exit code 2), and its message gives the actual and the expected value, and
-advice. `rlhf check` does only this and starts nothing.
+Before a job is submitted, rlhf-flows checks everything that it can without an allocation. It shows all findings at
+once. A blocking finding keeps the run from starting (exit code 2), and its message gives the actual value, the expected
+value, and advice. `rlhf check` does only this and starts nothing.
 
-The checks are arithmetic on facts that are gathered once: the config, the data files, the scheduler's nodes, the
-packages of the compute interpreter, the disk. The checks whose names begin with `content` share one reading of the
-first {rows} rows of the data in the compute interpreter. It takes some seconds and is bounded in time and memory; each
-reward function is called there with real rows in a process of its own, so that one that never returns is a finding.
+The checks work on facts that are gathered once: the config, the data files, the scheduler's nodes, the packages of the
+compute interpreter, and the disk. Checks whose names begin with `content` share one reading of the first {rows} rows of
+the data in the compute interpreter. This takes some seconds, with limits on time and memory. It calls each reward
+function with real rows in a separate process, so a function that never returns becomes a finding.
 
-A trainer that is another program (`trainer.kind = "command"`) has checks of its own, `command.*`; those of batches,
+A trainer that is another program (`trainer.kind = "command"`) has its own checks, `command.*`; the checks of batches,
 loops, memory and content are for the trainer of rlhf-flows. Arguments are read from the launch line and from the
-program's config files (JSON and YAML); what cannot be read is not judged. Its interpreter is asked once for what is
-installed; nothing of it is imported.
+program's config files (JSON and YAML); arguments that cannot be read are not judged. The program's interpreter is asked
+once which packages are installed; none of them is imported.
 
 ## The checks
 """
@@ -59,7 +59,7 @@ installed; nothing of it is imported.
 OFF = '''
 ## Disabling checks
 
-A check that does not apply is disabled by its name, with a reason, which is stored with the run:
+To disable a check that does not apply, give its name and a reason, which is stored with the run:
 
 ```toml
 [preflight.off]
@@ -67,14 +67,14 @@ A check that does not apply is disabled by its name, with a reason, which is sto
 "content.rewards" = "the reward model is served on the compute nodes only"
 ```
 
-On the command line: `--set 'preflight.off={{"data.overlap" = "on purpose"}}'`. It is then shown as skipped. An unknown
-name or an empty reason blocks the run.
+On the command line: `--set 'preflight.off={{"data.overlap" = "on purpose"}}'`. The check is then shown as skipped. An
+unknown name or an empty reason blocks the run.
 
 ## Checks of your own
 
-A site has rules of its own: quotas, accounts, a required mount. A package installed
-beside the control plane adds a check by an entry point of the group `{group}`. The name of the entry point
-is the check's name; the docstring of the function says what it prevents.
+Your site may have its own rules: quotas, accounts, a required mount. A package installed next to the control plane can
+add a check through an entry point of the group `{group}`. The name of the entry point is the name of the check; the
+docstring of the function says what it prevents.
 
 ```toml
 # pyproject.toml of the package
@@ -99,13 +99,13 @@ def scratch(facts: Facts) -> Iterator[Finding]:
         yield blocked("/scratch is not mounted", "the scratch file system", "ask the administrators")
 ```
 
-The function judges the facts, which `rlhf_core/preflight/facts.py` describes. A plug-in that cannot be imported,
-raises, yields anything but findings, or takes the name of another check, only gives a warning. It must return within a
-second or so: it has no deadline.
+The function judges the facts, which `rlhf_core/preflight/facts.py` describes. A plug-in that cannot be imported, raises
+an error, yields anything but findings, or takes the name of another check only causes a warning. There is no deadline,
+so the function should return within a second or so.
 
-On the nodes, a package in the compute environment does the same with the group `rlhf_flows.node_checks`. Its
-function takes nothing and returns a list of findings, each a dictionary; with status `blocked` its node is replaced.
-The names of such checks begin with `site.`:
+To add a check on the nodes, a package in the compute environment uses the group `rlhf_flows.node_checks`. Its function
+takes no arguments and returns a list of findings, each a dictionary. A finding with status `blocked` gets its node
+replaced. The names of such checks begin with `site.`:
 
 ```python
 def licence() -> list[dict[str, str]]:
@@ -120,49 +120,60 @@ MEMORY = """
 ## The memory model
 
 `memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory/` has every formula
-with its source): weights, gradients in float32, AdamW's master weights and moments, each split over the ranks as the
-stage of ZeRO splits it, the reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or
-`measure_kl`); on top of that the largest of activations and one chunk of logits in training, temporary tensors of an
-update, or the KV cache in sampling, under ZeRO 3 with the whole weights. It reckons with the longest prompts and
-completions that the config allows. What is offloaded has to fit into the main memory of a node (`memory.offload`).
-The estimate is held against the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
-on CPU that of the node, divided by its ranks. One rank of a float32 model with 34 million parameters (8 layers, hidden
-size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5.9 GiB at its peak in a run.
-Weights, gradients and optimizer of 50 million parameters on two ranks, peak of an update and estimate in MiB
-(`tests/benchmarks/bench_memory.py`, float32): ZeRO 0 1009 and 962, ZeRO 1 1035 and 1058, ZeRO 2 1009 and 1154, ZeRO 3
-1273 and 1250; bfloat16: ZeRO 1 920 and 1058, ZeRO 2 923 and 962.
+with its source):
 
-vLLM in the process of a rank takes `rollout.vllm.gpu_memory_share` of a GPU while it samples, weights included, and
-gives it back for training; on CPU its copy of the weights, `rollout.vllm.cpu_cache_gb` and its libraries stay.
-`memory.rollout` refuses a share that does not hold the weights, a step and one sequence of the full length, and says
-how many sequences it holds at once; where pairs are ranked against a reference, `memory.evaluator` counts that model
-too. The figures for CPU were held against measured peaks ([benchmarks.md](benchmarks.md)); those for GPUs were not.
+- weights, gradients in float32, and AdamW's master weights and moments, each split over the ranks as the stage of ZeRO
+  splits it;
+- the reference model, if the algorithm needs one (GRPO with a `kl_coefficient` or `measure_kl`);
+- the largest of these three: activations and one chunk of logits in training; temporary tensors of an update; the KV
+  cache in sampling, under ZeRO 3 together with the whole weights.
 
-With `[model.lora]` gradients and optimizer are those of the adapter, a reference takes no second model, and frozen
+The model assumes the longest prompts and completions that the config allows. Offloaded parts must fit into the main
+memory of a node (`memory.offload`). The estimate is compared with the memory of the GPU, from `slurm.gpu_type` or as
+the nodes report it; on CPU, with the memory of the node divided by its ranks.
+
+For one rank of a float32 model with 34 million parameters (8 layers, hidden size 512, 32 sequences of 256 tokens at
+once) on CPU, the estimate is 6.2 GiB, and the peak in a run was 5.9 GiB. For the weights, gradients and optimizer of 50
+million parameters on two ranks, we measured the peak of an update (`tests/benchmarks/bench_memory.py`), in MiB:
+
+| | float32, measured | float32, estimated | bfloat16, measured | bfloat16, estimated |
+|---|---|---|---|---|
+| ZeRO 0 | 1009 | 962 | | |
+| ZeRO 1 | 1035 | 1058 | 920 | 1058 |
+| ZeRO 2 | 1009 | 1154 | 923 | 962 |
+| ZeRO 3 | 1273 | 1250 | | |
+
+vLLM in the process of a rank takes `rollout.vllm.gpu_memory_share` of a GPU while it samples, including weights, and
+releases it for training. On CPU, its copy of the weights, `rollout.vllm.cpu_cache_gb` and its libraries stay in memory.
+`memory.rollout` refuses a share that cannot hold the weights, a step and one sequence of the full length, and says how
+many sequences fit at once. If pairs are ranked against a reference, `memory.evaluator` counts that model too. The
+figures for CPU were checked against measured peaks ([benchmarks.md](benchmarks.md)); those for GPUs were not.
+
+With `[model.lora]`, gradients and optimizer cover only the adapter, a reference needs no second model, and frozen
 layers keep fewer activations ([adapters.md](adapters.md)).
 
 ## Predicted step time
 
-`rlhf run CONFIG --dry-run` prints the memory of a rank and, for GPUs whose rates are known, the seconds of a step of
-the main loop; `resources.duration` judges them until there are runs of the same shape to go by. The model
-(`rlhf_core/preflight/step_time.py`) is a simple one, for `P` weights and `T` tokens of a rank in a step, every sequence
-as long as the config allows:
+`rlhf run CONFIG --dry-run` prints the memory of a rank and, for GPUs with known rates, the seconds per step of the main
+loop. `resources.duration` relies on this prediction until there are earlier runs of the same shape. The model
+(`rlhf_core/preflight/step_time.py`) is simple. For `P` weights and `T` tokens of a rank in a step, with every sequence
+as long as the config allows, it assumes:
 
-- Training: `6PT` operations (`4PT` with an adapter), `2PT` more with gradient checkpointing, `2PT` for a reference, at
-  0.4 of the GPU's dense bfloat16 rate.
-- Sampling: `2P` operations for each token of a prompt at that rate; for each position of a batch its weights and cache
-  at 0.6 of the memory's rate, or 0.8 ms a layer to launch the kernels, whichever is longer.
-- Communication: gradients in float32, under ZeRO 3 also the weights for each pass, at 200 GB/s within a node and
+- Training: `6PT` operations (`4PT` with an adapter), `2PT` more with gradient checkpointing, and `2PT` for a reference,
+  at 0.4 of the GPU's dense bfloat16 rate.
+- Sampling: `2P` operations for each prompt token at that rate. For each position of a batch, reading the weights and
+  the cache at 0.6 of the memory's rate, or 0.8 ms per layer to launch the kernels, whichever takes longer.
+- Communication: gradients in float32, and under ZeRO 3 also the weights for each pass, at 200 GB/s within a node and
   25 GB/s between nodes.
 
-The rates are the vendors'; the shares are assumed, none was measured here. What was predicted and what a run took
-should be compared before the next run is planned by it. Two presets are for such hardware, and were not run:
+The rates are the vendors'. The shares are assumptions, none of which was measured here. Compare the prediction with
+your first run before you plan the next one with it. Two presets are meant for such hardware and have not been run:
 
-| preset | on | memory of a rank, GiB | step, s | of that sampling, training, communication |
+| preset | hardware | memory per rank, GiB | step, s | of which sampling, training, communication |
 |---|---|---|---|---|
 {predicted}
 
-## GPUs that are known
+## Known GPUs
 
 | type of GPU | memory in GB |
 |---|---|
@@ -172,8 +183,8 @@ should be compared before the next run is planned by it. Two presets are for suc
 VERSIONS = """
 ## Versions that go wrong together
 
-`environment.versions` compares the packages of the interpreter that trains with this table. A row blocks the runs that
-come upon it for certain; for others it is a warning.
+`environment.versions` compares the packages of the training interpreter with this table. A row blocks runs that are
+certain to be affected; for others, it is a warning.
 
 | installed | what happens | instead | source |
 |---|---|---|---|
@@ -181,7 +192,7 @@ come upon it for certain; for others it is a warning.
 
 
 OTHERS = """
-These rows concern runs with `trainer.kind = "command"`; the versions are those of the environment that trains.
+These rows apply to runs with `trainer.kind = "command"`; the versions are those of the training environment.
 
 | installed | what happens | instead | source |
 |---|---|---|---|

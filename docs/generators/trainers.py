@@ -19,22 +19,22 @@ FRAMEWORKS = ("script", "transformers", "swift", "trl", "openrlhf")
 HEAD = """\
 # Bring your own trainer
 
-You have a trainer: ms-swift, TRL, OpenRLHF, or a script that torchrun starts. With `trainer.kind = "command"`
-rlhf-flows runs it as it is, in its own Python environment, with preflight, supervision, retries, resume, metrics and
-history. The trainer is not changed, and nothing is installed into its environment.
+Keep the trainer you have: ms-swift, TRL, OpenRLHF, or any script that torchrun starts. With `trainer.kind = "command"`,
+rlhf-flows runs it unmodified in its own Python environment, and adds preflight checks, supervision, retries, resume,
+metrics and history. Nothing is installed into the trainer's environment.
 
 ## Two commands
 
-Put the line that starts your training today behind `rlhf wrap`, then run what it wrote:
+Put `rlhf wrap` in front of the command that starts your training today, then run the config that it writes:
 
 ```console
 $ rlhf wrap -o my.toml -- torchrun --nproc_per_node 2 train.py --max_steps 60 --output_dir out
 $ rlhf run my.toml
 ```
 
-`rlhf wrap` runs nothing. It reads the line, or a shell script (`rlhf wrap -o my.toml grpo.sh`; launch scripts of
-ms-swift and job scripts of Slurm are understood), and writes a config. Two tables say what it read, with its place in
-the config, and what it could not read, with the setting to fill in:
+`rlhf wrap` does not run anything. It reads your command, or a shell script (`rlhf wrap -o my.toml grpo.sh`), and writes
+a config. It understands ms-swift launch scripts and Slurm job scripts. Two tables show the result: the values it found,
+with their place in the config, and the ones it could not find, with the settings to fill in.
 
 ```text
 read                         ┃ found                   ┃ where it is now
@@ -53,11 +53,12 @@ the way it resumes │ set trainer.checkpoint_name, checkpoint_complete, resume 
 ...
 ```
 
-`rlhf check my.toml` shows all findings before anything is started; `rlhf run` makes the same checks. If the launch line
-gives epochs or no length at all, add `--steps N`: a run needs to know how many optimizer steps make it complete.
+`rlhf check my.toml` shows all findings before anything starts; `rlhf run` makes the same checks. If your command sets a
+number of epochs, or no length at all, add `--steps N`: a run needs to know after how many optimizer steps it is
+complete.
 
-As it is, this run is supervised: a rank that dies or hangs is found, its stacks are kept, and the program is started
-again. Four settings add resume and metrics. For the script below they are
+The run is now supervised: if a rank dies or hangs, rlhf-flows detects it, saves the stacks and restarts the
+program. Four more settings add resume and metrics. For the script below, they are
 
 ```toml
 [trainer]
@@ -67,19 +68,19 @@ resume_argv = ["--resume", "{checkpoint}"]   # added to the launch line after a 
 stdout_patterns = ['step (?P<step>\\d+) loss (?P<loss>\\S+)']
 ```
 
-Kill one of its ranks, and the run says
+Kill one of its ranks, and the run prints
 
 ```text
 vm: incident (worker_killed): Rank 1 (local rank 1 on vm) was ended by SIGKILL; nothing in the job explains it.
 vm: decision: restart in place 1 of 3 allowed for worker_killed without a new checkpoint
 ```
 
-and training goes on from the newest complete checkpoint.
+and training resumes from the newest complete checkpoint.
 
 """
 
 SCRIPT = """\
-The script, `train.py`; nothing in it knows of rlhf-flows:
+This is the script, `train.py`. It knows nothing about rlhf-flows:
 
 ```python
 import argparse
@@ -124,13 +125,13 @@ dist.destroy_process_group()
 PRESETS_HEAD = """
 ## Presets
 
-A preset is a config to start from. `rlhf init --preset NAME` writes it to a file, in which any argument of the program
-can be changed or added.
+A preset is a config to start from. `rlhf init --preset NAME` writes it to a file, where you can change or add any
+argument of the program.
 
 """
 
 AFTER_PRESETS = """
-Most of them need an environment, which is made from versions that were tested together and are kept in the project:
+Most presets need an environment. rlhf-flows builds it from pinned versions that were tested together:
 
 ```console
 $ rlhf env create trl
@@ -141,91 +142,99 @@ $ rlhf run trl-cpo --set model.path=models/Qwen3-0.6B --set data.train=pairs.jso
 |---|---|
 {environments}
 
-`rlhf env create` makes a virtual environment in `RLHF_HOME/environments` (`--folder` for another place; on a cluster it
-must be one that the nodes see). Interrupted, it goes on the next time. `--torch torch==2.12.1` takes another torch, and
-pip's own settings say where packages come from. `rlhf env list` shows the state of each, `rlhf env show NAME` its
-versions. An environment of your own is named by its folder: `trainer.environment = "/shared/envs/mine"`. Without one,
-the programs on the `PATH` of the job are used.
+`rlhf env create` builds a virtual environment in `RLHF_HOME/environments`. Use `--folder` to put it elsewhere; on a
+cluster, the nodes must be able to see it. If the command is interrupted, run it again and it continues.
+`--torch torch==2.12.1` installs another version of torch, and pip's own settings decide where packages come from.
+`rlhf env list` shows the state of each environment, and `rlhf env show NAME` its versions. To use an environment of
+your own, name its folder: `trainer.environment = "/shared/envs/mine"`. Without `trainer.environment`, the job uses the
+programs on its `PATH`.
 
 ## The launch line
 
-`trainer.argv` has one item for each argument. Words in braces are filled in for every start of the program, since
-nodes, port and checkpoint may be other ones then. They may also stand in `trainer.resume_argv`, `trainer.variables`,
-`trainer.setup`, `trainer.working_dir` and `trainer.output_dir`. No shell reads the line: `$NODE_RANK` stays as it is,
-and `rlhf check` says so. Unknown words in braces stay too, because launch lines carry JSON and templates; `rlhf check`
-blocks those that look like a slip.
+`trainer.argv` is the launch line: the command that starts your trainer, with one list item per argument. rlhf-flows
+fills in the placeholders, words in braces, each time it starts the program, because the nodes, the port and the
+checkpoint can change between starts. You can also use them in `trainer.resume_argv`, `trainer.variables`,
+`trainer.setup`, `trainer.working_dir` and `trainer.output_dir`.
+
+No shell expands the line: `$NODE_RANK` stays as it is, and `rlhf check` tells you so. Unknown words in braces also
+stay, because launch lines may contain JSON and templates; `rlhf check` blocks the ones that look like typos.
 
 | placeholder | is |
 |---|---|
 {placeholders}
 
-Two ways to start the ranks, `trainer.launch`:
+`trainer.launch` sets how the ranks are started:
 
-- `per_node` (the default): the line is started once on every node and starts the ranks itself: torchrun, accelerate,
-  deepspeed, swift. It must be told of all nodes, by options such as `--nnodes {{num_nodes}} --node-rank {{node_rank}}`
-  or by variables; without that, every node would train a model of its own, which `rlhf check` blocks.
-- `per_rank`: it is started once for every rank, with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`,
-  `MASTER_ADDR` and `MASTER_PORT` set. No launcher is needed: `argv = ["python", "train.py", ...]`.
+- `per_node` (the default): the line runs once on every node and starts the ranks itself, as torchrun, accelerate,
+  deepspeed and swift do. It must be told about all the nodes, with options such as
+  `--nnodes {{num_nodes}} --node-rank {{node_rank}}` or with variables. Otherwise every node would train a model of its
+  own, which `rlhf check` blocks.
+- `per_rank`: the line runs once for every rank, with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`,
+  `MASTER_ADDR` and `MASTER_PORT` set. You need no launcher: `argv = ["python", "train.py", ...]`.
 
-Either way `NNODES`, `NODE_RANK`, `NPROC_PER_NODE` and `PYTHONUNBUFFERED=1` are set, and with `per_node` `MASTER_ADDR`
-and `MASTER_PORT` too. `trainer.variables` adds variables and wins over these.
+Both set `NNODES`, `NODE_RANK`, `NPROC_PER_NODE` and `PYTHONUNBUFFERED=1`; `per_node` also sets `MASTER_ADDR` and
+`MASTER_PORT`. Variables in `trainer.variables` are added to these and override them.
 
-The program is started in `trainer.working_dir`, by default the folder that `rlhf run` was started in. Files of your own
-that it needs, such as reward functions, can be named in `code.paths`: they are copied into the run directory, and
-`{{code}}` is the folder of the copies. Edits while the job is queued then change nothing.
+The program starts in `trainer.working_dir`, by default the folder where you called `rlhf run`. If it needs files of
+your own, such as reward functions, list them in `code.paths`: they are copied into the run directory, and `{{code}}` is
+the folder with the copies. Edits that you make while the job is queued then have no effect on it.
 
-Modules and containers:
+For environment modules and containers:
 
-- `trainer.setup` has shell lines that run in front of the program, in the same shell: `["module load cuda/12.8"]`. They
-  apply to the program only. `slurm.setup` applies to the whole job, before its agents start.
-- `slurm.container_kind` and `slurm.container_image` put the whole job into a container: the compute environment of
-  rlhf-flows (`RLHF_COMPUTE_PYTHON`) must be visible inside as well. `rlhf check` cannot look into the image and says
-  what it skipped; the probe of the nodes runs inside.
+- `trainer.setup` holds shell lines that run before the program, in the same shell: `["module load cuda/12.8"]`. They
+  affect the program only. `slurm.setup` applies to the whole job, before its agents start.
+- `slurm.container_kind` and `slurm.container_image` put the whole job into a container. The compute environment of
+  rlhf-flows (`RLHF_COMPUTE_PYTHON`) must be visible inside it as well. `rlhf check` cannot look into the image and
+  tells you what it skipped; the probe of the nodes runs inside the container.
 
 ## Progress
 
-A program that does not beat is watched from outside, by several sources. All of them are read without a change to the
-program. Progress is what a *strong* source sees; activity and stacks show only that something happens, which a busy
-loop does too, and count until a strong source has spoken.
+rlhf-flows watches an unmodified program from outside, through several sources. Only a *strong* source shows actual
+progress. Activity and stacks show merely that something is happening, which is also true of a busy loop; they count
+only until a strong source has reported.
 
 | source | reads | sees | is blind to | strong |
 |---|---|---|---|---|
 {sources}
 
-`rlhf check` prints this for the sources that your run has, and names those that will see nothing in it, for instance
-TensorBoard with `--report_to none`. Without `trainer.progress`, a run has those of its framework:
+`rlhf check` prints this table for the sources of your run, and names those that will see nothing in it, such as
+TensorBoard with `--report_to none`. If you do not set `trainer.progress`, the sources depend on the framework:
 
 | `trainer.framework` | sources |
 |---|---|
 {frameworks}
 
-With `trainer_log` alone a hang is found, but not the rank that hangs: keep a source that tells the rank. A program that
-tells no steps (no log, no checkpoint, no pattern) is supervised by its collectives, stacks and activity, and is
-complete when it ends with exit code 0; the run shows no steps then.
+With `trainer_log` alone, rlhf-flows detects a hang but not which rank hangs, so keep a source that identifies the rank.
+A program that reports no steps (no log, no checkpoint, no pattern) is supervised through its collectives, stacks and
+activity, and counts as complete when it exits with code 0. The run then shows no steps.
 
-`trainer.stdout_patterns` are regular expressions. `(?P<step>...)` is the step; every other named group is a metric.
-Write them in single quotes in TOML, so that backslashes stay. Progress bars count: a carriage return ends a line.
+`trainer.stdout_patterns` holds regular expressions. `(?P<step>...)` is the step; every other named group is a metric.
+Write them in single quotes in TOML to preserve the backslashes. Progress bars work too: a carriage return ends a line.
 
 ### The flight recorder in your ranks
 
-torch keeps a list of the newest collectives of each rank, its flight recorder. To read it, the launch puts a folder in
-front of `PYTHONPATH`; Python loads the `sitecustomize.py` in it at the start of every process. In a rank, and nowhere
-else, that starts one thread. Four times a second, and only once the program has made a process group itself, it notes
-how many collectives the rank has entered and left; when a hang is examined, it also writes down which one. It is
-what tells the rank that others wait for from those that wait, and ranks that disagree about a collective
-(`collective_mismatch`), which no retry repairs. It calls nothing else of torch, never speaks for the rank, and hands on
-to the `sitecustomize` of your environment if there is one. It needs nothing but the standard library, from Python 3.8
-on. `TORCH_FR_BUFFER_SIZE` is set to 256 unless you have set it; without it torch records nothing.
+torch keeps a list of each rank's latest collectives, its flight recorder. To read it, the launch adds a folder to the
+front of `PYTHONPATH`; Python loads the `sitecustomize.py` in it at the start of every process. That module starts one
+thread in each rank, and in no other process.
 
-`trainer.record_collectives = false` turns the thread and the source off.
+Once the program has created a process group, the thread notes four times a second how many collectives the rank has
+entered and left. When a hang is examined, it also writes down the current collective. This distinguishes the rank that
+the others are waiting for from the ranks that wait. It also reveals ranks that disagree about a collective
+(`collective_mismatch`), which no retry can fix.
 
-Not seen by it: programs that are no Python, ranks that are no descendants of the launch line (actors of Ray), and
-Python with `-S`, `-I` or `-E`.
+The thread calls nothing else in torch and never reports progress on behalf of the rank. It passes control on to the
+`sitecustomize` of your environment if there is one. It needs only the standard library and Python 3.8 or later.
+`TORCH_FR_BUFFER_SIZE` is set to 256 unless you set it; without it, torch records nothing.
 
-### A callback, if you like
+`trainer.record_collectives = false` turns off both the thread and the source.
 
-A trainer around `transformers.Trainer` can tell of its progress itself. It is the best source: every rank speaks for
-itself, with its phase, and a save on request takes seconds. In the script of your training:
+It cannot see programs that are not Python, ranks that do not descend from the launch line (Ray actors), or Python
+started with `-S`, `-I` or `-E`.
+
+### An optional callback
+
+A trainer built on `transformers.Trainer` can report its own progress. This is the best source: every rank reports for
+itself, with its phase, and a checkpoint on request takes seconds. Add this to your training script:
 
 ```python
 try:
@@ -236,14 +245,14 @@ else:
     trainer.add_callback(SupervisionCallback())
 ```
 
-rlhf-flows need not be installed in the trainer's environment: a run makes this one module importable. Code of yours
-that takes minutes, such as a reward function, may say that it is alive with `callback.beat("reward", step)`.
+You do not need to install rlhf-flows in the trainer's environment: a run makes this one module importable. Code
+that takes minutes, such as a reward function, can signal that it is alive with `callback.beat("reward", step)`.
 
 ## Metrics and health
 
-Metrics are read from the same sources and stored under the [names of this project](metrics.md), so that
-`rlhf compare`, `rlhf sql` and the dashboards mean the same by `reward/mean` for every trainer. A metric that has no
-name here is kept as `trainer/<name>`. `trainer.metrics` renames, and an empty name leaves out:
+Metrics come from the same sources and are stored under the [names of this project](metrics.md), so `reward/mean` means
+the same for every trainer in `rlhf compare`, `rlhf sql` and the dashboards. A metric without a name here is stored as
+`trainer/<name>`. Use `trainer.metrics` to rename metrics; an empty name drops one:
 
 ```toml
 [trainer.metrics]
@@ -251,18 +260,18 @@ name here is kept as `trainer/<name>`. `trainer.metrics` renames, and an empty n
 "train/noise" = ""
 ```
 
-`[health]` judges them while training goes on: a loss or gradients that are not finite, gradients of exactly 0, no
-spread of rewards, completions that are all cut off, a KL divergence above `health.max_kl`. A finding is an incident
-with the decision `continue`: `rlhf show`, the report and the messages name it, and the run goes on. Whether to end it
-is left to you. A rule is turned off with a reason:
+`[health]` checks the metrics during training. It reports a loss or gradients that are not finite, gradients of exactly
+0, rewards that do not vary, a batch in which every completion is truncated, and a KL divergence above `health.max_kl`.
+A finding is an incident with the decision `continue`: `rlhf show`, the report and the notifications mention it, and the
+run goes on. You decide whether to end it. To turn a rule off, give a reason:
 `health.off = {{ no_spread = "one completion per prompt" }}`.
 
 ## Checkpoints and resume
 
-A folder or a file in `trainer.output_dir` whose path fits `trainer.checkpoint_name` is a checkpoint; `{{step}}` is its
-step, and `*` any name. It is complete once it has a file for each pattern of `trainer.checkpoint_complete` and has not
-changed for two seconds. Name the files that the program writes last. A checkpoint that is a single file needs no
-patterns: `checkpoint_complete` is then not used.
+Any folder or file in `trainer.output_dir` whose path matches `trainer.checkpoint_name` is a checkpoint; `{{step}}`
+matches its step, and `*` any name. It is complete once it has a file for each pattern in `trainer.checkpoint_complete`
+and has not changed for two seconds. List the files that the program writes last. A checkpoint that is a single file
+needs no patterns, and `checkpoint_complete` is ignored.
 
 Complete checkpoints are published in the run directory as *hard links*:
 
@@ -274,76 +283,79 @@ checkpoints/step-000040/
     COMPLETE           sizes and checksums of all files, written last
 ```
 
-They take no space while the trainer keeps its own (on another file system they are copies), and stay when the trainer
-removes its own: `checkpoint.keep_last` and the retention of the site decide. A program that changes the files of an old
-checkpoint in place changes the published one as well, which then fails its checksums and is not used; trainers write
-new files.
+They take no space as long as the trainer keeps its own copy (on another file system, they are real copies). When the
+trainer deletes its copy, they stay: `checkpoint.keep_last` and the site's retention decide when they go. A program that
+changes the files of an old checkpoint in place also changes the published one. Its checksums then no longer match, and
+it is not used. Trainers normally write new files.
 
-After a failure the newest complete checkpoint is verified by its checksums, and the program is told to go on from it,
-by `trainer.resume`:
+After a failure, rlhf-flows verifies the checksums of the newest complete checkpoint and tells the program to resume
+from it, as `trainer.resume` says:
 
 | `trainer.resume` | what happens |
 |---|---|
 | `argument` | `trainer.resume_argv` is added to the launch line; `{{checkpoint}}` is the published folder (or file) |
 | `in_place` | the checkpoint is put back into the output folder, where the program looks for it |
-| `none` | the program starts at the beginning |
+| `none` | the program starts from the beginning |
 
-Checkpoints of later steps, torn ones among them, are moved out of the output folder first, so that no program takes one
-of them by itself.
+Checkpoints of later steps, including incomplete ones, are first moved out of the output folder, so that the program
+cannot pick one of them up.
 
 ### Saving on request
 
-`rlhf cancel --save`, a preemption and the end of the time limit (`slurm.save_lead_s`) ask for a checkpoint. With the
-callback, all ranks save at a step that they agree on. Without it, `trainer.save_signal` is sent to every rank, for a
-program that saves at a signal and goes on. A program that knows neither is waited for until its next own checkpoint, as
-long as there is time. Neither TRL nor ms-swift saves at a signal.
+`rlhf cancel --save`, a preemption and an approaching time limit (`slurm.save_lead_s`) request a checkpoint. With the
+callback, all ranks save at a step that they agree on. Without it, every rank gets the signal `trainer.save_signal`, for
+programs that save on a signal and continue. If a program supports neither, rlhf-flows waits for its next regular
+checkpoint for as long as there is time. Neither TRL nor ms-swift saves on a signal.
 
 ## Evaluation and promotion
 
-With `data.eval` and `evaluate.scorer`, the run measures the last checkpoint when training has ended, and `model.path`
-as the model before it: on the same nodes, with the evaluator of rlhf-flows, in its own compute environment. Rows have
-`data.prompt_column` and `data.answer_column`, as for the native trainer. It needs the `model/` folder, so a checkpoint
-in the form of Hugging Face. Without `data.eval` there is no evaluation. Promotion (`[promote]`) takes the same folder,
-and asks for an evaluation.
+If you set `data.eval` and `evaluate.scorer`, the run evaluates the last checkpoint once training has ended, and
+compares it with `model.path`, the model before training. The evaluation runs on the same nodes, with the evaluator of
+rlhf-flows in its own compute environment. Rows have `data.prompt_column` and `data.answer_column`, as for the native
+trainer. The evaluator needs the `model/` folder, and so a checkpoint in Hugging Face format. Without `data.eval` there
+is no evaluation. Promotion (`[promote]`) uses the same folder and requires an evaluation.
 
 ## What counts as a failure
 
-All kinds of [failures.md](failures.md) apply: the worker beside each rank ends as the rank has ended, by the same exit
-code or signal. One kind is special to other programs, `incomplete`, and it is not retried, because it would come back:
+All kinds in [failures.md](failures.md) apply: the worker beside each rank ends the way the rank did, with the same exit
+code or signal. One kind, `incomplete`, applies only to trainers started by `kind = "command"`. It is not retried,
+because it would fail in the same way again:
 
-- the program ended with exit code 0 before `trainer.num_steps`. Tell it the number with `{{num_steps}}`, not by hand;
-- it was told to go on from a checkpoint and began at an earlier step. The checkpoint is untouched; look at
+- The program exited with code 0 before it reached `trainer.num_steps`. Pass it the number as `{{num_steps}}` rather
+  than hard-coding it.
+- The program was told to resume from a checkpoint but began at an earlier step. The checkpoint is untouched; check
   `trainer.resume_argv`.
 
-`trainer.artifacts` names further files of the output folder that are kept with each attempt.
+`trainer.artifacts` lists more files of the output folder to keep with each attempt.
 """
 
 TROUBLE = {
-    "on processors, the loss is the same for any number of ranks": "accelerate trains every rank alone unless it is "
-    'told to use the CPU, and says nothing about it: `ACCELERATE_USE_CPU = "{use_cpu}"` in `trainer.variables`, or '
-    "`--use_cpu`. The presets of ms-swift have it, and `trl_train.py` sees to it",
-    "no checkpoint is found with ms-swift": "it puts them into a folder `v0-<time>` of each start. Add `--add_version "
-    'false`, or use `checkpoint_name = "*/checkpoint-{step}"`',
+    "on CPUs, the loss is the same for any number of ranks": "accelerate silently trains every rank on its own unless "
+    'you tell it to use the CPU. Set `ACCELERATE_USE_CPU = "{use_cpu}"` in `trainer.variables`, or pass `--use_cpu`. '
+    "The ms-swift presets do this, and so does `trl_train.py`",
+    "no checkpoint is found with ms-swift": "each start writes checkpoints into a new folder `v0-<time>`. Add "
+    '`--add_version false`, or set `checkpoint_name = "*/checkpoint-{step}"`',
     "no metrics with TRL until the first checkpoint": "TRL writes no log of its own. Add `--report_to tensorboard` and "
     '`TENSORBOARD_LOGGING_DIR = "{output_dir}/runs"`, as the presets do',
-    "`incomplete`, although all was trained": "the program counts other steps than `trainer.num_steps`: micro-batches, "
-    "or epochs. OpenRLHF counts none: its number is `data.max_samples / rollout.batch_size`",
-    "GRPO stops in its first step over a batch": "the batch of all ranks must be a multiple of `num_generations`; "
-    "`rlhf check` does the arithmetic",
-    "the program has trained, and does not end": "with gloo, torch can wait for ever while it is taken down (pytorch "
-    "#56297). `trl_train.py`, which the presets start, ends with `os._exit(0)` once all is saved",
-    "a hang is reported that is none": "a phase without any sign, such as a long rollout: add the callback or a "
-    "pattern of output, or raise the floor of its phase (`supervise.floor_s`)",
-    "all output is in the log of the first rank": "ranks of torchrun and of what is made of it have logs of their own "
-    "(`rlhf logs RUN --rank 1`); other launchers mix theirs",
-    "CPO hangs on two ranks": "TRL before 0.17; `rlhf check` warns of versions that are "
+    "`incomplete`, although training finished": "the program counts something other than the steps of "
+    "`trainer.num_steps`: micro-batches or epochs. OpenRLHF does not count steps: use "
+    "`data.max_samples / rollout.batch_size`",
+    "GRPO stops in its first step because of the batch size": "the batch of all ranks must be a multiple of "
+    "`num_generations`; `rlhf check` does the arithmetic",
+    "the program has trained but does not exit": "with gloo, torch can hang during shutdown (pytorch #56297). "
+    "`trl_train.py`, which the presets start, exits with `os._exit(0)` once everything is saved",
+    "a false hang is reported": "a phase shows no sign of life, such as a long rollout. Add the callback or an output "
+    "pattern, or raise the floor of that phase (`supervise.floor_s`)",
+    "the log of the first rank holds all the output": "ranks of torchrun, and of launchers built on it, have their own "
+    "logs (`rlhf logs RUN --rank 1`); other launchers mix the output",
+    "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of versions that are "
     "[known to go wrong](preflight.md#versions-that-go-wrong-together)",
 }
 """Signs of trouble, and their causes with a remedy."""
 
 END = """
-All settings: [`[trainer]`](configuration.md#trainer). Why it is done this way: [decision
-0029](decisions/0029-a-worker-follows-each-foreign-rank.md).
+All settings are listed under [`[trainer]`](configuration.md#trainer). [Decision
+0029](decisions/0029-a-worker-follows-each-foreign-rank.md) explains the design.
 """
 
 
@@ -380,7 +392,7 @@ def _presets() -> Iterator[str]:
 
 def _trouble() -> Iterator[str]:
     yield "\n## When something is wrong\n"
-    yield "| you see | it is |"
+    yield "| you see | cause and fix |"
     yield "|---|---|"
     for seen, cause in TROUBLE.items():
         yield f"| {cell(seen)} | {cell(cause)} |"

@@ -71,7 +71,7 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a config before anything is started: all findings at once. Exit code 0 fine, 2 blocked."""
+    """Check a config before anything starts, and show all findings at once. Exit code 0: fine, 2: blocked."""
     from rlhf_core.preflight.runner import blocking
 
     results = [*_checks(config, set_ or [])]

@@ -20,12 +20,14 @@ def compare(
         typer.Argument(
             metavar="RUN RUN...",
             help="Two or more: ids or beginnings of ids, names (the newest of that name), or `last`. "
-            "The first is what the others are held against.",
+            "The others are compared with the first.",
         ),
     ],
     metrics: Annotated[
         list[str] | None,
-        typer.Option("--metric", metavar="NAME", help="Metric to compare; may be given again. Default: the key ones."),
+        typer.Option(
+            "--metric", metavar="NAME", help="Metric to compare; may be given several times. Default: key ones."
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,
     show: Annotated[bool, typer.Option("--open", help="Open that page in a browser.")] = False,

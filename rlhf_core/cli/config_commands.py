@@ -33,9 +33,9 @@ class _Section:
 
 
 def migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config; it is rewritten in place.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config, rewritten in place.")],
 ) -> None:
-    """Rewrite a config of rlhf-flows 0.1 in the form of this version, with its comments."""
+    """Rewrite a config of rlhf-flows 0.1 for this version, keeping its comments."""
     from rlhf_core.whole_files import write_text
 
     after = migrated_text(file)

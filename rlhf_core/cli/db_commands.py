@@ -14,8 +14,8 @@ from rlhf_core.formatting import count
 
 
 def upgrade() -> None:
-    """Bring the history database to the schema of this program. All in one transaction; nothing happens when it is
-    there."""
+    """Migrate the history database to the schema of this program, in one transaction. Does nothing if it is up to
+    date."""
     from rlhf_core.history import database, migrate
     from rlhf_core.site_config import load_site
 
@@ -30,9 +30,9 @@ def upgrade() -> None:
 
 
 def rebuild(as_json: output.JsonOption = False) -> None:
-    """Make the history again from the run directories.
+    """Rebuild the history from the run directories.
 
-    Runs whose directory is gone keep their rows; leases are left alone, so running controllers are not disturbed.
+    Runs whose directory is gone keep their rows. Leases are left alone, so running controllers are not disturbed.
     """
     from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.ingest import rebuild
@@ -59,13 +59,13 @@ def rebuild(as_json: output.JsonOption = False) -> None:
 
 def reader(
     owner: Annotated[
-        str, typer.Option(help="User who owns the tables. Default: that of RLHF_DATABASE_URL.", show_default=False)
+        str, typer.Option(help="User who owns the tables. Default: the one in RLHF_DATABASE_URL.", show_default=False)
     ] = "",
 ) -> None:
     """Print the psql script that creates rlhf_reader, the PostgreSQL role that can only read.
 
-    `rlhf sql` runs statements as it, and Grafana logs in as it. Pipe the script into psql as a superuser, in the
-    database of the history, after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
+    `rlhf sql` runs statements as this role, and Grafana logs in as it. After `rlhf db upgrade`, pipe the script into
+    psql as a superuser, in the database of the history: rlhf db reader | psql -d DATABASE. You can run it again.
     """
     from rlhf_core.errors import BadInput
     from rlhf_core.history import database, read_only

@@ -41,7 +41,7 @@ def deploy(
     ] = "",
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=0, help="Largest number of its runs at a time, others wait; 0: no limit."),
+        typer.Option("--limit", min=0, help="Largest number of its runs active at once; others wait. 0: no limit."),
     ] = None,
     priority: Annotated[
         str | None, typer.Option("--priority", metavar="high|default|low", help="Priority of its runs in the queue.")
@@ -59,8 +59,8 @@ def deploy(
 ) -> None:
     """Deploy a config to Prefect, with a form in the UI; deploy it again to update it.
 
-    The config is stored as it is now, with the code that it needs: later edits do not change scheduled runs.
-    Schedules and limits that were set in the UI stay, unless they are given here.
+    Stores the config as it is now, with the code that it needs, so later edits do not change scheduled runs. Schedules
+    and limits set in the UI stay, unless you give them here.
     """
     _require_good_config(config, set_ or ())
     site = _site_in_prefect()
@@ -103,18 +103,18 @@ def submit(
             "--begin-within",
             metavar="SECONDS",
             min=0,
-            help="With --watch: exit with code 1 if the run has not begun after this time.",
+            help="With --watch: exit with code 1 if the run has not started after this time.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Request a run in Prefect, and return at once; a worker of the site runs it.
+    """Request a run in Prefect and return immediately; a worker of the site runs it.
 
-    With --watch, the reason why a run has not begun is printed on standard error. Without a worker, a program (no
-    terminal) waits at most five minutes, unless --begin-within says otherwise; the request stays.
+    With --watch, standard error shows why a run has not started yet. If there is no worker, scripts (without a
+    terminal) wait at most five minutes, unless --begin-within says otherwise; the request remains.
 
-    A file that was not deployed before is deployed first. If it was, the run uses the file as it is now, and the
-    deployment and its schedule stay unchanged.
+    A file that is not deployed yet is deployed first. Otherwise, the run uses the file as it is now, and the deployment
+    and its schedule stay unchanged.
     """
     _require_good_config(config, set_ or (), or_deployment=True)
     site = _site_in_prefect()

@@ -28,11 +28,13 @@ def create(
     torch: Annotated[
         str, typer.Option(help="Requirement of torch, for instance torch==2.12.1, instead of the tested one.")
     ] = "",
-    python: Annotated[str, typer.Option(help="Interpreter to make it with.", show_default="this one")] = sys.executable,
+    python: Annotated[
+        str, typer.Option(help="Interpreter to build it with.", show_default="this one")
+    ] = sys.executable,
 ) -> None:
-    """Make the environment of a trainer; where it was not finished go on, where it is complete do nothing.
+    """Build the environment of a trainer. Continues an unfinished one, and does nothing if it is complete.
 
-    Where packages come from is a matter of pip's own settings. On a cluster the folder must be one that the nodes see.
+    pip's own settings decide where packages come from. On a cluster, the nodes must be able to see the folder.
     """
     from rlhf_core import environments
     from rlhf_core.site_config import load_site
@@ -46,7 +48,7 @@ def create(
 
 
 def list_(as_json: JsonOption = False) -> None:
-    """List the environments that can be made, with the state of each in the home folder of the site."""
+    """List the environments that can be built, with the state of each in the home folder of the site."""
     from rlhf_core import environments
     from rlhf_core.site_config import load_site
 
@@ -63,7 +65,7 @@ def list_(as_json: JsonOption = False) -> None:
 
 
 def show(name: NameArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """Show what an environment is made from, and its state."""
+    """Show what an environment is built from, and its state."""
     from rlhf_core import environments
     from rlhf_core.site_config import load_site
 

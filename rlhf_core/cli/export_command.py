@@ -40,12 +40,12 @@ def export(
     ] = True,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Export runs to files or to an experiment tracker. Exporting again replaces what was there, or adds what is new.
+    """Export runs to files or to an experiment tracker. Exporting again replaces old data or adds what is new.
 
-    parquet and csv: one file for each table of the history. mlflow: parameters, metrics, evaluations, tags, and
-    as artifacts the report, the settings, the evaluation tables and the model card (never weights), in a database in
-    that folder or on a server. tensorboard: event files. wandb: an offline run, which
-    `wandb sync` sends; nothing is sent here.
+    parquet and csv: one file per table of the history. mlflow: parameters, metrics, evaluations and tags, with the
+    report, the settings, the evaluation tables and the model card as artifacts (never weights), in a database in that
+    folder or on a server. tensorboard: event files. wandb: an offline run, to be sent with `wandb sync`; this command
+    sends nothing.
     """
     from rlhf_core.cli.history_commands import catch_up
     from rlhf_core.history import queries

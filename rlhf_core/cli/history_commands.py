@@ -33,15 +33,14 @@ def runs(
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
     owner: Annotated[str | None, typer.Option(help="Only runs of this owner.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Largest number of runs, newest first.")] = 50,
-    trials: Annotated[bool, typer.Option("--trials", help="Also the trials of runs.")] = False,
+    trials: Annotated[bool, typer.Option("--trials", help="Also list the trials of runs.")] = False,
     queued: Annotated[
         bool,
-        typer.Option("--queued", help="Only requests in Prefect that are not runs: waiting or refused."),
+        typer.Option("--queued", help="List only requests in Prefect that are not runs: waiting or refused."),
     ] = False,
     as_json: output.JsonOption = False,
 ) -> None:
-    """List runs, newest first; below them the waiting or refused requests in Prefect, as the site daemon last saw
-    them."""
+    """List runs, newest first, followed by waiting or refused requests in Prefect as the site daemon last saw them."""
     if queued:
         pending_requests.show(as_json=as_json)
         return
@@ -114,11 +113,11 @@ def nodes(
     ] = "",
     as_json: output.JsonOption = False,
 ) -> None:
-    """Show the strikes against nodes from the incidents of all runs, and the nodes that are excluded for a while.
+    """Show the strikes against nodes from the incidents of all runs, and which nodes are currently excluded.
 
-    A strike weighs half after three days. A lost node or one with a failed GPU is excluded for a day, one with repeated
-    strikes for six hours; new attempts on Slurm avoid them as long as enough others are available. With --clear the
-    strikes until now no longer count; the history keeps them.
+    A strike counts half after three days. A lost node, or one with a failed GPU, is excluded for a day; one
+    with repeated strikes for six hours. New attempts on Slurm avoid these nodes as long as enough others are available.
+    With --clear, previous strikes no longer count; the history keeps them.
     """
     from rlhf_core.accounts import attributed_here
     from rlhf_core.errors import BadInput

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
-    """Plan a run before it takes a node: memory of each role, seconds of a step, the layout of trainers and engines.
+    """Predict what a run needs before it takes a node: memory per role, seconds per step, layout of trainers and
+    engines.
 
-    Layouts that do not divide are refused, with the nearest that do. After runs of the same shape the prediction is
-    compared with what they took. Exit code 0 fine, 2 refused.
+    Layouts that do not divide are refused, and the nearest ones that do are shown. After runs of the same shape, the
+    prediction is compared with what they took. Exit code 0: fine, 2: refused.
     """
     found = _plan(config, set_ or [])
     if as_json:

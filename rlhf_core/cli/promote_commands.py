@@ -22,7 +22,8 @@ def approve(
 ) -> None:
     """Approve the promotion of the best checkpoint of a completed run to a model directory.
 
-    Also after a refusal, after the deadline, or if it could not be written: then this process writes it.
+    Works even after a refusal, after the deadline, or if the model could not be written; in these cases, this process
+    writes it.
     """
     _answer(run, "approved", by, reason, as_json)
 

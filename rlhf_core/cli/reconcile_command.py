@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def reconcile(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare database, Prefect and scheduler once, and repair disagreements, as the site daemon does all the time.
-    Exit code 1 if an action failed."""
+    """Compare the database, Prefect and the scheduler once and repair differences, as the site daemon does
+    continuously. Exit code 1 if an action failed."""
     from flows.daemon import flow_runs_of
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once
     from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction

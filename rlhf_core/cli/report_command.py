@@ -17,9 +17,9 @@ def report(
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser as well.")] = False,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Write the report of a run: one HTML file with plots, facts, incidents and samples that needs nothing else.
+    """Write the report of a run: one self-contained HTML file with plots, facts, incidents and samples.
 
-    Works for a run in any state, also while it runs and after it has failed.
+    Works for a run in any state, including active and failed runs.
     """
     from rlhf_core.errors import BadInput, RlhfError
     from rlhf_core.history import queries

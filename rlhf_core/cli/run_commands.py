@@ -39,13 +39,13 @@ def run(
     name: NameOption = "",
     tag: TagOption = None,
     no_prefect: NoPrefectOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a config to its end: preflight, allocate, train, evaluate, with progress and a summary.
+    """Run a config from start to finish (preflight, allocate, train, evaluate), with progress and a summary.
 
-    Ctrl-C asks once, then cancels cleanly. Training continues if this process is killed: `rlhf resume` adopts it.
-    Exit code 0 done, 1 failed (with the diagnosis), 2 bad input or blocked by a check, 130 cancelled.
+    Ctrl-C asks once, then cancels cleanly. If this process is killed, training continues, and `rlhf resume` adopts it.
+    Exit code 0: done, 1: failed (with the diagnosis), 2: bad input or blocked by a check, 130: cancelled.
     """
     from rlhf_core.control.controller import new_run, resolve
     from rlhf_core.history.store import HistoryStore
@@ -65,10 +65,10 @@ def run(
 
 
 def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
-    """Resume a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint.
+    """Resume a run: adopt its job if it is alive, or start a new attempt from the last complete checkpoint.
 
-    A run with a running controller is left to it, and the controller is named. A controller that died on this host is
-    replaced at once; one on another host when its lease expires, within a minute.
+    If the run still has a running controller, the command names it and changes nothing. A controller that died on this
+    host is replaced at once; one on another host when its lease expires, within a minute.
     """
     from rlhf_core.control.promotion import is_due
     from rlhf_core.history.store import HistoryStore
@@ -99,8 +99,8 @@ def cancel(
     save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """End a run and prove that its job is gone, with or without a running controller. A request that no worker has
-    started is withdrawn."""
+    """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request that
+    no worker has started."""
     from rlhf_core.accounts import account
     from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
     from rlhf_core.errors import UnknownRun
@@ -240,9 +240,9 @@ def watch(
     interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two updates.")] = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a run of another process until it ends. Only reads; Ctrl-C does not affect the run.
+    """Follow a run that another process drives, until it ends. Read-only; Ctrl-C does not affect the run.
 
-    With --json: one line of JSON whenever something has changed.
+    With --json: prints one line of JSON whenever something changes.
     """
     from rlhf_core.cli.watching import watch_run
 
@@ -255,7 +255,7 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Attempt; default: the newest.")] = None,
     restart: Annotated[int | None, typer.Option(min=0, help="Restart; default: the newest.")] = None,
-    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Last lines of each log; 0 for all.")] = 40,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Number of last lines of each log; 0 for all.")] = 40,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ServicesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SERVICE]...", help="Only these: server, worker, daemon. All of them when left out."),
+    typer.Argument(metavar="[SERVICE]...", help="Services to act on: server, worker, daemon. Default: all."),
 ]
 
 
@@ -21,17 +21,15 @@ def up(
     services: ServicesArgument = None,
     status: Annotated[
         bool,
-        typer.Option(
-            "--status", help="Start nothing; say how each service stands, with exit code 1 where one is down."
-        ),
+        typer.Option("--status", help="Start nothing; show the state of each service. Exit code 1 if one is down."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start what a site needs on this machine: Prefect server with its UI, worker, and site daemon.
+    """Start the services of a site on this machine: the Prefect server with its UI, a worker and the site daemon.
 
-    Services that are running are left alone. They go on in the background under supervisord, which starts again what
-    dies; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the server from then on. Nothing is
-    fetched from, or sent to, the network.
+    Leaves running services alone. Services run in the background under supervisord, which restarts any that die; their
+    logs are in the folder logs of RLHF_HOME. From then on, `rlhf run` uses this server. Nothing is fetched from, or
+    sent to, the network.
     """
     from flows.server import configured_url, own_url, ui_url
     from flows.services import down_ones, lacks_supervisord
@@ -62,10 +60,10 @@ def up(
 
 
 def password(as_json: JsonOption = False) -> None:
-    """Print the password that the Prefect server of this site asks for, as its sign-in page takes it, user included.
+    """Print the user and password for this site's Prefect server, in the form that its sign-in page expects.
 
-    It is made once, in a file of RLHF_HOME that only you may read, unless RLHF_PREFECT_AUTH gives one. Who has it may
-    run programs as the user of the services.
+    The password is generated once, in a file of RLHF_HOME that only you can read, unless RLHF_PREFECT_AUTH provides
+    one. Anyone who has it can run programs as the user of the services.
     """
     from flows.server import password as find
     from flows.server import ui_url
@@ -80,7 +78,7 @@ def password(as_json: JsonOption = False) -> None:
 
 
 def down(services: ServicesArgument = None) -> None:
-    """End what `rlhf up` started. The jobs of runs go on by themselves; the next `rlhf up` picks the runs up again."""
+    """Stop the services that `rlhf up` started. The jobs of runs continue; the next `rlhf up` adopts the runs again."""
     from flows.services import down as stop
     from rlhf_core.errors import HistoryError
     from rlhf_core.site_config import load_site
@@ -103,7 +101,7 @@ def down(services: ServicesArgument = None) -> None:
 def serve(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="server, worker or daemon.")],
 ) -> None:
-    """Be one service in the foreground, until SIGTERM: what systemd units, containers and supervisord start."""
+    """Run one service in the foreground until SIGTERM, for systemd units, containers and supervisord."""
     from flows.services import wanted_services
     from flows.serving import serve as be
     from rlhf_core import private_files

@@ -44,10 +44,10 @@ def sql(
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Query the history in SQL, or with a saved query by its name.
+    """Query the history with SQL, or run a saved query by its name.
 
-    Read-only: the database itself refuses everything else, and stops after five minutes. A value
-    is bound to its parameter :name in the statement and never becomes part of it.
+    Read-only: the database itself refuses anything else, and stops after five minutes. Values are bound to the
+    parameters :name of the statement and never become part of its text.
 
     Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,

@@ -26,32 +26,32 @@ def wrap(
         list[str],
         typer.Argument(
             metavar="LINE...",
-            help="The launch line, or a shell script that holds it, with its arguments.",
+            help="The launch command, or a shell script that contains it, with its arguments.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path, typer.Option("-o", "--out", metavar="FILE", help="Config to write; - for standard output.")
     ] = Path("wrapped.toml"),
-    name: Annotated[str, typer.Option(help="Name of the run; by default from the line.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the run; by default derived from the command.")] = "",
     framework: Annotated[
         Literal["script", "transformers", "swift", "trl", "openrlhf"] | None,
-        typer.Option(help="Family of the program; by default it is recognised."),
+        typer.Option(help="Family of the program; detected by default."),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, max=2**31 - 1, help="Optimizer steps, where the line gives epochs or nothing."),
+        typer.Option(min=1, max=2**31 - 1, help="Number of optimizer steps, if the command gives epochs or no length."),
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Make a config of the launch line that starts your trainer today: torchrun, accelerate, swift, a script ...
+    """Make a config from the command that launches your current trainer: torchrun, accelerate, swift, a script ...
 
-    Options of rlhf come first. Nothing is run. What was read is printed with its place in the config, and
-    then what could not be read, with what to do about it. Then: rlhf check FILE, rlhf run FILE.
+    Put options of rlhf first. Nothing is run. The output shows the values found, with their place in the config, then
+    those that could not be read, with what to do about them. Next: rlhf check FILE, rlhf run FILE.
 
     For instance: rlhf wrap -o my.toml -- torchrun --nproc_per_node 8 train.py --max_steps 500
 
-    Or, of a script with its arguments: rlhf wrap -o my.toml --steps 500 grpo.sh
+    For a script with arguments: rlhf wrap -o my.toml --steps 500 grpo.sh
     """
     from rlhf_core.errors import BadInput
     from rlhf_core.launch.wrap.wrapping import WrapOptions

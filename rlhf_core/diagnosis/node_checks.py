@@ -30,37 +30,35 @@ IDENTITY = NodeCheck(
 )
 LAUNCH = NodeCheck(
     "node.launch",
-    "NNODES, NODE_RANK or NPROC_PER_NODE that differ make two worlds, or one that is never complete (ms-swift #3695).",
+    "Differing NNODES, NODE_RANK or NPROC_PER_NODE make two worlds, or one that is never complete (ms-swift #3695).",
 )
 VARIABLES = NodeCheck(
-    "node.variables", "A variable of NCCL, CUDA or torch set on one node only lets ranks choose different algorithms."
+    "node.variables", "An NCCL, CUDA or torch variable set on only one node lets ranks choose different algorithms."
 )
 VERSIONS = NodeCheck(
-    "node.versions", "Packages of different versions use different protocols, or compute different results."
+    "node.versions", "Different package versions use different protocols or compute different results."
 )
 CONTENT = NodeCheck(
-    "node.content", "A node that reads another config, code, data file or tokenizer takes other branches, and hangs."
+    "node.content", "A node that reads different code, data, config or tokenizer files takes other branches, and hangs."
 )
 TRAINER = NodeCheck(
     "node.trainer", "A node without the environment or the program of another trainer ends every attempt at once."
 )
 HARDWARE = NodeCheck(
-    "node.hardware", "A node with 7 GPUs among nodes with 8, or with slower ones, holds up all others."
+    "node.hardware", "A node with 7 GPUs among nodes with 8, or with slower GPUs, holds up all the others."
 )
 GPU_HEALTH = NodeCheck("node.gpu_health", "A GPU with uncorrected errors or an XID fails again, some steps later.")
 DISK = NodeCheck("node.disk", "A full temporary folder or shared memory ends a rank when it first writes there.")
-LIMITS = NodeCheck("node.limits", "Too few open files or locked memory end in errors of NCCL that do not name them.")
+LIMITS = NodeCheck("node.limits", "Limits on open files or locked memory cause NCCL errors that do not mention them.")
 CLOCK = NodeCheck("node.clock", "A wrong clock breaks certificates, build caches and the order of events.")
 SHARED_FILES = NodeCheck("node.shared_files", "A node that does not see the run directory can neither load nor save.")
-NETWORK = NodeCheck(
-    "node.network", "An address on no interface, or a port in use, ends in a rendezvous that times out."
-)
-PTRACE = NodeCheck("node.ptrace", "If processes may not be traced, the stack of a hung rank cannot be read.")
+NETWORK = NodeCheck("node.network", "An address on no interface, or a port in use, makes the rendezvous time out.")
+PTRACE = NodeCheck("node.ptrace", "If processes must not be traced, the stack of a hung rank cannot be read.")
 PLUGIN = NodeCheck("node.plugin", "Checks that a site makes on its nodes (entry points `rlhf_flows.node_checks`).")
 ANSWER = NodeCheck("probe.answer", "A rank that does not finish a small measurement would hang the training.")
-MATMUL = NodeCheck("probe.matmul", "One slow device holds up every step of all others.")
+MATMUL = NodeCheck("probe.matmul", "One slow device holds up every step of all the others.")
 BANDWIDTH = NodeCheck("probe.bandwidth", "One slow link sets the pace of every all-reduce (NeMo-RL #3670).")
-LATENCY = NodeCheck("probe.latency", "Detours of small messages add up over thousands of collectives in a step.")
+LATENCY = NodeCheck("probe.latency", "Delays of small messages add up over the thousands of collectives in a step.")
 ALL_REDUCE = NodeCheck("probe.all_reduce", "An all-reduce with a wrong sum trains on noise, silently.")
 ALL_GATHER = NodeCheck("probe.all_gather", "An all-gather with wrong or swapped parts mixes up the ranks' data.")
 

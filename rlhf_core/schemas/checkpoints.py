@@ -6,13 +6,13 @@ from rlhf_core.schemas.base import Positive, Schema
 
 
 class CheckpointSpec(Schema):
-    """Settings of checkpoints: how often training state is saved, and where copies of it are kept."""
+    """Settings of checkpoints: how often to save the training state, and where to keep copies of it."""
 
     every_num_steps: Positive = 10
     """Steps between checkpoints; the end of the warm start and the last step are saved as well."""
     keep_last: Positive = 2
-    """Newest checkpoints kept; the one at the end of the warm start, the last one of training, and up to two that are
-    older (to go back to before the last `health.window_steps` steps) are kept as well."""
+    """Number of newest checkpoints to keep. Also kept are the one at the end of the warm start, the last one of
+    training, and up to two older ones (to go back to before the last `health.window_steps` steps)."""
     background: bool = True
     """Write from a snapshot in main memory while training goes on: the step waits for the copy only. Without room for
     it, or with weights that are converted for the disk, the step waits until all is written. Only for `native`."""

@@ -49,32 +49,34 @@ class SlurmSpec(Schema):
     qos: OneLine = ""
     """Quality of service."""
     constraint: OneLine = ""
-    """Features that nodes must have, as `sbatch --constraint` takes them."""
+    """Features that nodes must have, in the form of `sbatch --constraint`."""
     gpu_type: OneLine = ""
     """Type of GPU, as in `gpu:h100:8`; empty for any."""
     gres: OneLine = ""
-    """Further generic resources, as `sbatch --gres` takes them."""
+    """More generic resources, in the form of `sbatch --gres`."""
     reservation: OneLine = ""
     """Reservation to run in."""
     exclude: tuple[NodeName, ...] = ()
-    """Nodes never to be used; suspects of failures are added by themselves."""
+    """Nodes that must not be used; suspects of failures are added automatically."""
     setup: tuple[Lines, ...] = ()
-    """Shell lines run on every job before its agents, for instance `module load cuda`."""
+    """Shell lines to run in every job before its agents start, for instance `module load cuda`."""
     container_kind: Literal["", "pyxis", "apptainer"] = ""
     """Run the agents in a container: through `srun --container-image` (pyxis) or `apptainer exec`."""
     container_image: OneLine = ""
     """Image of that container."""
     container_mounts: tuple[OneLine, ...] = ()
-    """Mounts, each `from:to`; the run directory is mounted by itself."""
+    """Mounts, each `from:to`; the run directory is mounted automatically."""
     environment: dict[VariableName, Lines] = {}
     """Variables set for the agents and workers; they are stored and shown like any setting."""
     pass_environment: tuple[VariableName, ...] = ()
-    """Names of variables whose values are secret: taken at submission from the environment of whoever submits, or from
-    the file `RLHF_JOB_SECRETS`, and handed to the job with any scheduler; nothing stores or shows them."""
+    """Names of variables with secret values. The values are read at submission from the environment of the submitting
+    process, or from the file `RLHF_JOB_SECRETS`, and passed to the job with any scheduler; they are never stored or
+    shown."""
     save_lead_s: Positive = 120
-    """Time before the limit at which Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
+    """Time before the limit at which Slurm requests a checkpoint, in seconds; Slurm counts in minutes, so it may be
+    early."""
     extra: tuple[SbatchOption, ...] = ()
-    """Further `sbatch` options, each as `--option=value`."""
+    """More `sbatch` options, each as `--option=value`."""
 
     def over(self, site: "SlurmSpec") -> "SlurmSpec":
         """These settings, and the site's where nothing else is said here; of lists and variables, both."""

@@ -17,33 +17,33 @@ STEP_FIELD = "{step}"
 """Stands for the number of the step in names of checkpoints."""
 
 PLACEHOLDERS = {
-    "num_nodes": "nodes of the attempt",
+    "num_nodes": "number of nodes of the attempt",
     "node_rank": "index of this node, from 0",
-    "ranks_per_node": "ranks on every node",
-    "num_ranks": "ranks on all nodes",
-    "rank": "rank, from 0; with launch = per_node that of the first rank of the node",
-    "local_rank": "index of the rank on its node, from 0; with launch = per_node 0",
-    "gpus": "GPUs of this node as CUDA_VISIBLE_DEVICES has them; empty without any",
-    "gpus_per_node": "GPUs on every node",
-    "use_cpu": "true where resources.gpus_per_node is 0, else false",
+    "ranks_per_node": "number of ranks on each node",
+    "num_ranks": "number of ranks on all nodes together",
+    "rank": "rank, from 0; with launch = per_node, that of the first rank on the node",
+    "local_rank": "index of the rank on its node, from 0; always 0 with launch = per_node",
+    "gpus": "GPUs of this node, in the form of CUDA_VISIBLE_DEVICES; empty without GPUs",
+    "gpus_per_node": "number of GPUs on each node",
+    "use_cpu": "true if resources.gpus_per_node is 0, otherwise false",
     "master_addr": "address of the first node",
-    "master_port": "port on the first node that was free when the ranks were started",
+    "master_port": "a port on the first node that was free when the ranks started",
     "num_steps": "trainer.num_steps",
     "checkpoint_every": "checkpoint.every_num_steps",
     "keep_last": "checkpoint.keep_last",
     "seed": "seed",
     "run_id": "id of the run",
     "run_dir": "the run directory",
-    "output_dir": "folder of the trainer's own files: trainer.output_dir, filled",
+    "output_dir": "folder for the trainer's own files: trainer.output_dir with its placeholders filled in",
     "attempt": "number of the attempt, from 1",
     "restart": "number of the restart in place, from 0",
-    "checkpoint": "folder of the checkpoint to go on from; empty from the beginning",
-    "checkpoint_step": "step of that checkpoint; 0 from the beginning",
+    "checkpoint": "folder of the checkpoint to resume from; empty for a start from scratch",
+    "checkpoint_step": "step of that checkpoint; 0 for a start from scratch",
     "model": "model.path",
     "train": "data.train",
     "eval": "data.eval",
     "drivers": "folder of the scripts that come with rlhf-flows (trl_train.py, ray_node.sh)",
-    "code": "folder with the copy of the user's code (code.paths)",
+    "code": "folder with the copies of your own code (code.paths)",
 }
 """Placeholders of the launch line and of variables, with their meanings."""
 
@@ -138,54 +138,55 @@ class CommandTrainer(Schema):
     kind: Literal["command"] = "command"
     """`command`: a program of your own, such as ms-swift, TRL or a script for torchrun."""
     argv: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Launch line, one item for each argument; `{num_nodes}`, `{node_rank}`, `{master_addr}` and the like are filled in
-    (docs/trainers.md lists them)."""
+    """Launch line, with one item per argument; placeholders such as `{num_nodes}`, `{node_rank}` and `{master_addr}`
+    are filled in (docs/trainers.md lists them)."""
     num_steps: Positive
-    """Optimizer steps after which the training is complete. The trainer must be told the same, for instance with
-    `--max_steps {num_steps}`; one that ends before has failed."""
+    """Optimizer steps after which the training is complete. Tell the trainer the same number, for instance with
+    `--max_steps {num_steps}`; if it ends earlier, it has failed."""
     framework: Literal["script", "transformers", "swift", "trl", "openrlhf"] = "script"
-    """Family of the program: says where its progress, metrics and checkpoints are found, and how its arguments are
-    read. `transformers` is any program around `transformers.Trainer`."""
+    """Family of the program, which determines where to find its progress, metrics and checkpoints, and how to read its
+    arguments. `transformers` is any program built on `transformers.Trainer`."""
     algorithm: Label = "other"
-    """Name of the algorithm, for instance `grpo` or `cpo`; it is stored with the run and compared by."""
+    """Name of the algorithm, for instance `grpo` or `cpo`; stored with the run and used in comparisons."""
     launch: Literal["per_node", "per_rank"] = "per_node"
-    """`per_node`: the line is started once on every node and starts the ranks itself (torchrun, accelerate, deepspeed,
-    swift). `per_rank`: it is started once for every rank, with RANK, LOCAL_RANK and WORLD_SIZE."""
+    """Way to start the ranks. `per_node`: the line runs once on every node and starts the ranks itself (torchrun,
+    accelerate, deepspeed, swift). `per_rank`: it runs once for every rank, with RANK, LOCAL_RANK and WORLD_SIZE set."""
     environment: OneLine = ""
-    """Python environment that it runs in: a name of `rlhf env create`, or the folder of a virtual environment; empty
-    for the programs found on the PATH of the job."""
+    """Python environment that it runs in: a name from `rlhf env create`, or the folder of a virtual environment; empty
+    uses the programs on the PATH of the job."""
     variables: dict[VariableName, Lines] = {}
     """Environment variables of the program; placeholders are filled in."""
     setup: tuple[Lines, ...] = ()
-    """Shell lines before it, in the same shell, for instance `module load cuda`."""
+    """Shell lines to run before it, in the same shell, for instance `module load cuda`."""
     working_dir: OneLine = ""
-    """Folder that it is started in; empty for the one that `rlhf run` was started in."""
+    """Folder to start it in; empty for the one where `rlhf run` was called."""
     output_dir: OneLine = "{run_dir}/trainer/output"
-    """Folder of its files; its checkpoints and logs are looked for here."""
+    """Folder of its files, where its checkpoints and logs are looked for."""
     checkpoint_name: OneLine = "checkpoint-{step}"
     """Path of a checkpoint in the output folder, with `{step}` for the number; `*` stands for any name."""
     checkpoint_complete: tuple[OneLine, ...] = ("trainer_state.json",)
-    """Files, as patterns, that a complete checkpoint has; the last ones that the program writes."""
+    """Patterns of the files that a complete checkpoint has; name the ones that the program writes last."""
     resume: Literal["argument", "in_place", "none"] = "argument"
-    """`argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put back into the
-    output folder, and those after it taken out; the program finds it by itself. `none`: it starts at the beginning."""
+    """Way to resume. `argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put
+    back into the output folder and later ones are moved out, so that the program finds it. `none`: it starts from the
+    beginning."""
     resume_argv: tuple[str, ...] = ("--resume_from_checkpoint", "{checkpoint}")
-    """Arguments added to the launch line to go on from a checkpoint."""
+    """Arguments added to the launch line to resume from a checkpoint."""
     save_signal: Signal = ""
-    """Signal at which it saves a checkpoint and goes on; sent to every rank. Empty if it knows none."""
+    """Signal on which it saves a checkpoint and continues, sent to every rank; empty if there is none."""
     artifacts: tuple[OneLine, ...] = ()
-    """Further files of the output folder to keep with every attempt, as patterns."""
+    """Patterns of more files in the output folder to keep with every attempt."""
     progress: tuple[ProgressSource, ...] = ()
-    """Sources of progress; empty for those that suit the framework."""
+    """Sources of progress; empty uses those of the framework."""
     stdout_patterns: tuple[Pattern, ...] = ()
     """Regular expressions for lines of output that show progress; groups `(?P<step>...)` and `(?P<name>...)` give the
     step and metrics."""
     metrics: dict[str, str] = {}
-    """Names of its metrics as this project has them, for instance `"train/reward" = "reward/mean"`; added to those of
-    the framework. An empty name leaves a metric out."""
+    """Names for its metrics in this project, for instance `"train/reward" = "reward/mean"`, in addition to those of the
+    framework. An empty name drops a metric."""
     record_collectives: bool = True
-    """Read the collectives of each rank from torch's flight recorder, through a module that Python loads at its start
-    (`sitecustomize`, found by PYTHONPATH); the program itself stays as it is."""
+    """Read the collectives of each rank from torch's flight recorder, through a module that Python loads when it starts
+    (`sitecustomize`, found by PYTHONPATH); the program itself is not changed."""
 
     @property
     def sources(self) -> tuple[ProgressSource, ...]:

@@ -14,7 +14,7 @@ class DataSpec(Schema):
     """Source of prompts and answers."""
 
     train: str = ""
-    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty when `data.generator` makes
+    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty if `data.generator` makes
     it."""
     eval: str = ""
     """Held-out data in the same format, never trained on."""
@@ -26,35 +26,35 @@ class DataSpec(Schema):
     prompt_column: str = "prompt"
     """Column that holds the prompt."""
     answer_column: str = "answer"
-    """Column that holds the reference answer. An algorithm that learns from pairs alone does without."""
+    """Column that holds the reference answer. Algorithms that learn only from pairs do not need it."""
     chosen_column: str = "chosen"
     """Column that holds the better completion of a pair, for an algorithm that learns from pairs."""
     rejected_column: str = "rejected"
     """Column that holds the worse completion of a pair."""
     label_column: str = "label"
-    """Column that says whether the completion (`data.completion_template`) is desirable, for an algorithm that learns
-    from labelled completions: true or false, 1 or 0."""
+    """Column that says whether the completion (`data.completion_template`) is desirable (true or false, 1 or 0), for an
+    algorithm that learns from labelled completions."""
     margin_column: str = ""
-    """Column that holds by how much the better completion of a pair is better, for a reward model; empty for none."""
+    """Column that holds the margin by which the better completion of a pair is better, for a reward model; empty for
+    none."""
     prompt_template: str = "{prompt}"
     """Text given to the model; `{column}` is replaced by that column of the row."""
     completion_template: str = "{answer}"
-    """Text that supervised training teaches after the prompt; `{column}` is replaced likewise."""
+    """Text that supervised training teaches after the prompt; `{column}` is replaced in the same way."""
     chosen_template: str = "{chosen}"
-    """Text of the better completion of a pair; `{column}` is replaced likewise."""
+    """Text of the better completion of a pair; `{column}` is replaced in the same way."""
     rejected_template: str = "{rejected}"
-    """Text of the worse completion of a pair; `{column}` is replaced likewise."""
+    """Text of the worse completion of a pair; `{column}` is replaced in the same way."""
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """Treatment of longer prompts: leave the row out (counted and shown), or stop."""
+    """Treatment of longer prompts: drop the row (counted and reported), or stop."""
     max_completion_tokens: NonNegative = 0
-    """Longest completion that is learned from, in tokens; 0 for no limit. Both of a pair have to fit."""
+    """Longest completion to learn from, in tokens; 0 for no limit. Both completions of a pair must fit."""
     overlong_completions: Literal["drop", "error"] = "drop"
-    """Policy for rows whose completions are longer: leave the row out (counted and shown), or stop."""
+    """Treatment of rows with longer completions: drop the row (counted and reported), or stop."""
     malformed_rows: Literal["error", "drop"] = "error"
-    """Treatment of lines that are not valid: stop with file and line number, or leave them out (counted and
-    shown)."""
+    """Treatment of invalid lines: stop with the file and line number, or drop them (counted and reported)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -20,7 +20,7 @@ class EvaluateSpec(Schema):
     temperature: PositiveFloat = 1.0
     """Temperature of the sampled evaluation; the greedy one always takes the likeliest token."""
     every_num_steps: NonNegative = 0
-    """Also evaluate greedily every so many steps during training, as metric `eval/greedy`; 0 for never."""
+    """Also evaluate greedily at this interval of steps during training, as metric `eval/greedy`; 0 for never."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Level of the reported confidence interval."""
     keep_samples: NonNegative = 64
@@ -28,16 +28,16 @@ class EvaluateSpec(Schema):
 
 
 class PromoteSpec(Schema):
-    """Promotion of the best checkpoint to a model directory that others may use."""
+    """Promotion of the best checkpoint to a model directory for others to use."""
 
     when: Literal["never", "approved", "always"] = "never"
-    """`never`; `approved`: after the evaluation the run waits for a person (Prefect, or `rlhf approve`); `always`:
-    nobody is asked."""
+    """Condition: `never`; `approved`, where the run waits after the evaluation for a person (in Prefect, or with `rlhf
+    approve`); or `always`, without asking."""
     folder: str = ""
     """Folder of promoted models; each becomes `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
     metric: EvaluationName = "greedy"
     """Evaluation that decides which checkpoint is the best; `preference` ranks held-out pairs."""
     min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """Least gain over the evaluation before training; with less nobody is asked and nothing is promoted."""
+    """Least gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
     timeout_h: PositiveFloat = 72.0
-    """Time that a person may take, in hours; after that nothing is promoted, but `rlhf approve` still can."""
+    """Time to wait for an approval, in hours; after that, nothing is promoted, but `rlhf approve` still works."""

@@ -30,51 +30,51 @@ _WARNINGS: frozenset[HealthRule] = frozenset({"clipped", "train_gap", "kl", "len
 
 
 class HealthSpec(Schema):
-    """Judgement of training: one that learns nothing goes back once to an older checkpoint, then the run stops; one
-    that merely looks wrong gets a warning."""
+    """Judgement of training. A run that learns nothing goes back once to an older checkpoint, then stops; one that
+    merely looks wrong gets a warning."""
 
     off: dict[HealthRule, str] = {}
-    """Rules that are not applied: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated`,
-    `entropy_collapse`, `clipped`, `train_gap`, `kl` or `length` to the reason, which is kept with the run."""
+    """Rules to turn off: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated`, `entropy_collapse`,
+    `clipped`, `train_gap`, `kl` or `length`, each with the reason, which is stored with the run."""
     actions: dict[HealthRule, HealthAction] = {}
-    """Consequences of rules: `warn` (an incident that leaves the run going), `stop` the run, or `roll_back` (go on
-    once from an older checkpoint, then stop). Without an entry `clipped`, `train_gap`, `kl` and `length` warn and the
-    others roll back. Training by another program is only warned of."""
+    """Response of each rule: `warn` (an incident that does not stop the run), `stop` the run, or `roll_back` (resume
+    once from an older checkpoint, then stop). By default, `clipped`, `train_gap`, `kl` and `length` warn and the others
+    roll back. For training by another program, all rules only warn."""
     window_steps: Positive = 20
-    """Steps over which reward, spread, entropy and truncation are judged: healthy runs have dips of some steps, and
-    what is still gone after twenty does not come back."""
+    """Steps over which reward, spread, entropy and truncation are judged. Healthy runs have dips of a few steps; what
+    has not recovered after twenty does not come back."""
     frozen_steps: Positive = 5
     """Steps in a row without a gradient although rewards differ, or without any change of the weights, after which
-    training is ended: one may be rounding, in five nothing has been learned."""
+    training is ended. One may be rounding; in five, nothing has been learned."""
     min_completions: Positive = 4096
-    """Completions without any difference in reward before that counts: a task that is solved once in a thousand times
-    has shown it by then (the chance that it has not is under 2 %)."""
+    """Completions without any difference in reward before this counts. By then, a task that is solved once in a
+    thousand times has been solved (the chance that it has not is under 2 %)."""
     identical_chance: Annotated[float, Field(gt=0, lt=1)] = 1e-9
-    """Chance, judged by the policy's entropy, below which identical completions are no accident: no run has a thousand
-    million steps, and a policy that is certain of its answers may repeat them."""
+    """Probability, judged by the policy's entropy, below which identical completions are no accident. No run has a
+    billion steps, and a policy that is certain of its answers may repeat them."""
     collapsed_share: Share = 0.2
-    """A reward that has kept no more than this share of its own best, above the lowest reward seen, has collapsed:
-    healthy runs lose a half at times and win it back."""
+    """Share of its own best, above the lowest reward seen, at or below which a reward has collapsed. Healthy runs
+    sometimes lose a half and win it back."""
     entropy_share: Share = 0.01
-    """An entropy below this share of what it began with, without a gain in reward, is the end of exploration: a policy
-    that learns gives up entropy too, but for reward."""
+    """Share of the initial entropy below which exploration has ended, if the reward has not risen. A policy that learns
+    also gives up entropy, but gains reward."""
     truncated_share: Share = 0.99
-    """Share of completions cut off at `rollout.max_new_tokens` from which on, without any reward, nothing is ever
-    finished: a few that end are enough to learn from."""
+    """Share of completions truncated at `rollout.max_new_tokens` from which, without any reward, nothing is considered
+    to finish. A few that end are enough to learn from."""
     max_kl: PositiveFloat = 10.0
-    """Divergence from the reference model, in nats per token, above which a model is far from anything that it was:
-    healthy runs stay below 1, and 10 leaves the likely tokens a chance of 1 in 20,000."""
+    """Divergence from the reference model, in nats per token, above which the model has moved too far. Healthy runs
+    stay below 1; at 10, likely tokens are left with a chance of 1 in 20,000."""
     max_train_gap: PositiveFloat = 0.1
     """Mean difference between the log-probabilities of tokens at sampling and in training, in nats, above which the two
-    do not have the same model: bfloat16 makes 0.01, and at 0.1 every token's gradient is a tenth off."""
+    do not have the same model. bfloat16 causes 0.01; at 0.1, every token's gradient is off by a tenth."""
     clipped_share: Share = 0.9
-    """Share of tokens whose gradient the clip has taken away, from which on nothing is left to learn from: healthy runs
-    stay below a third."""
+    """Share of tokens whose gradient is clipped away from which nothing is left to learn. Healthy runs stay below a
+    third."""
     length_correlation: Share = 0.8
-    """Correlation of reward and length among the completions of a prompt, from which on the reward is little else than
-    length: of a reward for right answers it is under 0.5 either way."""
+    """Correlation of reward and length among the completions of a prompt from which the reward is little more than
+    length. For a reward for correct answers, it is under 0.5 either way."""
     length_rise: PositiveFloat = 0.25
-    """Rise of the mean length, as a share of what it was, that is more than chance and the form of the answer."""
+    """Relative rise of the mean length that is more than chance and the form of the answer can explain."""
 
     def action(self, rule: HealthRule) -> HealthAction:
         """Consequence of a finding of this rule."""

@@ -25,16 +25,16 @@ class LoraSpec(Schema):
     rank: Positive = 16
     """Rank of the two matrices beside each layer, `r` in peft."""
     alpha: PositiveFloat = 32.0
-    """Scale of what they add, `lora_alpha` in peft: their product times alpha / rank."""
+    """Scale of the adapter, `lora_alpha` in peft: the product of its matrices is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter's input, `lora_dropout` in peft. Only with algorithms that do not sample: those take
-    log-probabilities of the very distribution that was sampled from."""
+    """Dropout of the adapter's input, `lora_dropout` in peft. Only for algorithms that do not sample: sampling
+    algorithms need log-probabilities of exactly the distribution that was sampled from."""
     target_modules: tuple[OneLine, ...] = (ALL_LINEAR,)
-    """Linear layers that get an adapter, by the last part of their names (`q_proj`); `all-linear` for all but the
-    output layer. Embeddings and output layers get none: many models tie them to each other."""
+    """Linear layers that get an adapter, by the last part of their names (`q_proj`), or `all-linear` for all but the
+    output layer. Embeddings and output layers get none, because many models tie them to each other."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, `use_rslora` in peft (arXiv 2312.03732): a high rank then learns as fast as
-    a low one."""
+    """Scale by alpha / sqrt(rank) instead, `use_rslora` in peft (arXiv 2312.03732), so that a high rank learns as fast
+    as a low one."""
 
     @property
     def scale(self) -> float:
@@ -52,15 +52,15 @@ class LoraSpec(Schema):
 
 
 class ModelSpec(Schema):
-    """Model that is trained, and its tokenizer."""
+    """The model to train, and its tokenizer."""
 
     path: str = ""
-    """Folder of a Hugging Face model to start from; empty to build one from `model.config` with random weights."""
+    """Folder of a Hugging Face model to start from; empty builds one from `model.config` with random weights."""
     config: dict[str, JsonValue] = {}
     """Transformers configuration of a model built from scratch: `model_type` and its arguments, for instance
     `hidden_size`."""
     tokenizer: str = ""
-    """`char`, `byte` or `bpe` to build one from the training data, or a folder to load; empty takes the one in
+    """Tokenizer: `char`, `byte` or `bpe` builds one from the training data; a folder is loaded; empty uses the one in
     `model.path`."""
     tokenizer_vocab_size: Positive = 2048
     """Vocabulary size of a `bpe` tokenizer built here; other tokenizers ignore it."""

@@ -9,12 +9,12 @@ class PreflightSpec(Schema):
     """Checks before training, and how strict they are."""
 
     off: dict[str, str] = {}
-    """Checks that are not made: id of the check to the reason, which is kept with the run."""
+    """Checks to turn off: the id of each check, with the reason, which is stored with the run."""
     probe: bool = True
-    """Compare the nodes of every attempt and measure them, before its workers start."""
+    """Compare and measure the nodes of every attempt before its workers start."""
     trial: Literal["off", "propose", "run"] = "propose"
-    """Answer to data, algorithm, versions or scale that have changed since the last good run of this name: `propose` a
-    short trial, `run` one by itself (one node, then all nodes, a few steps each), or neither."""
+    """Response to data, algorithm, versions or scale that have changed since the last successful run of this name:
+    `propose` a short trial, `run` one automatically (one node, then all nodes, a few steps each), or neither."""
     trial_steps: Positive = 3
     """Steps of a trial."""
     per_node_variables: tuple[str, ...] = ()
@@ -22,17 +22,17 @@ class PreflightSpec(Schema):
     max_clock_offset_s: PositiveFloat = 5.0
     """Largest difference between the clocks of two nodes, in seconds."""
     min_free_disk_gb: NonNegativeFloat = 1.0
-    """Least room in the temporary folder and the shared memory of every node, in GiB."""
+    """Least free space in the temporary folder and the shared memory of every node, in GiB."""
     min_relative_speed: Share = 0.5
-    """A node slower than this share of the median of all nodes, or of its own earlier readings, is not trained on; 0
-    to only measure."""
+    """Share of the median of all nodes, or of its own earlier readings, below which a node is too slow to train on; 0
+    only measures."""
     min_bandwidth_gb_s: NonNegativeFloat = 0.0
-    """Least bandwidth between two nodes, in GB/s; 0 for no floor of its own."""
+    """Least bandwidth between two nodes, in GB/s; 0 for no fixed floor."""
     max_latency_ms: NonNegativeFloat = 0.0
-    """Largest time of a small message to another node and back, in milliseconds; 0 for no limit of its own."""
+    """Longest round trip of a small message to another node, in milliseconds; 0 for no fixed limit."""
     min_matmul_tflops: NonNegativeFloat = 0.0
-    """Least speed of matrix products per rank, in TFLOP/s; 0 for no floor of its own."""
+    """Least speed of matrix products per rank, in TFLOP/s; 0 for no fixed floor."""
     meet_s: PositiveFloat = 60.0
-    """Time for which the first node waits for the others, in seconds; then it names who has not come."""
+    """Time that the first node waits for the others, in seconds; after that, it names the missing ones."""
     probe_s: PositiveFloat = 60.0
-    """Longest time for all measurements together, in seconds; what does not answer until then is named."""
+    """Time limit for all measurements together, in seconds; anything that has not answered by then is named."""

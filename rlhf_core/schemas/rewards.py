@@ -18,21 +18,21 @@ class RewardSpec(Schema):
 
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
     """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
-    one number per completion. They count beside `reward.models`; give an empty list for reward models alone."""
+    one number per completion. They count alongside `reward.models`; give an empty list to use only reward models."""
     weights: tuple[float, ...] = ()
-    """Weight of each function in the sum; empty for 1 each. One with weight 0 is only measured."""
+    """Weight of each function in the sum; empty for 1 each. A function with weight 0 is only measured."""
     models: dict[ModelName, ScoringModelSpec] = {}
     """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
     timeout_s: NonNegativeFloat = 180.0
-    """Longest call of one function, for all completions of a rank in one step, in seconds. Functions run in a process
-    beside each rank; one that takes longer is killed there with all that it has started. 0 calls them in the trainer's
-    own process, without a limit: one that hangs or crashes takes the rank along."""
+    """Time limit of one call of a function, for all completions of a rank in one step, in seconds. Functions run in a
+    process beside each rank; a call that takes longer is killed along with everything it started. 0 calls them in the
+    trainer's own process without a limit, where a hang or a crash takes the rank down."""
     on_failure: Literal["stop", "zero"] = "stop"
-    """Consequence of a function that raises, crashes, takes too long or returns no number for a completion: `stop` the
-    run with an error that names the completion, or count the completion as `zero`, warn and go on."""
+    """Response to a function that raises, crashes, takes too long or returns no number for a completion: `stop` the run
+    with an error that names the completion, or score the completion as `zero`, warn and continue."""
     max_failed_share: Share = 0.1
-    """Share of a rank's completions of one step that may be counted as zero; more of them stop the run. One always
-    may."""
+    """Share of a rank's completions in one step that may be scored as zero; more than that stops the run. One is always
+    allowed."""
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:

@@ -34,17 +34,17 @@ class CodeSpec(Schema):
     """User code that the run needs."""
 
     paths: tuple[str, ...] = ()
-    """Python files and packages copied into the run directory and importable on the nodes; modules of reward functions
-    that lie in the current folder are added by themselves."""
+    """Python files and packages to copy into the run directory, importable on the nodes. Modules of reward functions in
+    the current folder are added automatically."""
 
 
 class RunSpec(Schema):
     """A whole run. Each field is one TOML table, but for the name and the seed."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-    """Short name: lower-case letters, digits, `-` and `_`; runs of the same name are compared with each other."""
+    """Short name of lower-case letters, digits, `-` and `_`. Runs with the same name are compared with each other."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Everything random follows from it."""
+    """Seed of everything random."""
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     loops: LoopsSpec = LoopsSpec()

@@ -17,28 +17,27 @@ class ScoringModelSpec(Schema):
     """A reward model that scores completions, as `[reward.models.<name>]`; its metric is `reward/<name>`."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder of a sequence classifier with one output, as Hugging Face has them and the algorithm `reward_model`
-    leaves them; or `promoted:<name>` for the newest promoted model of the runs of that name, which is looked up when
-    the run is made."""
+    """Folder of a Hugging Face sequence classifier with one output, such as the algorithm `reward_model` writes; or
+    `promoted:<name>` for the newest promoted model of the runs with that name, looked up when the run is created."""
     weight: Finite = 1.0
-    """Weight of its scores in the sum; with 0 they are only measured."""
+    """Weight of its scores in the sum; with 0, they are only measured."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of its weights."""
     device: Literal["rank", "cpu"] = "rank"
     """Place of its weights, of which every rank has a copy in its own process: the device of the `rank`, or main memory
-    and the processor (`cpu`)."""
+    and CPU (`cpu`)."""
     batch_size: Positive = 32
     """Sequences scored at once on one rank."""
     max_tokens: NonNegative = 0
-    """Longest sequence that it scores, in its own tokens; of a longer one the beginning is left out. 0 for as many as
-    it has positions for."""
+    """Longest sequence that it scores, in its own tokens; longer ones lose their beginning. 0 for as many as it has
+    positions."""
     template: Literal["data", "chat", "text"] = "data"
-    """Form of what it scores: `data` applies its own chat template to rows that are conversations and takes others as
-    text, `chat` applies it to all (a prompt that is text becomes the turn of a user), `text` takes prompt and
-    completion as the policy has read and written them."""
+    """Form of the text that it scores: `data` applies its own chat template to rows that are conversations and treats
+    others as text; `chat` applies it to all (a text prompt becomes a user turn); `text` takes the prompt and completion
+    as the policy read and wrote them."""
     normalise: Literal["none", "centre", "standardise"] = "none"
-    """Scale of the scores in the sum: as they are, less their mean over the run so far, or divided by their standard
-    deviation as well. The metric is the score itself."""
+    """Scale of the scores in the sum: unchanged, minus their mean over the run so far, or also divided by their
+    standard deviation. The metric is the raw score."""
 
 
 class ScoringModelState(Schema):

@@ -36,53 +36,52 @@ class PrefectSite(Schema):
     """``[prefect]``: how `rlhf up` sets Prefect up on this machine."""
 
     host: str = "127.0.0.1"
-    """Address that server and UI listen on. A password is asked for on every one."""
+    """Address that the server and UI listen on. Every address requires the password."""
     port: Port = 4200
     """Their port."""
     url: str = ""
-    """Address of the UI as browsers of the site reach it (behind a proxy, say); empty takes host and port."""
+    """Address of the UI for browsers of the site (for instance behind a proxy); empty uses host and port."""
     hosts: tuple[str, ...] = ()
-    """Further names by which browsers and programs reach the server: it answers to those of loopback, to `host`, to the
-    one in `url`, and, where other machines reach it, to this machine's name and addresses; to no others."""
+    """More names by which browsers and programs reach the server. Without them, it answers only to loopback, `host`,
+    the name in `url`, and, if other machines can reach it, this machine's name and addresses."""
     database_url: str = ""
-    """Database of the Prefect server: `postgresql+asyncpg://user@host/name`, or empty for SQLite in the home folder. A
-    password belongs into the environment variable `RLHF_PREFECT_DATABASE_URL`, which wins."""
+    """Database of the Prefect server: `postgresql+asyncpg://user@host/name`, or empty for SQLite in the home folder.
+    Put a URL with a password into the environment variable `RLHF_PREFECT_DATABASE_URL`, which takes precedence."""
     pool: str = "rlhf"
     """Work pool of the deployments."""
     max_runs: Annotated[int, Field(ge=1)] = 50
-    """Runs that are driven at the same time on this machine; further ones wait. Each is a process here, whatever its
-    size on the cluster."""
+    """Largest number of runs driven at once on this machine; others wait. Each is a process here, whatever its size on
+    the cluster."""
     reconcile_s: Seconds = 15.0
-    """Interval at which database, Prefect and scheduler are compared, in seconds."""
+    """Interval between comparisons of the database, Prefect and the scheduler, in seconds."""
     ingest_s: Seconds = 2.0
     """Interval at which the files of all active runs are read into the history, in seconds."""
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Seconds between two health checks of the services that `rlhf up` started; what has died is started again at once.
-    0 leaves both to the next `rlhf up`."""
+    """Seconds between two health checks of the services that `rlhf up` started; a service that died is restarted at
+    once. 0 leaves both to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
-    """Days for which Prefect keeps flow runs that have ended. The history keeps everything."""
+    """Days that Prefect keeps flow runs after they have ended. The history keeps everything."""
 
 
 class NotifySite(Schema):
     """``[notify]``: recipients and events of notifications, through automations of Prefect."""
 
     webhook_url: str = ""
-    """Address that a JSON message is posted to. One with a secret in it belongs into the environment variable
-    `RLHF_NOTIFY_WEBHOOK_URL`, which wins."""
+    """Address to post a JSON message to. Put one that contains a secret into the environment variable
+    `RLHF_NOTIFY_WEBHOOK_URL`, which takes precedence."""
     on: tuple[Occasion, ...] = ("failed", "incident", "completed", "approval")
-    """Notifications to send: a run that `failed`, was `completed` or `cancelled`; an `incident`; an `approval` that is
-    due."""
+    """Notifications to send: a run that `failed`, `completed` or was `cancelled`; an `incident`; a pending
+    `approval`."""
 
 
 class RetentionSite(Schema):
     """``[retention]``: rules by which the site daemon removes files."""
 
     checkpoints_days: Annotated[int, Field(ge=0)] = 0
-    """Days for which checkpoints are kept after the end of their run; 0 keeps all. The newest, the best of every
-    evaluation, promoted ones, and those that another active run starts from are always kept; those that were put aside
-    are not."""
+    """Days to keep checkpoints after the end of their run; 0 keeps all. The newest, the best of every evaluation,
+    promoted ones, and those that another active run starts from are always kept; those that were set aside are not."""
     deployments_days: Annotated[int, Field(ge=0)] = 30
-    """Days for which a deployed or submitted config and its code are kept after their last use; 0 keeps all. Those of a
+    """Days to keep a deployed or submitted config and its code after their last use; 0 keeps all. Those of a
     deployment, of a flow run that is not completed, and of a run that can be resumed are always kept."""
 
 

@@ -13,32 +13,34 @@ class SuperviseSpec(Schema):
     max_restarts: NonNegative = 3
     """Restarts in place without checkpoint progress before the allocation is given up."""
     max_attempts: Positive = 3
-    """Attempts in a row without checkpoint progress before the run is stopped; a new checkpoint sets the count back."""
+    """Attempts in a row without checkpoint progress before the run is stopped; a new checkpoint resets the count."""
     max_total_attempts: NonNegative = 0
-    """Attempts in all, whatever progress they make, since a person last started or resumed the run; 0 for no cap."""
+    """Total attempts, whatever progress they make, since the run was last started or resumed by a person; 0 for no
+    cap."""
     max_gpu_hours: NonNegativeFloat = 0.0
-    """GPU-hours of all attempts together, counted likewise; 0 for no cap. The time limit of an attempt is at most what
-    is left, so that it saves and ends in time; on Slurm, which counts in minutes, it may be up to a minute longer."""
+    """GPU-hours of all attempts together, counted in the same way; 0 for no cap. The time limit of an attempt is at
+    most the remainder, so that it saves and ends in time; on Slurm, which counts in minutes, it may be up to a minute
+    longer."""
     max_node_hours: NonNegativeFloat = 0.0
-    """The same in node-hours, for runs on processors."""
+    """The same in node-hours, for runs on CPUs."""
     backoff_s: NonNegativeFloat = 30.0
-    """Wait before the second attempt; doubles with each further one, up to `supervise.max_backoff_s`."""
+    """Wait before the second attempt, in seconds; doubles with each further one, up to `supervise.max_backoff_s`."""
     max_backoff_s: NonNegativeFloat = 600.0
     """Longest wait before a new attempt."""
     gap_factor: Annotated[float, Field(ge=1)] = 5.0
-    """A worker hangs when it has not beaten for this many times the longest gap seen in the same phase, or for the
-    floor, whichever is longer."""
+    """Multiple of the longest gap seen in the same phase after which a worker without a beat hangs, unless the floor is
+    longer."""
     suspect_s: PositiveFloat = 10.0
-    """Silence after which a worker that has been through its phase before is looked at, in seconds; what provably
-    stands still is ended then, all else has until its floor."""
+    """Silence after which a worker that has completed its phase before is inspected, in seconds. If it provably cannot
+    continue, it is ended; otherwise it has until its floor."""
     floor_s: PositiveFloat = 120.0
-    """Silence that is never taken for a hang in any phase without a floor of its own, in seconds."""
+    """Silence that never counts as a hang, in any phase without its own floor, in seconds."""
     rollout_floor_s: PositiveFloat = 180.0
     """The same while completions are generated."""
     reward_floor_s: PositiveFloat = 180.0
     """The same while reward functions run."""
     weight_sync_floor_s: PositiveFloat = 120.0
-    """The same while weights go to rollout engines."""
+    """The same while weights are sent to rollout engines."""
     checkpoint_floor_s: PositiveFloat = 600.0
     """The same while a checkpoint is written."""
     evaluate_floor_s: PositiveFloat = 180.0
@@ -50,15 +52,15 @@ class SuperviseSpec(Schema):
     agent_floor_s: PositiveFloat = 20.0
     """Silence of a node's agent on the network after which the attempt is given up, in seconds."""
     max_excluded_nodes: NonNegative = 4
-    """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
+    """Most nodes that may be excluded from a new attempt as suspects; never so many that it could not be placed."""
     warm_workers: bool = True
-    """Import torch, transformers and DeepSpeed once on every node, in a process that the workers of every start are
-    forked from, also those of a restart in place. Off: each worker imports them itself."""
+    """Import torch, transformers and DeepSpeed once on every node, in a process from which the workers of every start
+    are forked, including restarts in place. If off, each worker imports them itself."""
     learn_from_history: bool = True
-    """Begin with the longest gaps of earlier runs of the same shape, instead of learning them anew."""
+    """Start from the longest gaps of earlier runs of the same shape, instead of learning them again."""
     oom_remediation: bool = True
-    """After CUDA ran out of memory, go on with half the micro-batch and the same global batch, then with activation
+    """After CUDA runs out of memory, continue with half the micro-batch and the same global batch, then with activation
     checkpointing, and so on; each change is recorded with the decision."""
     rollback_on_non_finite: bool = True
-    """After a NaN or infinite loss, or training that no longer learns, go on once from an older checkpoint than the
+    """After a NaN or infinite loss, or if training no longer learns, resume once from a checkpoint older than the
     newest."""

@@ -11,7 +11,7 @@ _LEAST_CAP = 1.0
 
 @check("algorithm.minibatches", trainer="native")
 def minibatches(facts: Facts) -> Iterator[Finding]:
-    """An update without a completion on a rank makes it wait for the others with nothing to do."""
+    """A rank without a completion in an update waits idly for the others."""
     ranks = facts.spec.num_ranks
     for loop, algorithm in _sampling(facts).items():
         per_rank = algorithm.sequences_per_step // ranks
@@ -29,7 +29,7 @@ def minibatches(facts: Facts) -> Iterator[Finding]:
 
 @check("algorithm.clip", trainer="native")
 def clip(facts: Facts) -> Iterator[Finding]:
-    """Many updates on the same completions without a bound on the ratio leave the policy that sampled them behind."""
+    """Many updates on the same completions, with no bound on the ratio, leave the sampling policy far behind."""
     for loop, algorithm in _sampling(facts).items():
         if algorithm.updates_per_step > 1 and not algorithm.clip_low and not algorithm.clip_high:
             yield blocked(
@@ -41,7 +41,7 @@ def clip(facts: Facts) -> Iterator[Finding]:
 
 @check("algorithm.kl_estimator", trainer="native")
 def kl_estimator(facts: Facts) -> Iterator[Finding]:
-    """A penalty k1 in the loss has an expected gradient of zero: it adds noise, and holds nothing back."""
+    """A k1 penalty in the loss has an expected gradient of zero: it adds noise and restrains nothing."""
     for loop, algorithm in _sampling(facts).items():
         in_loss = algorithm.kl_coefficient > 0 and not algorithm.penalises_rewards
         if in_loss and algorithm.kl_estimator == "k1":
@@ -53,7 +53,7 @@ def kl_estimator(facts: Facts) -> Iterator[Finding]:
 
 @check("algorithm.correction", trainer="native")
 def correction(facts: Facts) -> Iterator[Finding]:
-    """A cap below 1 leaves out tokens on which sampler and trainer agree."""
+    """A cap below 1 excludes tokens on which the sampler and the trainer agree."""
     for loop, algorithm in _sampling(facts).items():
         if algorithm.correction != "none" and algorithm.correction_cap <= _LEAST_CAP:
             name = f"loops.{loop}.algorithm.correction_cap"
@@ -76,7 +76,7 @@ def overlong_buffer(facts: Facts) -> Iterator[Finding]:
 
 @check("algorithm.critic_warmup", trainer="native")
 def critic_warmup(facts: Facts) -> Iterator[Finding]:
-    """With a warm-up of the value model as long as the loop the policy learns nothing."""
+    """If the value model warms up for the whole loop, the policy learns nothing."""
     for loop, algorithm in _sampling(facts).items():
         steps = facts.spec.loops.named[loop].num_steps
         if isinstance(algorithm, PpoSpec) and algorithm.critic_warmup_steps >= steps:

@@ -21,7 +21,7 @@ def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
 
 @check("batch.micro_batch", trainer="native")
 def micro_batch(facts: Facts) -> Iterator[Finding]:
-    """A micro-batch that is never filled hides a wrong idea of the memory a step needs."""
+    """A micro-batch that is never full hides how much memory a step really needs."""
     spec, size = facts.spec, facts.spec.native_trainer.micro_batch_size
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = [algorithm.sequences_per_step // spec.num_ranks for algorithm in algorithms]
@@ -42,7 +42,7 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
 
 @check("steps.warm_start", trainer="native")
 def warm_start(facts: Facts) -> Iterator[Finding]:
-    """A warm start by the main loop's own algorithm is the same loop twice, with two learning rates."""
+    """A warm start with the main loop's algorithm is the same loop twice, with two learning rates."""
     before, main = facts.spec.loops.warm_start, facts.spec.main_loop
     if before is not None and before.algorithm.name == main.algorithm.name:
         yield blocked(
@@ -60,7 +60,7 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
 
 @check("steps.learning_rate_warmup", trainer="native")
 def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
-    """With a warm-up as long as the training the peak learning rate is never reached."""
+    """If the warm-up is as long as the training, the peak learning rate is never reached."""
     # The warm start is left alone: it may end while its rate still rises, on purpose.
     warmup, steps = facts.spec.main_loop.optimizer.warmup_steps, facts.spec.main_loop.num_steps
     if warmup and warmup >= steps:
@@ -73,7 +73,7 @@ def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
 
 @check("optimizer.betas", trainer="native")
 def betas(facts: Facts) -> Iterator[Finding]:
-    """A decay of exactly 1 never forgets its zero start: AdamW divides by zero in its first step."""
+    """A decay of exactly 1 never forgets its initial zero: AdamW divides by zero in its first step."""
     for loop, spec in facts.spec.loops.named.items():
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(spec.optimizer, name) >= 1:
@@ -83,7 +83,7 @@ def betas(facts: Facts) -> Iterator[Finding]:
 
 @check("steps.checkpoints")
 def checkpoints(facts: Facts) -> Iterator[Finding]:
-    """Without a checkpoint on the way, a failure in the last step costs the whole run."""
+    """Without an intermediate checkpoint, a failure in the last step costs the whole run."""
     every, total = facts.spec.checkpoint.every_num_steps, facts.spec.total_steps
     if every >= total > 1:
         yield warning(

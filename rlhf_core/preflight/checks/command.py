@@ -51,7 +51,7 @@ _OF_SHELL = {
 
 @check("command.placeholders", trainer="command")
 def placeholders(facts: Facts) -> Iterator[Finding]:
-    """A placeholder with a slip in its name stays as it is, and the program takes its braces for a value."""
+    """A misspelled placeholder stays as it is, and the program takes the braces as a value."""
     trainer = command_trainer(facts.spec)
     wrong, left = False, []
     for setting, text in _texts(trainer):
@@ -104,7 +104,7 @@ def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
 
 @check("command.environment", trainer="command")
 def environment(facts: Facts) -> Iterator[Finding]:
-    """A virtual environment that is not there, or lacks the framework, ends every rank at its first import."""
+    """A virtual environment that is missing, or lacks the framework, ends every rank at its first import."""
     trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
     if side.problem:
         yield blocked(
@@ -173,7 +173,7 @@ def _first(facts: Facts) -> str:
 
 @check("command.output", trainer="command")
 def output(facts: Facts) -> Iterator[Finding]:
-    """Runs that share an output folder take each other's checkpoints for their own."""
+    """Runs that share an output folder mistake each other's checkpoints for their own."""
     trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
     folder = trainer.output_dir
     if not {"run_dir", "run_id"} & set(named_placeholders(folder)):

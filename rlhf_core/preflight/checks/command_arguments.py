@@ -78,7 +78,7 @@ def _generation_batch(facts: Facts, arguments: TrainerArguments) -> tuple[int | 
 
 @check("command.vllm", trainer="command")
 def vllm(facts: Facts) -> Iterator[Finding]:
-    """vLLM that cannot have its memory, its ranks or its server ends the run after the model was loaded."""
+    """A vLLM that cannot get its memory, its ranks or its server ends the run after the model has loaded."""
     arguments = arguments_of(facts)
     if not arguments.is_on("use_vllm"):
         return

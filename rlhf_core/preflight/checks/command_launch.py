@@ -14,7 +14,7 @@ _OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deeps
 
 @check("command.nodes", trainer="command")
 def nodes(facts: Facts) -> Iterator[Finding]:
-    """Nodes whose launcher does not know of the others train alone, each the same model, and nothing fails."""
+    """If a launcher does not know the other nodes, each node trains the same model alone, and nothing fails."""
     num_nodes, trainer = facts.spec.resources.num_nodes, command_trainer(facts.spec)
     if trainer.launch == "per_rank":
         return
@@ -68,7 +68,7 @@ def _wrong_nodes(shape: LaunchShape, num_nodes: int) -> Iterator[str]:
 
 @check("command.ranks", trainer="command")
 def ranks(facts: Facts) -> Iterator[Finding]:
-    """Processes that differ from the ranks planned wait for each other forever, or leave GPUs idle."""
+    """If the number of processes differs from the planned ranks, they wait forever or leave GPUs idle."""
     trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
     planned, launcher = facts.spec.resources.ranks_per_node, arguments.line.launcher
     if trainer.launch == "per_rank":
@@ -101,7 +101,7 @@ def ranks(facts: Facts) -> Iterator[Finding]:
 
 @check("command.cpu", trainer="command")
 def cpu(facts: Facts) -> Iterator[Finding]:
-    """Ranks of transformers on nodes without GPUs each train alone, unless they are told to use the CPU."""
+    """On nodes without GPUs, ranks of transformers each train alone unless they are told to use the CPU."""
     arguments, gpus = arguments_of(facts), facts.spec.resources.gpus_per_node
     if arguments.trainer.framework not in TRANSFORMERS or facts.spec.num_ranks == 1:
         return

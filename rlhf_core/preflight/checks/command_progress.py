@@ -17,7 +17,7 @@ SAVE_STEPS = 500
 
 @check("command.steps", trainer="command")
 def steps(facts: Facts) -> Iterator[Finding]:
-    """A program that stops at another step than was planned has failed, or trains on after its run is complete."""
+    """A program that stops at another step than planned counts as failed, or trains on after its run is complete."""
     arguments, planned = arguments_of(facts), facts.spec.total_steps
     told = arguments.integer("max_steps", "max_train_steps", "num_steps", "train_steps")
     epochs = arguments.text("num_train_epochs", "num_epochs", "epochs", "max_epochs")
@@ -56,7 +56,7 @@ def _is_told(facts: Facts, name: str) -> bool:
 
 @check("command.saving", trainer="command")
 def saving(facts: Facts) -> Iterator[Finding]:
-    """Checkpoints that come more rarely than planned, or not at all, lose more work at every failure."""
+    """If checkpoints are rarer than planned, or missing, every failure loses more work."""
     arguments, every = arguments_of(facts), facts.spec.checkpoint.every_num_steps
     if arguments.trainer.framework not in TRANSFORMERS:
         return
@@ -84,7 +84,7 @@ def saving(facts: Facts) -> Iterator[Finding]:
 
 @check("command.resume", trainer="command")
 def resume(facts: Facts) -> Iterator[Finding]:
-    """A checkpoint that is not found, or cannot be gone on from, silently starts the training at step 0 again."""
+    """If a checkpoint is not found, or cannot be resumed from, training silently starts again at step 0."""
     trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
     problems = list(_resume_problems(arguments))
     for found, expected, advice in problems:
@@ -163,7 +163,7 @@ def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, st
 
 @check("command.progress", trainer="command")
 def progress(facts: Facts) -> Iterator[Finding]:
-    """A hang that none of the sources of progress sees costs the rest of the time limit."""
+    """A hang that no source of progress sees costs the rest of the time limit."""
     arguments, sources = arguments_of(facts), command_trainer(facts.spec).sources
     silent = {source: reason for source in sources if (reason := _silent(source, facts, arguments))}
     for source in sources:

@@ -14,7 +14,7 @@ MANY_UNKNOWN = 0.001
 
 @check("content.columns", trainer="native")
 def columns(facts: Facts) -> Iterator[Finding]:
-    """Rows that a generator or a Parquet file does not have, or a reward function asks for, end every rank at once."""
+    """Columns that a generator or a Parquet file lacks, or a reward function needs, end every rank at once."""
     report = facts.content
     if report is None:
         if facts.content_problem:
@@ -70,7 +70,7 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
 
 @check("content.lengths", trainer="native")
 def lengths(facts: Facts) -> Iterator[Finding]:
-    """Prompts that are left out unseen train another task; texts beyond the model's positions crash it mid-run."""
+    """Silently dropped prompts change the task; texts beyond the model's positions crash it mid-run."""
     if facts.content is None:
         return
     data, limit = facts.spec.data, facts.model_config.get("max_position_embeddings")
@@ -106,7 +106,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
 
 @check("content.rewards", trainer="native")
 def rewards(facts: Facts) -> Iterator[Finding]:
-    """A reward function that fails, hangs, or pays the same for every answer wastes every step that it is asked in."""
+    """A reward function that fails, hangs, or gives every answer the same reward wastes every step."""
     if facts.content is None:
         return
     for trial in facts.content.rewards:
@@ -135,7 +135,7 @@ def rewards(facts: Facts) -> Iterator[Finding]:
 
 @check("content.pipeline", trainer="native")
 def pipeline(facts: Facts) -> Iterator[Finding]:
-    """Data that takes longer to read than a start may take looks like a hang, at every start and restart."""
+    """Data that takes longer to read than a start is allowed to take looks like a hang, at every start and restart."""
     if facts.content is None:
         return
     spec = facts.spec

@@ -24,7 +24,7 @@ def readable(facts: Facts) -> Iterator[Finding]:
 
 @check("data.held_out", trainer="native")
 def held_out(facts: Facts) -> Iterator[Finding]:
-    """Without held-out data there is nothing to measure before and after."""
+    """Without held-out data, there is nothing to measure before and after training."""
     if not facts.spec.data.generator and not facts.spec.data.eval:
         yield blocked(
             "data.eval is not set", "a file of held-out rows", "set data.eval to a file that is not trained on"
@@ -71,7 +71,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
 
 @check("data.columns")
 def columns(facts: Facts) -> Iterator[Finding]:
-    """A setting that names a column which the data does not have stops every rank at the first row."""
+    """A setting that names a column missing from the data stops every rank at the first row."""
     for name, file in _read(facts):
         if not file.num_rows or _is_read_elsewhere(facts, name):
             continue
@@ -112,7 +112,7 @@ def empty_prompts(facts: Facts) -> Iterator[Finding]:
 
 @check("data.empty_answers")
 def empty_answers(facts: Facts) -> Iterator[Finding]:
-    """A row without an answer teaches to say nothing, or can never be rewarded."""
+    """A row without an answer teaches the model to say nothing, or can never be rewarded."""
     for name, file in _read(facts):
         if file.num_empty_answers:
             yield warning(
@@ -124,7 +124,7 @@ def empty_answers(facts: Facts) -> Iterator[Finding]:
 
 @check("data.blank_prompts")
 def blank_prompts(facts: Facts) -> Iterator[Finding]:
-    """A prompt of white space alone asks nothing: its reward is noise, and its share of every batch is lost."""
+    """A prompt of only white space asks nothing: its reward is noise, and its share of every batch is wasted."""
     for name, file in _read(facts):
         if file.num_blank_prompts:
             yield warning(
@@ -174,7 +174,7 @@ def overlap(facts: Facts) -> Iterator[Finding]:
 
 @check("data.enough_prompts")
 def enough_prompts(facts: Facts) -> Iterator[Finding]:
-    """With fewer rows than asked for, prompts come several times in a step, or less is evaluated than was meant."""
+    """With fewer rows than requested, prompts repeat within a step, or less is evaluated than intended."""
     spec = facts.spec
     for loop, found in spec.loops.named.items():
         algorithm, rows = found.algorithm, _rows(facts.train)
@@ -195,7 +195,7 @@ def enough_prompts(facts: Facts) -> Iterator[Finding]:
 
 @check("functions.import")
 def functions_import(facts: Facts) -> Iterator[Finding]:
-    """A reward function that does not import ends the run after the model was loaded and the first batch generated."""
+    """A reward function that cannot be imported ends the run only after loading the model and the first batch."""
     for path, problem in facts.imports.items():
         if problem:
             yield blocked(
@@ -209,7 +209,7 @@ def functions_import(facts: Facts) -> Iterator[Finding]:
 
 @check("code.paths")
 def code_paths(facts: Facts) -> Iterator[Finding]:
-    """Code that is not there cannot be kept for the nodes."""
+    """Code that does not exist cannot be copied for the nodes."""
     for path in facts.missing_code:
         yield blocked(
             f"code.paths names {path}, which does not exist", "files and folders that exist", "correct code.paths"

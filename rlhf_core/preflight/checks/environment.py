@@ -22,7 +22,7 @@ NEEDED_TO_EVALUATE = frozenset({"transformers", "safetensors", "tokenizers"})
 
 @check("environment.python")
 def python(facts: Facts) -> Iterator[Finding]:
-    """The nodes start an interpreter by its path; one that is not there ends every attempt at once."""
+    """The nodes start an interpreter by its path; if it is missing there, every attempt ends at once."""
     compute = facts.compute
     version = ".".join(map(str, compute.version))
     if compute.problem:
@@ -43,7 +43,7 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 @check("environment.rlhf_flows")
 def rlhf_flows(facts: Facts) -> Iterator[Finding]:
-    """Two versions on the two sides would read each other's files wrongly."""
+    """Different versions on the two sides would misread each other's files."""
     compute = facts.compute
     if compute.problem:
         return
@@ -65,7 +65,7 @@ def rlhf_flows(facts: Facts) -> Iterator[Finding]:
 
 @check("environment.packages")
 def packages(facts: Facts) -> Iterator[Finding]:
-    """A training package that is missing, or older or newer than what this program was made for."""
+    """A training package may be missing, or too old or too new for this program."""
     compute = facts.compute
     if compute.problem:
         return
@@ -91,7 +91,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
 
 @check("environment.versions")
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Versions that are known to hang, to compute wrong numbers, or not to load together."""
+    """Some versions are known to hang, to compute wrong numbers, or to be incompatible."""
     installed, use = facts.training_packages, _use(facts)
     python = facts.trainer.python if facts.trainer is not None else facts.compute.python
     in_force = [row for row in KNOWN_BAD if row.is_in_force(facts.spec)]

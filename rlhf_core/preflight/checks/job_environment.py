@@ -10,7 +10,7 @@ from rlhf_core.redaction import secrets_in
 
 @check("environment.secrets")
 def secrets(facts: Facts) -> Iterator[Finding]:
-    """A secret in a setting is kept with the run, in files, rows and pages of Prefect that others may read."""
+    """A secret in a setting is stored with the run, in files, rows and Prefect pages that others may read."""
     settings = {**facts.spec.model_dump(), "slurm": facts.spec.slurm.over(facts.site_slurm).model_dump()}
     found = [place for name, value in settings.items() for place in secrets_in(name, value)]
     for place in found:
@@ -29,7 +29,7 @@ def secrets(facts: Facts) -> Iterator[Finding]:
 
 @check("environment.passed")
 def passed_environment(facts: Facts) -> Iterator[Finding]:
-    """A secret that is not there when the job is submitted costs the user code its service, hours later."""
+    """If a secret is missing when the job is submitted, the user code loses its service hours later."""
     names = facts.spec.slurm.over(facts.site_slurm).pass_environment
     if facts.passed_problem:
         problem, _, advice = facts.passed_problem.partition(". ")
@@ -40,7 +40,7 @@ def passed_environment(facts: Facts) -> Iterator[Finding]:
 
 @check("environment.launch")
 def launch(facts: Facts) -> Iterator[Finding]:
-    """NNODES or NPROC_PER_NODE that contradict the plan let a launcher wait for ranks that do not exist."""
+    """NNODES or NPROC_PER_NODE that contradict the plan make a launcher wait for ranks that do not exist."""
     resources = facts.spec.resources
     given = facts.spec.slurm.over(facts.site_slurm).environment
     right = planned_numbers(resources.num_nodes, resources.ranks_per_node)

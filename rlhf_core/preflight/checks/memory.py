@@ -44,7 +44,7 @@ TIGHT = 0.9
 
 @check("memory.trainer", trainer="native")
 def trainer(facts: Facts) -> Iterator[Finding]:
-    """CUDA out of memory, or the kernel's killer on CPU, after minutes of loading, or at the first long batch."""
+    """CUDA out of memory, or the kernel's OOM killer on CPU, strikes only after loading or at the first long batch."""
     shape, room = _shape(facts), _room(facts)
     if isinstance(room, str) or shape is None:
         yield skipped(room if isinstance(room, str) else "the model's config does not give its dimensions")
@@ -57,7 +57,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
 
 @check("memory.min_nodes", trainer="native")
 def min_nodes(facts: Facts) -> Iterator[Finding]:
-    """Fewer nodes share optimizer, gradients and batch: an attempt that goes on with them may run out of memory."""
+    """Fewer nodes share optimizer, gradients and batch, so an attempt with fewer nodes may run out of memory."""
     shape, room = _shape(facts), _room(facts)
     fewer = facts.spec.possible_nodes[1:]
     if shape is None or isinstance(room, str) or not fewer:
@@ -82,7 +82,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 
 @check("memory.evaluator", trainer="native")
 def evaluator(facts: Facts) -> Iterator[Finding]:
-    """An evaluation that runs out of memory loses the last step of a run that has trained to its end."""
+    """An evaluation that runs out of memory spoils the last stage of a run that has trained to the end."""
     shape, room = _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # memory.trainer says so
@@ -94,7 +94,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
 
 @check("memory.rollout", trainer="native")
 def rollout(facts: Facts) -> Iterator[Finding]:
-    """vLLM without room for its weights and one whole sequence ends when it is started, on every node at once."""
+    """vLLM without room for its weights and one full sequence fails at its start, on every node at once."""
     spec, shape, room = facts.spec, _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
         return  # memory.trainer says so
@@ -127,7 +127,7 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
 
 @check("memory.offload", trainer="native")
 def offload(facts: Facts) -> Iterator[Finding]:
-    """The ranks of a node offload into one main memory; when it is full, the kernel kills one of them."""
+    """The ranks of a node offload into the same main memory; when it is full, the kernel kills one of them."""
     shape, resources = _shape(facts), facts.spec.resources
     spec = facts.spec
     offloaded = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
@@ -168,7 +168,7 @@ def snapshot(facts: Facts) -> Iterator[Finding]:
 
 @check("memory.peer_copy", trainer="native")
 def peer_copy(facts: Facts) -> Iterator[Finding]:
-    """A copy on the next node takes as much again, and needs a next node: otherwise a lost memory is a lost copy."""
+    """A copy on the next node takes as much memory again and needs a second node, or losing one loses the copy."""
     known = _snapshot_and_room(facts)
     if known is None or facts.spec.checkpoint.memory != "peer":
         return

@@ -20,7 +20,7 @@ from rlhf_core.schemas.model import ALL_LINEAR
 
 @check("model.folder")
 def folder(facts: Facts) -> Iterator[Finding]:
-    """A folder without config.json is no model, but only the nodes would say so."""
+    """A folder without config.json is not a model, but only the nodes would find out."""
     found = facts.model_folder
     if found is None:
         return
@@ -36,7 +36,7 @@ def folder(facts: Facts) -> Iterator[Finding]:
 
 @check("model.tokenizer", trainer="native")
 def tokenizer(facts: Facts) -> Iterator[Finding]:
-    """A tokenizer that does not load ends every rank during setup."""
+    """A tokenizer that does not load ends every rank during set-up."""
     if facts.tokenizer_problem:
         yield blocked(
             f"model.tokenizer = {facts.spec.model.tokenizer}: {facts.tokenizer_problem}",
@@ -47,7 +47,7 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
 
 @check("model.length", trainer="native")
 def length(facts: Facts) -> Iterator[Finding]:
-    """Positions beyond the model's limit index outside its tables: an illegal access on a GPU, nonsense on a CPU."""
+    """Positions beyond the model's limit fall outside its tables: an illegal access on a GPU, nonsense on a CPU."""
     limit = facts.model_config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return
@@ -109,7 +109,7 @@ def _layers(facts: Facts) -> Collection[str]:
 
 @check("model.heads", trainer="native")
 def heads(facts: Facts) -> Iterator[Finding]:
-    """Attention heads that do not divide end in a shape error deep inside the model."""
+    """Attention heads that do not divide evenly cause a shape error deep inside the model."""
     config = facts.model_config
     num_heads, num_kv = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(num_heads, int) and isinstance(num_kv, int) and num_kv and num_heads % num_kv:
@@ -131,7 +131,7 @@ def heads(facts: Facts) -> Iterator[Finding]:
 
 @check("disk.writable")
 def disk_writable(facts: Facts) -> Iterator[Finding]:
-    """Everything a run leaves behind goes into its directory."""
+    """A run writes everything into its directory, so that must be possible."""
     if facts.disk.problem:
         yield blocked(
             f"the folder of the runs, {facts.disk.runs_dir}: {facts.disk.problem}",
@@ -170,7 +170,7 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
 
 @check("disk.files")
 def disk_files(facts: Facts) -> Iterator[Finding]:
-    """A quota of files that is used up ends the run at a checkpoint with "No space left", with room on the disk."""
+    """An exhausted file quota ends the run at a checkpoint with "No space left", although the disk has space."""
     free = facts.disk.free_files
     if facts.disk.problem or free is None:
         return

@@ -8,7 +8,7 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, warnin
 
 @check("promote.folder")
 def promote_folder(facts: Facts) -> Iterator[Finding]:
-    """A model that is approved after days of training, and then cannot be written."""
+    """A model is approved after days of training, and then cannot be written."""
     if not facts.promote_folder:
         return
     if facts.promote_problem:
@@ -23,7 +23,7 @@ def promote_folder(facts: Facts) -> Iterator[Finding]:
 
 @check("promote.metric")
 def promote_metric(facts: Facts) -> Iterator[Finding]:
-    """An evaluation that is never made has no best checkpoint, and nothing is promoted by it."""
+    """An evaluation that is never made has no best checkpoint, so nothing is promoted."""
     spec = facts.spec
     metric, made = spec.promote.metric, spec.evaluations
     if spec.promote.when == "never" or not made:

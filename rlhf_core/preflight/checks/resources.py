@@ -42,7 +42,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.min_nodes")
 def min_nodes(facts: Facts) -> Iterator[Finding]:
-    """A run that is meant to go on with fewer nodes waits all the same if its batch does not divide by any of them."""
+    """A run that may continue with fewer nodes still waits if its batch divides by none of these numbers."""
     resources, possible = facts.spec.resources, facts.spec.possible_nodes
     if not resources.min_nodes:
         return
@@ -103,7 +103,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.uneven_gpus")
 def uneven_gpus(facts: Facts) -> Iterator[Finding]:
-    """One node with a missing GPU makes the job wait forever, or every rank wait for that node."""
+    """A node with a missing GPU makes the job wait forever, or every rank wait for that node."""
     resources, exclude = facts.spec.resources, facts.spec.slurm.exclude
     asked = resources.gpus_per_node
     there = {node: count for node, count in facts.inventory.node_gpus.items() if node not in exclude}
@@ -174,7 +174,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.time_limit")
 def time_limit(facts: Facts) -> Iterator[Finding]:
-    """An attempt that ends before it has begun, or before a hang could be noticed."""
+    """With too short a time limit, an attempt ends before it has begun, or before a hang can be noticed."""
     limit, supervise = facts.spec.resources.time_limit_s, facts.spec.supervise
     if limit < SHORT_ATTEMPT_S:
         yield warning(
@@ -229,7 +229,7 @@ def _time(seconds: float) -> str:
 
 @check("supervise.backoff")
 def backoff(facts: Facts) -> Iterator[Finding]:
-    """With a longest wait below the first, every retry comes sooner than was meant, into the same broken node."""
+    """If the longest wait is below the first, every retry comes too soon and hits the same broken node."""
     supervise = facts.spec.supervise
     if supervise.max_backoff_s < supervise.backoff_s:
         yield warning(

@@ -13,7 +13,7 @@ _WHOLE = ("model.config", "data.generator_args")
 
 @check("resume.checkpoint")
 def checkpoint(facts: Facts) -> Iterator[Finding]:
-    """A damaged checkpoint is refused by every rank; one of another number of ranks by most trainers but our own."""
+    """Every rank refuses a damaged checkpoint; most other trainers also refuse one of another number of ranks."""
     found = facts.resume
     if found is None:
         return
@@ -51,7 +51,7 @@ def version(facts: Facts) -> Iterator[Finding]:
 
 @check("resume.settings")
 def settings(facts: Facts) -> Iterator[Finding]:
-    """A checkpoint of other settings is refused by every rank, after the queue and the start of the nodes."""
+    """Every rank refuses a checkpoint with other settings, after the wait in the queue and the start of the nodes."""
     found = facts.resume
     if found is None or not found.settings:
         return
@@ -69,7 +69,7 @@ def settings(facts: Facts) -> Iterator[Finding]:
 
 @check("resume.steps")
 def steps(facts: Facts) -> Iterator[Finding]:
-    """A run that has nothing left to do ends at once and well, having trained nothing."""
+    """A run with nothing left to do ends at once as a success, without training anything."""
     found, total = facts.resume, facts.spec.total_steps
     if found is not None and found.step > total:
         yield warning(

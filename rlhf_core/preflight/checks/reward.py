@@ -9,7 +9,7 @@ from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
 
 @check("reward.models", trainer="native")
 def models(facts: Facts) -> Iterator[Finding]:
-    """A folder without a trained head gives random rewards; one that is not there ends every rank during setup."""
+    """A folder without a trained head gives random rewards; a missing one ends every rank during set-up."""
     settings = facts.spec.reward.models
     if settings and not facts.spec.samples:
         yield warning(
@@ -23,7 +23,7 @@ def models(facts: Facts) -> Iterator[Finding]:
 
 @check("reward.weights", trainer="native")
 def weights(facts: Facts) -> Iterator[Finding]:
-    """Weights of 0 throughout make every reward 0: hours of sampling, and nothing is learned."""
+    """If all weights are 0, every reward is 0: hours of sampling in which nothing is learned."""
     reward = facts.spec.reward
     counted = [*(reward.weights or [1.0] * len(reward.functions)), *(model.weight for model in reward.models.values())]
     if facts.spec.samples and not any(counted):

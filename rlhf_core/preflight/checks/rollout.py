@@ -21,7 +21,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 @check("rollout.vllm", trainer="native")
 def vllm(facts: Facts) -> Iterator[Finding]:
-    """vLLM that is missing, too old or made for other hardware ends every rank when it is started."""
+    """A vLLM that is missing, too old or built for other hardware ends every rank when it starts."""
     spec, compute = facts.spec, facts.compute
     if spec.rollout.engine != "vllm" or compute.problem:
         return
@@ -65,7 +65,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
 
 @check("rollout.sglang", trainer="native")
 def sglang(facts: Facts) -> Iterator[Finding]:
-    """SGLang that is missing, or is to run where it is no server of its own, ends every engine when it is started."""
+    """An SGLang that is missing, or that does not run as a server of its own, ends every engine when it starts."""
     spec, compute = facts.spec, facts.compute
     if spec.rollout.engine != "sglang" or compute.problem:
         return
@@ -97,7 +97,7 @@ def sglang(facts: Facts) -> Iterator[Finding]:
 
 @check("rollout.engines")
 def engines(facts: Facts) -> Iterator[Finding]:
-    """Engines without a place, or without work, are found when the trainers wait for them."""
+    """Engines without a place, or without work, would be noticed only when the trainers wait for them."""
     spec, resources = facts.spec, facts.spec.resources
     asked, layout = spec.rollout.engines, spec.rollout.layout(resources.num_nodes)
     if not asked:
@@ -138,7 +138,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 @check("rollout.max_staleness", trainer="native")
 def max_staleness(facts: Facts) -> Iterator[Finding]:
-    """Completions of an older policy that are taken for those of the one that is trained bend the gradient unseen."""
+    """Completions of an older policy, treated as those of the current one, silently bias the gradient."""
     spec = facts.spec
     if not spec.rollout.max_staleness:
         return
@@ -169,8 +169,7 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
 
 @check("rollout.sync", trainer="native")
 def sync(facts: Facts) -> Iterator[Finding]:
-    """Weights that go through the memory of one node never come to the engines of another, and ranks that are not
-    there send nothing."""
+    """Weights sent through one node's memory never reach engines on another, and missing ranks send nothing."""
     spec, transport, senders = facts.spec, facts.spec.rollout.sync.transport, facts.spec.rollout.sync.senders
     layout = spec.rollout.layout(spec.resources.num_nodes)
     if not spec.rollout.engines or layout is None:

@@ -22,7 +22,7 @@ def basis(facts: Facts) -> Iterator[Finding]:
 
 @check("trial.needed")
 def needed(facts: Facts) -> Iterator[Finding]:
-    """Many nodes wait for hours, to find out in the first minute that something which was changed does not work."""
+    """Many nodes wait for hours, only to find in the first minute that a change does not work."""
     spec, past = facts.spec, facts.baseline
     # A run with a checkpoint has shown that it works.
     if spec.preflight.trial == "off" or facts.resume is not None:

@@ -18,32 +18,32 @@ class PolicyGradientSpec(AlgorithmSpec):
     rows_setting: ClassVar[str] = "prompts_per_step"
 
     prompts_per_step: Positive = 32
-    """Prompts per step, over all ranks."""
+    """Prompts per step, across all ranks."""
     samples_per_prompt: Positive = 1
     """Completions per prompt."""
     num_epochs: Positive = 1
     """Passes over the completions of each step."""
     num_minibatches: Positive = 1
-    """Updates per pass: the completions of the step are divided into so many parts. With one pass in one part the
-    algorithm is strictly on-policy, and saves a forward pass."""
+    """Updates per pass; the completions of the step are split into this many parts. With one pass in one part, the
+    algorithm is strictly on-policy and saves a forward pass."""
     clip_low: Share = 0.2
     """Greatest distance below 1 at which the probability ratio counts."""
     clip_high: NonNegativeFloat = 0.2
     """Greatest distance above 1 at which the probability ratio counts."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL penalty against the model at the beginning of the loop; at 0 no reference model is needed."""
+    """Weight of the KL penalty against the model at the start of the loop; at 0, no reference model is needed."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
     measure_kl: bool = False
-    """Measure that KL even when its weight is 0: costs one forward pass of a reference model."""
+    """Measure that KL even if its weight is 0; this costs one forward pass of a reference model."""
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Importance-sampling correction where the engine that samples and the trainer give tokens different
-    probabilities: the ratio of the two, of each token or of the whole completion, is cut off at `correction_cap`, or
-    what lies above it is left out."""
+    """Importance-sampling correction for the different probabilities that the sampling engine and the trainer give to
+    tokens. The ratio of the two, of each token or of the whole completion, is truncated at `correction_cap`, or
+    anything above it is masked."""
     correction_cap: PositiveFloat = 3.0
     """Largest such ratio that counts."""
     mask_truncated: bool = False
-    """Leave completions that were cut off at the longest length out of the loss; their rewards still count in their
+    """Leave completions that were truncated at the maximum length out of the loss; their rewards still count in their
     groups."""
 
     @property
@@ -76,18 +76,18 @@ class GroupSpec(PolicyGradientSpec):
     """Settings of algorithms whose advantages compare the completions of a prompt."""
 
     samples_per_prompt: GroupSize = 8
-    """Completions per prompt: the group whose rewards are compared."""
+    """Completions per prompt; they form the group whose rewards are compared."""
     advantage_scale: Literal["group", "batch", "none"] = "group"
-    """Divisor of rewards after their group's mean is taken off: standard deviation of the group, of the batch, or none
-    (Dr. GRPO)."""
+    """Divisor of rewards after subtracting their group's mean: the standard deviation of the group or of the batch, or
+    none (Dr. GRPO)."""
     advantage_epsilon: NonNegativeFloat = 1e-4
     """Added to that standard deviation."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """Mean over all completion tokens of the step (DAPO), over each sequence and then sequences (GRPO), or sum over a
     fixed length (Dr. GRPO)."""
     kl_weighted: bool = False
-    """Weigh the KL penalty with the probability ratio, so that its gradient is that of the KL itself (DeepSeek-V3.2,
-    arXiv 2512.02556), which the gradient of k1 and k3 alone is not, even on-policy. The default of TRL 1.16.0."""
+    """Weight the KL penalty by the probability ratio, so that its gradient is that of the KL itself (DeepSeek-V3.2,
+    arXiv 2512.02556). The plain gradient of k1 and k3 is not, even on-policy. The default of TRL 1.16.0."""
 
 
 class GrpoSpec(GroupSpec):
@@ -118,12 +118,12 @@ class DapoSpec(GroupSpec):
     mask_truncated: bool = True
     """Leave completions that were cut off at the longest length out of the loss (overlong filtering)."""
     max_sampling_rounds: Positive = 4
-    """Times that completions are sampled for one step, each with further prompts, until there are as many groups with
-    different rewards as the step takes; after that it is filled up with others. 1 turns dynamic sampling off."""
+    """Largest number of sampling rounds for one step, each with new prompts, to find as many groups with differing
+    rewards as the step needs; after that, other groups fill it up. 1 turns dynamic sampling off."""
     overlong_buffer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Last tokens before the longest length in which a penalty rises linearly with the length; 0 turns it off."""
+    """Number of tokens before the maximum length over which a penalty rises linearly; 0 turns it off."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """Penalty on the reward of a completion of the longest length."""
+    """Penalty on the reward of a completion of the maximum length."""
 
     @property
     def sampling_rounds(self) -> int:
@@ -168,7 +168,7 @@ class RlooSpec(PolicyGradientSpec):
     """Importance-sampling correction where the engine that samples and the trainer give completions different
     probabilities: the ratio of the two is cut off at `correction_cap`, or what lies above it is left out."""
     normalise_advantages: bool = False
-    """Bring the advantages of the step to mean 0 and standard deviation 1."""
+    """Normalise the advantages of the step to mean 0 and standard deviation 1."""
 
 
 class ReinforcePlusPlusSpec(PolicyGradientSpec):
@@ -212,8 +212,8 @@ class PpoSpec(PolicyGradientSpec):
     gae_lambda: Share = 0.95
     """Weight of longer returns in the advantage (arXiv 1506.02438)."""
     value_clip: PositiveFloat = 0.2
-    """Greatest distance from the value before the update at which the new one counts."""
+    """Greatest distance of the new value from the one before the update."""
     critic_learning_rate: NonNegativeFloat = 0.0
-    """Peak learning rate of the value model; 0 for that of the policy."""
+    """Peak learning rate of the value model; 0 uses that of the policy."""
     critic_warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """First steps in which only the value model learns."""

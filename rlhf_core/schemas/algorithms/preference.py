@@ -26,12 +26,12 @@ class DpoSpec(PreferenceSpec):
     name: Literal["dpo"]
     """Direct preference optimisation against a reference model."""
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference model."""
+    """Strength of the pull towards the reference model."""
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """`sigmoid` (DPO), `ipo` (arXiv 2310.12036), `hinge` (SLiC, arXiv 2305.10425), or `robust` against flipped pairs
     (arXiv 2403.00409)."""
     label_smoothing: LabelSmoothing = 0.0
-    """Share of pairs that are taken for flipped; for `robust` only."""
+    """Share of pairs assumed to be flipped; for `robust` only."""
 
     @model_validator(mode="after")
     def _smoothing_has_its_loss(self) -> Self:
@@ -72,7 +72,7 @@ class SimpoSpec(PreferenceSpec):
     beta: PositiveFloat = 2.0
     """Factor of the difference of the log-probabilities per token."""
     gamma: NonNegativeFloat = 0.5
-    """Margin by which the chosen completion has to be better, in units of the reward (not divided by `beta`)."""
+    """Margin by which the chosen completion should be better, in units of the reward (not divided by `beta`)."""
     label_smoothing: LabelSmoothing = 0.0
     """Share of pairs that are taken for flipped."""
 
@@ -99,7 +99,7 @@ class KtoSpec(AlgorithmSpec):
     batch_size: Annotated[int, Field(ge=2, le=2**31 - 1)] = 32
     """Rows per optimizer step, over all ranks; at least 2, since each is compared with another one."""
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference model."""
+    """Strength of the pull towards the reference model."""
     desirable_weight: PositiveFloat = 1.0
     """Weight of desirable rows; the paper keeps the weighted numbers of both kinds between 1:1 and 4:3."""
     undesirable_weight: PositiveFloat = 1.0

@@ -12,4 +12,4 @@ class SftSpec(AlgorithmSpec):
     name: Literal["sft"]
     """Supervised fine-tuning on the reference answers."""
     batch_size: Positive = 64
-    """Rows per optimizer step, over all ranks."""
+    """Rows per optimizer step, across all ranks."""

@@ -14,32 +14,33 @@ PAGE = """\
 <!-- Made by docs/generate.py (make docs). Change the code, not this page. -->
 # Conformance with TRL
 
-Losses, gradients and advantages next to those of TRL {version}, on the same tokens, in float64. A test makes these
-comparisons again and fails past 1e-6 (`tests/training/conformance`).
+This page compares our losses, gradients and advantages with those of TRL {version}, on the same tokens, in float64. A
+test repeats these comparisons and fails if a difference exceeds 1e-6 (`tests/training/conformance`).
 
-The left side was recorded from TRL itself: its trainer is constructed as a user does, makes its own batch of the rows
-(tokenizer, collator, advantages) and computes its own loss; only completions, and the log-probabilities of a sampler
-that is not the policy, are given. A few lines of TRL compute in float32 whatever the model has; they were made to say
-float64 (the head that gives log-probabilities, and the odds ratio of ORPO), and nothing else was changed. The right
-side is the objective of `rlhf_core/training/algorithms` that the loops call, in micro-batches of three rows. Model:
-an OPT of 1,700 weights; lengths are ragged, one group of rewards has no spread, both sides of the clip are reached.
+The TRL side was recorded from TRL itself. Its trainer is constructed the way a user would, builds its own batch from
+the rows (tokenizer, collator, advantages) and computes its own loss. We supply only the completions, and the
+log-probabilities of a sampler that is not the policy. A few lines of TRL compute in float32 whatever the model uses
+(the head that gives log-probabilities, and the odds ratio of ORPO); we changed them to float64, and nothing else. Our
+side is the objective of `rlhf_core/training/algorithms` that the training loops call, in micro-batches of three rows.
+The model is an OPT with 1,700 weights. Lengths are ragged, one group of rewards has no spread, and both sides of the
+clip are reached.
 
-The gradient column is the largest difference over all weights. "Several updates" is the loss of a policy that has
-moved since it sampled. PPO and REINFORCE++ are not in TRL {version}: `tests/training/test_core_policy_gradient.py`
-holds them against the formulas of their papers. KTO is compared in one micro-batch of TRL's, which takes its divergence
-anew for each. A penalty that TRL weighs with the probability ratio, its default, is `kl_weighted` here.
+The gradient column shows the largest difference over all weights. "Several updates" is the loss of a policy that has
+moved since it sampled. PPO and REINFORCE++ are not in TRL {version}; `tests/training/test_core_policy_gradient.py`
+checks them against the formulas of their papers. KTO is compared in one TRL micro-batch, because TRL estimates its
+divergence anew for each. A penalty weighted by the probability ratio, as is TRL's default, is `kl_weighted` here.
 
 | loss | TRL | settings here | value | gradient | advantages |
 |---|---|---|---|---|---|
 {rows}
 
-{agreeing} of {all} losses are compared; those that are not built yet count as nothing.
+{agreeing} of {all} losses are compared; those that are not built yet are left out.
 
 ## Controls
 
-The same comparison with one setting that is not TRL's has to fail, and does.
+With one setting changed from TRL's, the same comparison must fail, and it does.
 
-| loss | setting here instead | value | gradient | advantages |
+| loss | changed setting | value | gradient | advantages |
 |---|---|---|---|---|
 {controls}
 """
