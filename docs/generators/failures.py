@@ -67,7 +67,8 @@ With `resources.min_nodes` an attempt goes on with fewer nodes where the cluster
 and that the rows of a step divide by. The global batch stays, each rank has more of it, and the decision says
 which nodes are lacking. A node is left out of one attempt at least; after that it is taken again, and attempts
 grow back when nodes do. A job at work is never ended for it, and nodes that are merely busy are waited for.
-Without it, or with fewer than `min_nodes`, the attempt waits for all nodes.
+Without it, or with fewer than `min_nodes`, the attempt waits for all nodes. With `rollout.nodes` both count all
+nodes; those of engines stay as many, and fewer train.
 
 ## Detection of hangs
 
