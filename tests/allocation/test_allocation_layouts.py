@@ -52,7 +52,7 @@ def test_seven_trainers_against_eight_engines_are_replaced_by_the_nearest_that_d
 
 
 def test_nodes_of_engines_are_laid_out_too() -> None:
-    """What 16 GPUs on two nodes hold: 8 trainers on one and 8 engines on the other, or both on each."""
+    """Sixteen GPUs on two nodes: 8 trainers on one and 8 engines on the other, or both on each."""
     cluster = Cluster(2, 8, {"main": 56})
     apart, together = Layout(8, 8, 1, 1), Layout(8, 8)
     assert problems(apart, cluster) == problems(together, cluster) == []

@@ -136,7 +136,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 
 def _uneven(facts: Facts) -> Finding:
-    """Engines of which some nodes would have more than others."""
+    """Refuse engines that cannot be spread evenly."""
     rollout, num_nodes = facts.spec.rollout, facts.spec.rollout.nodes or facts.spec.resources.num_nodes
     fewer = rollout.engines // num_nodes * num_nodes
     numbers = [number for number in (fewer, fewer + num_nodes) if number]
