@@ -84,7 +84,7 @@ class Form(Schema):
     name: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$")] = ""
     """Name of the run: lower-case letters, digits, - and _; runs of the same name are compared with each other."""
     nodes: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """Number of nodes."""
+    """Number of nodes, those of rollout engines alone (`rollout.nodes`) included."""
     gpus_per_node: Annotated[int, Field(ge=-1, le=1024)] = -1
     """GPUs on every node; 0 trains on CPU."""
     steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0

@@ -208,11 +208,11 @@ class RunFiles:
         )
         write_model(self.dir.attempt(attempt).restart(restart).decision(number), decision)
 
-    def planned(self, attempt: int, seconds: float, resumed_from: int = 0) -> None:
+    def planned(self, attempt: int, seconds: float, resumed_from: int = 0, num_nodes: int = 1) -> None:
         """The controller planned and submitted an attempt, and its agents began."""
         placement = Placement(
             attempt=attempt,
-            num_nodes=1,
+            num_nodes=num_nodes,
             phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 1)),
             resume_checkpoint=f"step-{resumed_from:06d}" if resumed_from else "",
             resumed_from_step=resumed_from,

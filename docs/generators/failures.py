@@ -76,7 +76,8 @@ attempt could not be placed.
 the rows of a step evenly. The global batch stays the same, each rank processes more of it, and the decision names the
 missing nodes. A node is left out of at least one attempt and can then be used again, so attempts grow back as nodes
 return. A running job is never ended for this, and nodes that are merely busy are waited for. Without `min_nodes`, or if
-fewer than that are available, the attempt waits for all nodes.
+fewer than that are available, the attempt waits for all nodes. With `rollout.nodes`, both settings count all nodes: the
+number of engine nodes stays, and fewer nodes train.
 
 ## Detection of hangs
 

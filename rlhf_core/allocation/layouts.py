@@ -18,12 +18,16 @@ class Layout:
     """Engines in processes of their own; 0 where the trainers sample."""
     tensor_parallel: int = 1
     """GPUs of each engine, or of each trainer rank's engine where these sample."""
+    engine_nodes: int = 0
+    """Nodes with engines alone (``rollout.nodes``); 0 where engines lie beside the trainers."""
 
     def __str__(self) -> str:
         split = f" of {self.tensor_parallel} GPUs each" if self.tensor_parallel > 1 else ""
-        engines = f"{self.engines} engine{'' if self.engines == 1 else 's'}{split}" if self.engines else ""
-        trainers = f"{self.trainers} trainer{'' if self.trainers == 1 else 's'}"
-        return f"{trainers} + {engines}" if engines else f"{trainers} that sample themselves"
+        alone = f" on {_counted(self.engine_nodes, 'node')} of their own" if self.engine_nodes else ""
+        trainers = _counted(self.trainers, "trainer")
+        if not self.engines:
+            return f"{trainers} that sample themselves"
+        return f"{trainers} + {_counted(self.engines, 'engine')}{split}{alone}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Cluster:
         """GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
 
+    def trainer_nodes(self, layout: Layout) -> int:
+        """Nodes that train in a layout."""
+        return self.num_nodes - layout.engine_nodes
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,6 +64,8 @@ class Problem:
 
 def problems(layout: Layout, cluster: Cluster) -> list[Problem]:
     """Reasons against a layout; empty if it divides."""
+    if cluster.trainer_nodes(layout) < 1:
+        return [Problem(f"{layout} of {_counted(cluster.num_nodes, 'node')}", "a node that trains at least")]
     return [
         *_uneven_batch(layout, cluster),
         *_uneven_nodes(layout, cluster),
@@ -70,12 +80,13 @@ def nearest(layout: Layout, cluster: Cluster, number: int = _NAMED) -> list[Layo
 
     def distance(other: Layout) -> tuple[int, int]:
         changed = abs(other.trainers - layout.trainers) + abs(other.engines - layout.engines)
-        return changed + 2 * abs(other.tensor_parallel - layout.tensor_parallel), -other.trainers
+        split, moved = other.tensor_parallel - layout.tensor_parallel, other.engine_nodes - layout.engine_nodes
+        return changed + 2 * abs(split) + 2 * abs(moved), -other.trainers
 
     same_kind = [
         one
         for one in layouts(cluster, layout.trainers + layout.engines + 1)
-        if bool(one.engines) == bool(layout.engines)
+        if bool(one.engines) == bool(layout.engines) and bool(one.engine_nodes) == bool(layout.engine_nodes)
     ]
     return sorted(same_kind, key=distance)[:number]
 
@@ -86,14 +97,21 @@ def layouts(cluster: Cluster, most: int = 0) -> Iterator[Layout]:
     Args:
         most: processes at most where there are no GPUs to count.
     """
-    room = cluster.num_gpus or most
-    for trainers in range(cluster.num_nodes, room + 1, cluster.num_nodes):
-        splits = [width for width in (1, 2, 4, 8) if width <= (cluster.gpus_per_node or 1)]
-        found = [Layout(trainers)]
-        found += [
-            Layout(trainers, engines, width) for width in splits for engines in range(1, (room - trainers) // width + 1)
-        ]
-        yield from (one for one in found if not problems(one, cluster))
+    room, gpus = cluster.num_gpus or most, cluster.gpus_per_node
+    splits = [width for width in (1, 2, 4, 8) if width <= (gpus or 1)]
+    for alone in range(cluster.num_nodes):
+        training = cluster.num_nodes - alone
+        for trainers in range(training, (training * gpus or room) + 1, training):
+            if any(rows % trainers for rows in cluster.rows.values()):
+                continue  # whatever the engines: most of a large cluster's layouts need not be looked at
+            left = alone * gpus or room - trainers
+            found = [] if alone else [Layout(trainers)]
+            found += [
+                Layout(trainers, engines, width, alone)
+                for width in splits
+                for engines in range(alone or 1, left // width + 1, alone or 1)
+            ]
+            yield from (one for one in found if not problems(one, cluster))
 
 
 def _uneven_batch(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
@@ -109,11 +127,12 @@ def _uneven_batch(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
 
 
 def _uneven_nodes(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
-    if layout.trainers % cluster.num_nodes:
-        yield Problem(
-            f"{layout.trainers} trainers on {cluster.num_nodes} nodes", "the same number of trainers on every node"
-        )
-    if layout.engines > cluster.num_nodes and layout.engines % cluster.num_nodes:
+    training, alone = cluster.trainer_nodes(layout), layout.engine_nodes
+    if layout.trainers % training:
+        yield Problem(f"{layout.trainers} trainers on {training} nodes", "the same number of trainers on every node")
+    if alone and (not layout.engines or layout.engines % alone):
+        yield Problem(f"{layout.engines} engines on {alone} nodes of their own", "the same number of engines on each")
+    elif not alone and layout.engines > cluster.num_nodes and layout.engines % cluster.num_nodes:
         yield Problem(
             f"{layout.engines} engines on {cluster.num_nodes} nodes",
             "the same number of engines on each node, or at most one a node",
@@ -139,12 +158,19 @@ def _uneven_heads(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
 def _too_few_gpus(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
     if not cluster.gpus_per_node:
         return
-    engines = -(-layout.engines // cluster.num_nodes)
-    trainers = -(-layout.trainers // cluster.num_nodes)
-    asked = trainers + engines * layout.tensor_parallel
-    if asked > cluster.gpus_per_node:
-        yield Problem(
-            f"{trainers} trainers and {engines} engines of {layout.tensor_parallel} GPUs on a node with "
-            f"{cluster.gpus_per_node}",
-            "a GPU for every trainer and every part of an engine",
-        )
+    engines = -(-layout.engines // (layout.engine_nodes or cluster.num_nodes))
+    trainers = -(-layout.trainers // cluster.trainer_nodes(layout))
+    of_trainers, of_engines = f"{trainers} trainers", f"{engines} engines of {layout.tensor_parallel} GPUs"
+    on_a_node = {f"{of_trainers} and {of_engines}": trainers + engines * layout.tensor_parallel}
+    if layout.engine_nodes:
+        on_a_node = {of_trainers: trainers, of_engines: engines * layout.tensor_parallel}
+    for processes, asked in on_a_node.items():
+        if asked > cluster.gpus_per_node:
+            yield Problem(
+                f"{processes} on a node with {cluster.gpus_per_node}",
+                "a GPU for every trainer and every part of an engine",
+            )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -25,7 +25,9 @@ def plan(
 ) -> Placement:
     """Place one attempt: a probe, the trainer's ranks on every node, then as many of the evaluator in the same places.
 
-    Rollout engines of their own lie beside the trainers, on the GPUs that come after those of the ranks.
+    Rollout engines of their own lie beside the trainers, on the GPUs that come after those of the ranks; or, with
+    ``rollout.nodes``, alone on so many nodes, the last ones, and the ranks alone on the others. Agent 0, on the first
+    node, is among trainer ranks either way.
 
     Args:
         attempt: its number, from 1.
@@ -62,45 +64,44 @@ def plan(
 def _phases(spec: RunSpec) -> Phases:
     resources = spec.resources
 
-    def everywhere(role: Role) -> GroupPlan:
-        return GroupPlan.on_all_nodes(role, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
+    def workers(role: Role, num_nodes: int) -> GroupPlan:
+        return GroupPlan.on_all_nodes(role, resources.ranks_per_node, num_nodes, resources.gpus_per_node)
 
-    probe = in_order(everywhere(Role.PROBE)) if spec.preflight.probe else ()
-    training = _with_engines(spec, everywhere(Role.TRAINER))
+    probe = in_order(workers(Role.PROBE, resources.num_nodes)) if spec.preflight.probe else ()
+    training = _with_engines(spec, workers(Role.TRAINER, spec.num_trainer_nodes))
     if not spec.is_evaluated:
         return (*probe, training)
-    evaluators = everywhere(Role.EVALUATOR)
+    evaluators = workers(Role.EVALUATOR, spec.num_trainer_nodes)
     evaluation = _with_engines(spec, evaluators) if spec.evaluates_with_engines else (evaluators,)
     return (*probe, training, evaluation)
 
 
 def _with_engines(spec: RunSpec, workers: GroupPlan) -> tuple[GroupPlan, ...]:
-    """Trainers or evaluators, and the rollout engines beside them.
+    """Trainers or evaluators, and the rollout engines beside them or on nodes of their own.
 
     Raises:
         BadInput: the engines cannot be spread evenly, or there are too few GPUs for them.
     """
     if not spec.rollout.engines:
         return (workers,)
-    ranks, gpus = spec.resources.ranks_per_node, spec.resources.gpus_per_node
+    gpus = spec.resources.gpus_per_node
     layout = spec.rollout.layout(spec.resources.num_nodes)
     if layout is None:
-        raise BadInput(
-            f"rollout.engines = {spec.rollout.engines} cannot be spread evenly over {spec.resources.num_nodes} nodes"
-        )
+        num_nodes = spec.rollout.nodes or spec.resources.num_nodes
+        raise BadInput(f"rollout.engines = {spec.rollout.engines} cannot be spread evenly over {num_nodes} nodes")
+    ranks = 0 if spec.rollout.nodes else spec.resources.ranks_per_node  # on the nodes of the engines
     needed = ranks + layout.per_node * spec.rollout.gpus_per_engine
     if gpus and needed > gpus:
-        raise BadInput(
-            f"{ranks} trainer ranks and {layout.per_node} rollout engines need {needed} GPUs of a node, found {gpus}"
-        )
+        beside = f"{ranks} trainer ranks and " if ranks else ""
+        raise BadInput(f"{beside}{layout.per_node} rollout engines need {needed} GPUs of a node, found {gpus}")
     engines = GroupPlan(
         role=Role.ROLLOUT,
-        nodes=tuple(range(layout.num_nodes)),
+        nodes=layout.nodes,
         workers_per_node=layout.per_node,
         gpus=tuple(range(ranks, needed)) if gpus else (),
         restart="alone",
     )
-    return (workers.model_copy(update={"gpus": workers.gpus[:ranks]}), engines)
+    return (workers.model_copy(update={"gpus": workers.gpus[: spec.resources.ranks_per_node]}), engines)
 
 
 def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()) -> list[str]:

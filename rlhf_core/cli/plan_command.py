@@ -47,7 +47,7 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
                        "in its own arguments")  # fmt: skip
     try:
         with open_history() as store:
-            measured = queries.measured_shape(store, shape_key(spec))
+            measured = queries.measured_shape(store, shape_key(spec), engine_nodes=spec.rollout.nodes)
     except HistoryError as error:
         output.warn(f"the history does not answer, so nothing is compared: {error}")
         measured = {}
@@ -150,6 +150,8 @@ def _notes(found: "RunPlan") -> Iterator[str]:
         yield "Rates are assumed (docs/planning.md): no run of this shape is in the history yet."
     if any(one.layout.tensor_parallel > 1 for one in found.proposals):
         yield "GPUs of each engine: rollout.vllm.tensor_parallel."
+    if any(one.layout.engine_nodes for one in found.proposals):
+        yield "Nodes of their own for engines: rollout.nodes, the last of resources.num_nodes."
     peak = measured.get("gpu_gb") if spec.resources.gpus_per_node else measured.get("workers_gb")
     if peak is not None and found.memory:
         yield _peak_note(found, peak)
@@ -210,4 +212,5 @@ def plan_json(found: "RunPlan") -> dict[str, Any]:
 
 
 def _layout_json(layout: Any) -> dict[str, int]:
-    return {"trainers": layout.trainers, "engines": layout.engines, "tensor_parallel": layout.tensor_parallel}
+    names = ("trainers", "engines", "tensor_parallel", "engine_nodes")
+    return {name: getattr(layout, name) for name in names}

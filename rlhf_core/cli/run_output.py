@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rlhf_core.preflight.predictions import Predictions
     from rlhf_core.render.summary import Summary
     from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.resources import GroupPlan
     from rlhf_core.schemas.run import RunSpec
     from rlhf_core.site_config import Site
 
@@ -45,7 +46,10 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         output.print_json({**shown, "scheduler": scheduler.name})
         return
     roles = ", then ".join(
-        " beside ".join(f"{group.role.value} with {group.workers_per_node} workers per node" for group in phase)
+        " beside ".join(
+            f"{group.role.value} with {group.workers_per_node} workers per node{_where(group, placement.num_nodes)}"
+            for group in phase
+        )
         for phase in placement.phases
     )
     rows = [
@@ -63,6 +67,14 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     output.print_text(scheduler.script(request))
     output.print_text("")
     output.print_text("Nothing was started.")
+
+
+def _where(group: "GroupPlan", num_nodes: int) -> str:
+    """Nodes of a group that is not on all of them."""
+    number = len(group.nodes)
+    if number == num_nodes:
+        return ""
+    return f" on the {'first' if group.nodes[0] == 0 else 'last'} {number} of {num_nodes} nodes"
 
 
 def _predicted(predictions: "Predictions") -> Iterator[tuple[str, str]]:

@@ -124,7 +124,7 @@ def plan_run(
 
 def layout_of(spec: RunSpec) -> Layout:
     """The layout that a config asks for."""
-    return Layout(spec.num_ranks, spec.rollout.engines, spec.rollout.gpus_per_engine)
+    return Layout(spec.num_ranks, spec.rollout.engines, spec.rollout.gpus_per_engine, spec.rollout.nodes)
 
 
 def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
@@ -136,10 +136,11 @@ def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
 
 def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
     """The run in another layout on the same nodes."""
-    ranks = layout.trainers // spec.resources.num_nodes
+    ranks = layout.trainers // (spec.resources.num_nodes - layout.engine_nodes)
     resources = spec.resources.model_copy(update={"ranks_per_node": ranks})
     vllm = spec.rollout.vllm.model_copy(update={"tensor_parallel": layout.tensor_parallel})
-    rollout = spec.rollout.model_copy(update={"engines": layout.engines, "vllm": vllm})
+    of_engines = {"engines": layout.engines, "nodes": layout.engine_nodes, "vllm": vllm}
+    rollout = spec.rollout.model_copy(update=of_engines)
     return spec.model_copy(update={"resources": resources, "rollout": rollout})
 
 
@@ -160,7 +161,7 @@ def _gpu_bytes(spec: RunSpec, inventory: Inventory) -> int | None:
 
 def _main_memory(spec: RunSpec, inventory: Inventory) -> int | None:
     node = spec.resources.memory_gb or inventory.memory_gb
-    processes = spec.resources.ranks_per_node + -(-spec.rollout.engines // spec.resources.num_nodes)
+    processes = max(spec.resources.ranks_per_node + spec.engines_beside_trainers, spec.engines_per_node)
     return int(node * GIB / processes) if node else None
 
 

@@ -99,6 +99,7 @@ class ImbalanceWatch:
     _gpus: dict[_Gpu, deque[_Sample]] = field(default_factory=dict)
     _findings: dict[str, _ImbalanceFinding] = field(default_factory=dict)
     _ecc_at_first: dict[_Gpu, float] = field(default_factory=dict)
+    _work: dict[str, str] = field(default_factory=dict)
     _progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     _progressed_at_s: float | None = None
     _has_progressed: bool = False
@@ -107,7 +108,9 @@ class ImbalanceWatch:
     _now_s: float = 0.0
     _judged_at_s: float | None = None
 
-    def add(self, node: str, telemetry: Mapping[str, float], step: int, now_s: float, beats: int = 0) -> None:
+    def add(
+        self, node: str, telemetry: Mapping[str, float], step: int, now_s: float, beats: int = 0, work: str = ""
+    ) -> None:
         """Add one reading of a node.
 
         Args:
@@ -116,8 +119,11 @@ class ImbalanceWatch:
             step: Training step its workers are at.
             now_s: Time on the caller's monotonic clock, in seconds; the same clock for all nodes.
             beats: Total number of heartbeats of its workers so far; they count as progress where there are no steps.
+            work: Work of the node: it is compared with nodes of the same work alone. A node of rollout engines is idle
+                while trainers are busy, and the other way round.
         """
         self._now_s = max(self._now_s, now_s)
+        self._work[node] = work
         self._note_progress(node, (step, beats), now_s)
         _append(self._nodes.setdefault(node, deque()), _Sample(now_s, telemetry))
         for index, figures in _by_gpu(telemetry).items():
@@ -138,12 +144,11 @@ class ImbalanceWatch:
 
     def _judge(self) -> None:
         self._learn_power()
-        signs = {
-            **self._compared("node", NODES, self._nodes),
-            **self._compared("gpu", GPUS, self._gpus),
-            **self._health(),
-            **self._spinning(),
-        }
+        signs = {**self._health(), **self._spinning()}
+        for work in set(self._work.values()):
+            nodes = {node: samples for node, samples in self._nodes.items() if self._work[node] == work}
+            gpus = {gpu: samples for gpu, samples in self._gpus.items() if gpu.node in nodes}
+            signs |= self._compared("node", NODES, nodes) | self._compared("gpu", GPUS, gpus)
         for key in self._findings.keys() - signs.keys():
             self._weigh(key, Sign("", begins=False, stays=False))
         for key, sign in signs.items():

@@ -43,21 +43,30 @@ class NodeVariables:
     variables: Mapping[str, str]
 
 
-def contradictions(nodes: Sequence[NodeVariables], planned: Sequence[str], ranks_per_node: int) -> list[Contradiction]:
+def contradictions(
+    nodes: Sequence[NodeVariables], planned: Sequence[str], ranks_per_node: int, num_ranks: int
+) -> list[Contradiction]:
     """Find variables of launchers that contradict the plan. Each node is blamed for its own, the run for those of most.
 
     Args:
         nodes: Those that came.
         planned: Names of all nodes, in the order of the allocation.
         ranks_per_node: As planned.
+        num_ranks: Likewise.
     """
-    numbers = planned_numbers(len(planned), ranks_per_node)
+    numbers = planned_numbers(len(planned), ranks_per_node, num_ranks)
     found = [one for name, right in numbers.items() for one in _of_number(name, nodes, right)]
     return found + [one for name in NODE_NUMBERS for one in _of_places(name, nodes, planned)]
 
 
-def planned_numbers(num_nodes: int, ranks_per_node: int) -> dict[str, tuple[str, ...]]:
-    """Every variable whose value follows from the plan, and the values that are right."""
+def planned_numbers(num_nodes: int, ranks_per_node: int, num_ranks: int) -> dict[str, tuple[str, ...]]:
+    """Every variable whose value follows from the plan, and the values that are right.
+
+    Args:
+        num_nodes: Nodes of the allocation.
+        ranks_per_node: Trainer ranks on each of those that train.
+        num_ranks: All of them.
+    """
     nodes, ranks = str(num_nodes), str(ranks_per_node)
     return {
         "NNODES": (nodes,),
@@ -66,11 +75,11 @@ def planned_numbers(num_nodes: int, ranks_per_node: int) -> dict[str, tuple[str,
         "PET_NPROC_PER_NODE": (ranks,),
         "LOCAL_WORLD_SIZE": (ranks,),
         # Kubernetes calls the number of nodes so.
-        "WORLD_SIZE": tuple(dict.fromkeys((str(num_nodes * ranks_per_node), nodes))),
+        "WORLD_SIZE": tuple(dict.fromkeys((str(num_ranks), nodes))),
     }
 
 
-LAUNCHING = (*planned_numbers(1, 1), *NODE_NUMBERS, *MEETING)
+LAUNCHING = (*planned_numbers(1, 1, 1), *NODE_NUMBERS, *MEETING)
 """All of these variables."""
 
 

@@ -147,6 +147,8 @@ class Plan:
     per_node_variables: tuple[str, ...] = ()
     """Further variables that may differ between nodes."""
     max_clock_offset_s: float = 5.0
+    num_trainer_nodes: int = 0
+    """Nodes with trainer ranks; 0 for all."""
 
 
 def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
@@ -281,7 +283,8 @@ def missing(known: Collection[str], plan: Plan) -> list[CheckResult]:
 def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     nodes = [NodeVariables(one.node, index, one.variables) for index, one in facts.items()]
     found = []
-    for one in contradictions(nodes, plan.names, plan.ranks_per_node):
+    num_ranks = (plan.num_trainer_nodes or len(plan.names)) * plan.ranks_per_node
+    for one in contradictions(nodes, plan.names, plan.ranks_per_node, num_ranks):
         say = blocked if one.is_grave else warning
         found.append(say(LAUNCH, one.found, one.expected, one.advice, one.node))
     for name in MEETING:

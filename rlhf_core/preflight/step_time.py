@@ -93,7 +93,7 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     tokens = algorithm.sequences_per_step / spec.num_ranks * longest_sequence(spec)
     parts = {
         "training": _training_operations(spec, shape, algorithm) * tokens / _matmul_rate(spec, rates),
-        "communication": _communicated_bytes(spec, shape, tokens) / _link(spec),
+        "communication": _communicated_bytes(spec, shape, tokens) / _link(spec.num_trainer_nodes),
     }
     if algorithm.samples:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
@@ -104,7 +104,7 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
         if spec.rollout.engines:  # once over each link: engines pass the weights on
             given = trained_shape(shape, spec.model.lora)  # the adapter alone, where there is one
             # However many ranks send: the links are alike here, and an engine takes no more than its own passes.
-            parts["weight sync"] = weight_bytes(given, spec.model.dtype) / _link(spec)
+            parts["weight sync"] = weight_bytes(given, spec.model.dtype) / _link(spec.resources.num_nodes)
     return StepTime(parts)
 
 
@@ -135,8 +135,8 @@ def _communicated_bytes(spec: RunSpec, shape: Shape, tokens: float) -> float:
     return gradients + weights
 
 
-def _link(spec: RunSpec) -> float:
-    return LINK_BYTES["network" if spec.resources.num_nodes > 1 else "node"]
+def _link(num_nodes: int) -> float:
+    return LINK_BYTES["network" if num_nodes > 1 else "node"]
 
 
 def _sampling_s(spec: RunSpec, shape: Shape, rates: GpuRates, sequences: float) -> float:

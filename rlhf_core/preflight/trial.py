@@ -36,7 +36,7 @@ COMMAND_PACKAGES = (
 """Packages of another program's environment whose versions count."""
 
 SMALL = 3
-"""Largest run that serves as its own trial: one node and this many times the steps of a trial."""
+"""Largest run that serves as its own trial: the fewest nodes and this many times the steps of a trial."""
 
 WATCHED = (
     "data",
@@ -47,6 +47,7 @@ WATCHED = (
     "loops.main.algorithm",
     "loops.warm_start.algorithm",
     "rollout.engine",
+    "rollout.nodes",
     "rollout.max_new_tokens",
     "rollout.batch_size",
     "resources.num_nodes",
@@ -104,7 +105,12 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
 
 def is_small(spec: RunSpec) -> bool:
     """Return True if a trial would cost about as much as the run."""
-    return spec.resources.num_nodes == 1 and spec.total_steps <= SMALL * spec.preflight.trial_steps
+    return has_fewest_nodes(spec) and spec.total_steps <= SMALL * spec.preflight.trial_steps
+
+
+def has_fewest_nodes(spec: RunSpec) -> bool:
+    """Return True if no trial could do with fewer nodes: one that trains, and one for engines that have nodes."""
+    return spec.resources.num_nodes == 1 + bool(spec.rollout.nodes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,17 +195,29 @@ class Rung:
     check_id: str
     """Id of the check that reports its result."""
     num_nodes: int
+    engine_nodes: int = 0
+    """How many of them have rollout engines alone."""
 
     @property
     def title(self) -> str:
         """Display name."""
-        return "trial on one node" if self.num_nodes == 1 else f"trial on all {self.num_nodes} nodes"
+        return f"trial on {self.nodes}"
+
+    @property
+    def nodes(self) -> str:
+        """Its nodes, in words."""
+        if self.check_id == "trial.all_nodes":
+            return "one node" if self.num_nodes == 1 else f"all {self.num_nodes} nodes"
+        return "one node that trains and one with engines" if self.engine_nodes else "one node"
 
 
 def rungs(spec: RunSpec) -> tuple[Rung, ...]:
-    """Return the trials of a run, in order. On one node there is one."""
-    whole = Rung("trial.all_nodes", spec.resources.num_nodes)
-    return (whole,) if whole.num_nodes == 1 else (Rung("trial.one_node", 1), whole)
+    """Return the trials of a run, in order. With the fewest nodes there is one."""
+    whole = Rung("trial.all_nodes", spec.resources.num_nodes, spec.rollout.nodes)
+    if has_fewest_nodes(spec):
+        return (whole,)
+    beside = min(1, spec.rollout.nodes)
+    return (Rung("trial.one_node", 1 + beside, beside), whole)
 
 
 def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
@@ -218,6 +236,9 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
     changes: dict[str, JsonValue] = {
         "resources.num_nodes": rung.num_nodes,
         "resources.min_nodes": 0,
+        # As many engines on each of its nodes.
+        "rollout.nodes": rung.engine_nodes,
+        "rollout.engines": _engines(spec, rung),
         "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
         "preflight.trial": "off",
         "preflight.off": {
@@ -240,6 +261,12 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
             "checkpoint.every_num_steps": sum(of_loops.values()),
         },
     )
+
+
+def _engines(spec: RunSpec, rung: Rung) -> int:
+    if rung.num_nodes == spec.resources.num_nodes:
+        return spec.rollout.engines
+    return spec.engines_per_node * max(1, rung.engine_nodes)
 
 
 def obstacle(spec: RunSpec) -> str:

@@ -35,6 +35,7 @@ from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EVALUATIONS
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.whole_files import write_text
 
 
@@ -268,9 +269,18 @@ def _asked_for(record: ReportData) -> list[tuple[str, object]]:
         ("training", steps),
         ("model", model),
         ("data", spec.data.train or (code(spec.data.generator) if spec.data.generator else "named by the trainer")),
-        ("ranks", f"{spec.num_ranks} on {count(spec.resources.num_nodes, 'node')}, {where}"),
+        ("ranks", f"{spec.num_ranks} on {count(spec.num_trainer_nodes, 'node')}, {where}"),
+        *_engines_asked_for(spec),
         ("seed", spec.seed),
     ]
+
+
+def _engines_asked_for(spec: RunSpec) -> list[tuple[str, object]]:
+    rollout = spec.rollout
+    if not rollout.engines:
+        return []
+    where = f"on {count(rollout.nodes, 'node')} of their own" if rollout.nodes else "beside the trainers"
+    return [("rollout engines", f"{rollout.engines} of {rollout.engine}, {where}")]
 
 
 def _plots(record: ReportData) -> Markup:

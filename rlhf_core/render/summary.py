@@ -17,6 +17,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
 
 
@@ -89,7 +90,8 @@ def summary_markdown(
         *([f"> **Regressed**: {markdown(regression_text(summary.regressed))}", ""] if summary.regressed else []),
         *([] if good or not summary.cause else [f"> {markdown(summary.cause)}", ""]),
         f"{spec.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on "
-        f"{spec.num_ranks} ranks, {count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
+        f"{spec.num_ranks} ranks{_engine_nodes(spec)}, {count(summary.num_attempts, 'attempt')}, "
+        f"{count(summary.num_restarts, 'restart')}.",
         *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
         "",
         *(["| held-out | before | after | gain |", "|---|---|---|---|"] if summary.accuracy else []),
@@ -113,6 +115,11 @@ def summary_markdown(
         f"{markdown_code(str(RunDir(summary.run_dir).report))}",
     ]
     return "\n".join(lines)
+
+
+def _engine_nodes(spec: RunSpec) -> str:
+    engines, nodes = spec.rollout.engines, spec.rollout.nodes
+    return f", {count(engines, 'rollout engine')} on {count(nodes, 'node')} of their own" if nodes else ""
 
 
 def interval(report: EvaluationReport | None) -> str:

@@ -13,13 +13,14 @@ class ResourceSpec(Schema):
     """Resources that the run needs of the cluster."""
 
     num_nodes: Positive = 1
-    """Nodes."""
+    """Nodes of the allocation, `rollout.nodes` of them included: the others train."""
     min_nodes: NonNegative = 0
     """Fewest nodes that an attempt goes on with where the cluster cannot give `num_nodes` (nodes are down, drained or
     excluded). It asks for as many as there are and the batch divides by; the global batch stays, and a later attempt
-    asks for all nodes again when they are back. 0 always waits for all of them."""
+    asks for all nodes again when they are back. 0 always waits for all of them. `rollout.nodes` are counted too, and
+    stay as many."""
     ranks_per_node: Positive = 1
-    """Trainer ranks on every node: one per GPU, or per group of cores on CPU."""
+    """Trainer ranks on every node that trains: one per GPU, or per group of cores on CPU."""
     gpus_per_node: NonNegative = 0
     """GPUs on every node; 0 trains on CPU with gloo."""
     cpus_per_rank: Positive = 1

@@ -32,10 +32,17 @@ def uneven_heads(num_heads: int | None, num_kv_heads: int | None, width: int) ->
 class EngineLayout(NamedTuple):
     """Rollout engines on the nodes of an attempt."""
 
+    first_node: int
+    """Index of the first node with engines in the allocation."""
     num_nodes: int
-    """Nodes with engines, the first of the allocation."""
+    """Nodes with engines, one after the other."""
     per_node: int
     """Engines on each of them; 0 where there are none."""
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Indices of the nodes with engines."""
+        return tuple(range(self.first_node, self.first_node + self.num_nodes))
 
 
 class VllmSettings(Schema):
@@ -116,9 +123,12 @@ class RolloutSpec(Schema):
     """Program that samples: `transformers`, with its KV cache; `vllm` (needs the extra `vllm`); or `sglang`, in engines
     of their own alone, which was not run with SGLang itself yet."""
     engines: NonNegative = 0
-    """Engines over all nodes, as processes of their own beside the trainers, each restarted alone when it fails. 0: in
-    the process of every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is
-    given those of every step. With `model.lora` engines read the base model themselves, and are given the adapter."""
+    """Engines over all their nodes, as processes of their own, each restarted alone when it fails. 0: in the process of
+    every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is given those of
+    every step. With `model.lora` engines read the base model themselves, and are given the adapter."""
+    nodes: NonNegative = 0
+    """Nodes with engines alone: the last of `resources.num_nodes`, which counts them; the first ones have the trainer
+    ranks alone. 0: the engines lie beside the trainers."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Steps that the weights may be behind which completions were sampled with. 0: the engines sample for a step once
     they have its weights, and the trainers wait. 1: they sample for the next step while the trainers train (needs
@@ -147,13 +157,22 @@ class RolloutSpec(Schema):
             )
         return self
 
+    @model_validator(mode="after")
+    def _fills_its_nodes(self) -> Self:
+        if self.nodes and not self.engines:
+            raise ValueError(
+                f"found rollout.nodes = {self.nodes} and rollout.engines = 0: nothing would run there; expected a "
+                f"multiple of {self.nodes} in rollout.engines, or rollout.nodes = 0"
+            )
+        return self
+
     @property
     def gpus_per_engine(self) -> int:
         """GPUs of each engine; where there are none, its processes."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     def layout(self, num_nodes: int) -> EngineLayout | None:
-        """Spread the engines evenly: the same number on each node, or one on each of the first nodes.
+        """Spread the engines evenly: the same number on each node, or, beside trainers, one on each of the first nodes.
 
         Args:
             num_nodes: nodes of the allocation.
@@ -161,7 +180,8 @@ class RolloutSpec(Schema):
         Returns:
             None where they cannot be spread evenly: some nodes would sample more than others.
         """
-        if self.engines <= num_nodes:
-            return EngineLayout(self.engines, 1 if self.engines else 0)
-        per_node, left = divmod(self.engines, num_nodes)
-        return None if left else EngineLayout(num_nodes, per_node)
+        if not self.nodes and self.engines <= num_nodes:
+            return EngineLayout(0, self.engines, 1 if self.engines else 0)
+        num_with_engines = self.nodes or num_nodes
+        per_node, left = divmod(self.engines, num_with_engines)
+        return None if left else EngineLayout(num_nodes - num_with_engines, num_with_engines, per_node)

@@ -122,34 +122,57 @@ class RunSpec(Schema):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_nodes_that_train(self) -> Self:
+        if self.num_trainer_nodes < 1:
+            raise ValueError(
+                f"found rollout.nodes = {self.rollout.nodes} and resources.num_nodes = {self.resources.num_nodes}, "
+                f"which counts them: no node would train; expected at least resources.num_nodes = "
+                f"{self.rollout.nodes + 1}, or fewer in rollout.nodes"
+            )
+        return self
+
+    @property
+    def num_trainer_nodes(self) -> int:
+        """Nodes with trainer ranks, the first of the allocation: those without ``rollout.nodes``."""
+        return self.resources.num_nodes - self.rollout.nodes
+
     @property
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
-        return self.resources.num_nodes * self.resources.ranks_per_node
+        return self.num_trainer_nodes * self.resources.ranks_per_node
 
     @property
     def possible_nodes(self) -> tuple[int, ...]:
-        """Numbers of nodes that an attempt may have, most first: from ``resources.min_nodes`` on those that the rows of
-        a step divide by in every loop. Another program cuts its batch by its own arguments: it has all of them."""
+        """Numbers of nodes that an attempt may have, most first: from ``resources.min_nodes`` on those with which the
+        ranks divide the rows of a step in every loop. ``rollout.nodes`` stay as many, and fewer train. Another program
+        cuts its batch by its own arguments: it has all of them."""
         most, least = self.resources.num_nodes, self.resources.min_nodes
         if not least or isinstance(self.trainer, CommandTrainer):
             return (most,)
         rows = [loop.algorithm.rows_per_step for loop in self.loops.named.values()]
-        fewer = range(most - 1, least - 1, -1)
-        divides = (n for n in fewer if not any(count % (n * self.resources.ranks_per_node) for count in rows))
+        beside, per_node = self.rollout.nodes, self.resources.ranks_per_node
+        fewer = range(most - 1, max(least, beside + 1) - 1, -1)
+        divides = (n for n in fewer if not any(count % ((n - beside) * per_node) for count in rows))
         return (most, *(n for n in divides if self.rollout.layout(n) is not None))
 
     @property
     def processes_per_node(self) -> int:
         """Processes that compute on a node at most, each on a GPU of its own where there are any: trainer ranks, and
-        those of rollout engines."""
-        return self.resources.ranks_per_node + self.engines_per_node * self.rollout.gpus_per_engine
+        those of rollout engines, unless these have nodes of their own."""
+        ranks, of_engines = self.resources.ranks_per_node, self.engines_per_node * self.rollout.gpus_per_engine
+        return max(ranks, of_engines) if self.rollout.nodes else ranks + of_engines
 
     @property
     def engines_per_node(self) -> int:
         """Rollout engines of their own that a node has at most."""
         layout = self.rollout.layout(self.resources.num_nodes)
         return layout.per_node if layout is not None else 0
+
+    @property
+    def engines_beside_trainers(self) -> int:
+        """Rollout engines of their own that a node with trainer ranks has at most."""
+        return 0 if self.rollout.nodes else self.engines_per_node
 
     @property
     def evaluates_with_engines(self) -> bool:

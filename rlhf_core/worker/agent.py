@@ -138,7 +138,7 @@ class Agent:
         self._set_environment()
         probed = any(plan.role is Role.PROBE for plan in placement.groups)
         # It imports while the nodes meet, but not while they are measured: it would take their time.
-        if phases and any(map(self._is_forked, phases[0])) and not (probed and self._probe.measures):
+        if phases and any(map(self._is_forked_here, phases[0])) and not (probed and self._probe.measures):
             self._fork_server.prepare()
         ending = self._meet() or (self._check_nodes() if probed else None)
         if ending is not None:
@@ -278,9 +278,13 @@ class Agent:
         job = self._job
         return job.spec.supervise.warm_workers and plan.role in TARGETS and plan.role not in job.targets
 
+    def _is_forked_here(self, plan: GroupPlan) -> bool:
+        """True where such a group has workers on this node."""
+        return self._is_forked(plan) and self._job.has(plan)
+
     def _imported(self, plan: GroupPlan) -> Generator[None, None, None]:
         """Wait until the workers of a group can be forked, where they will be."""
-        if self._is_forked(plan):
+        if self._is_forked_here(plan):
             self._fork_server.prepare()
             while self._fork_server.is_importing and not self._supervisor.asked.to_end:
                 yield
@@ -363,12 +367,13 @@ class Agent:
         self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
     ) -> Generator[None, None, Ending | None]:
         """Run one group that is restarted together to its good end (None), or to the end of the attempt."""
+        job = self._job
         generation = self._restart if is_main else self._decisions.next_generation(plan.role)
         others = [one for one in phase if one is not plan]
         while True:
             yield from self._imported(plan)
             topic = f"{plan.role}/{generation}"
-            folder = self._restart_dir if is_main else self._job.attempt_dir.group(plan.role, generation)
+            folder = self._restart_dir if is_main else job.attempt_dir.group(plan.role, generation)
             step = yield from self._agreement.agree(
                 f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan)
             )
@@ -391,8 +396,8 @@ class Agent:
             if is_main:
                 self._enter_restart(plan.role)
             generation = self._restart if is_main else self._decisions.next_generation(plan.role)
-            if self._gpus is not None:
-                yield from self._gpus.wait(without={gpu for one in others for gpu in one.gpus})
+            if self._gpus is not None and job.has(plan):
+                yield from self._gpus.wait(without={gpu for one in others if job.has(one) for gpu in one.gpus})
 
     def _elastic(
         self, plan: GroupPlan, generation: int, folder: RestartDir, store: str, *, is_main: bool

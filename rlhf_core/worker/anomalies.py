@@ -17,6 +17,8 @@ class NodeReading:
     """Its publications so far; one that has not changed since the last look is no new reading."""
     telemetry: dict[str, float]
     ranks: tuple[RankStatus, ...]
+    work: str = ""
+    """Work of the node: those with other work are not compared with it."""
 
 
 class Anomalies:
@@ -46,7 +48,7 @@ class Anomalies:
                 self._seen[reading.node] = reading.sequence
                 step = max((rank.step for rank in reading.ranks), default=0)
                 beats = sum(rank.sequence for rank in reading.ranks)
-                self._watch.add(reading.node, reading.telemetry, step, now_s, beats)
+                self._watch.add(reading.node, reading.telemetry, step, now_s, beats, reading.work)
         found = self._watch.findings()
         for text in found:
             if text not in self._present:

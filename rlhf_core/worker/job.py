@@ -37,6 +37,10 @@ class Job:
         """Place of this node among those of a group; -1 where it is none of them."""
         return plan.nodes.index(self.nodes.index) if self.nodes.index in plan.nodes else -1
 
+    def has(self, plan: GroupPlan) -> bool:
+        """True if a group has workers on this node."""
+        return self.nodes.index in plan.nodes
+
     def worker_command(
         self, plan: GroupPlan, restart: int, generation: int | None, store: Path | None, damaged: Sequence[str]
     ) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ class Probe:
             gpus_per_node=place.placement.gpus_per_node,
             per_node_variables=place.spec.preflight.per_node_variables,
             max_clock_offset_s=place.spec.preflight.max_clock_offset_s,
+            num_trainer_nodes=place.placement.num_nodes - place.spec.rollout.nodes,
         )
         self._began_s = time.monotonic()
         # As it was given: what an agent sets for its workers follows from the node, and may differ.

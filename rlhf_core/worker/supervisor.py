@@ -49,6 +49,9 @@ COMMANDS_INTERVAL_S = 1.0
 REAP_INTERVAL_S = 10.0
 LAST_STATE_TIMEOUT_S = 15.0
 """Silence of an agent after which its node is given up, once all workers are being ended."""
+UNHEARD_TIMEOUT_S = 3.0
+"""Silence of an agent, several times its pulse, from which on its workers count as missing for those who wait for them:
+a lost node of rollout engines is found as such, and not as a hang of the trainers."""
 LEADER_LOST_TIMEOUT_S = 10.0
 """Longest time for the main thread to end after agent 0 was lost: with its store nothing is left to be agreed on."""
 END_TIMEOUT_S = 120.0
@@ -324,15 +327,17 @@ class Supervisor(threading.Thread):
         self._find_lost_agents(states)
         now_s = time.monotonic()
         here = {role: states_of(one, states) for role, one in self._groups.items()}
+        heard = {index for index in states if self._channel.silence_s(index) <= UNHEARD_TIMEOUT_S}
         for role, one in self._groups.items():
-            one.observe(self._orders.still_wanted(role, here[role].values()), self._tracker, now_s)
+            found = [state for index, state in here[role].items() if index in heard]
+            one.observe(self._orders.still_wanted(role, found), self._tracker, now_s)
         for role, one in list(self._groups.items()):
-            found = here[role]
-            if self.asked.to_end or any(state.failed for state in found.values()):
+            states_here = here[role]
+            if self.asked.to_end or any(state.failed for state in states_here.values()):
                 self._end_all(one)
-            elif len(found) == self._channel.nodes.num and all(state.started for state in found.values()):
+            elif len(states_here) == self._channel.nodes.num and all(state.started for state in states_here.values()):
                 conditions = {role: group.condition for role, group in self._groups.items()}
-                self._judge.judge(one, [found[index] for index in sorted(found)], conditions)
+                self._judge.judge(one, [states_here[index] for index in sorted(states_here)], conditions)
 
     def _find_lost_agents(self, states: dict[int, NodeState]) -> None:
         names = self._channel.nodes.names
@@ -434,7 +439,14 @@ class Supervisor(threading.Thread):
 
     def _readings(self) -> Iterable[NodeReading]:
         for index, state in self._channel.received("state", NodeState).items():
-            yield NodeReading(self._channel.nodes.names[index], state.published, state.telemetry, state.ranks)
+            name, work = self._channel.nodes.names[index], self._work_of(index)
+            yield NodeReading(name, state.published, state.telemetry, state.ranks, work)
+
+    def _work_of(self, index: int) -> str:
+        """Roles of a node's workers that are restarted together; of those that are restarted alone, where it has no
+        others."""
+        here = [one for one in self._groups.values() if index in one.group.plan.nodes]
+        return " ".join(one.group.role for one in here if not one.is_alone) or " ".join(one.group.role for one in here)
 
     def _reap(self, now_s: float) -> None:
         owned = {worker.pid for one in self._groups.values() for worker in one.group.workers.values()}

@@ -26,6 +26,12 @@ def test_a_layout_that_divides_is_not_refused(layout: Layout) -> None:
         (Layout(2, 1, 8), NODE, "28 attention heads over 8 GPUs"),
         (Layout(8, 8), NODE, "8 trainers and 8 engines of 1 GPUs on a node with 8"),
         (Layout(4, 2, 4), NODE, "4 trainers and 2 engines of 4 GPUs on a node with 8"),
+        (Layout(8, 8, 1, 2), TWO, "8 trainers + 8 engines on 2 nodes of their own of 2 nodes"),
+        (Layout(7, 8, 1, 1), TWO, "7 trainers against 8 engines"),
+        (Layout(14, 7, 1, 1), TWO, "14 trainers on a node with 8"),
+        (Layout(4, 4, 4, 1), TWO, "4 engines of 4 GPUs on a node with 8"),
+        (Layout(4, 2, 1, 3), Cluster(4, 8, {}), "2 engines on 3 nodes of their own"),
+        (Layout(3, 2, 1, 2), Cluster(4, 8, {}), "3 trainers on 2 nodes"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused_with_the_reason(
@@ -43,6 +49,18 @@ def test_seven_trainers_against_eight_engines_are_replaced_by_the_nearest_that_d
     found = nearest(Layout(7, 8), cluster)
     assert found[0] in (Layout(8, 8), Layout(7, 7))
     assert all(problems(one, cluster) == [] for one in found)
+
+
+def test_nodes_of_engines_are_laid_out_too() -> None:
+    """Sixteen GPUs on two nodes: 8 trainers on one and 8 engines on the other, or both on each."""
+    cluster = Cluster(2, 8, {"main": 56})
+    apart, together = Layout(8, 8, 1, 1), Layout(8, 8)
+    assert problems(apart, cluster) == problems(together, cluster) == []
+    assert {apart, together} <= set(layouts(cluster))
+    assert str(apart) == "8 trainers + 8 engines on 1 node of their own"
+    assert nearest(Layout(7, 8, 1, 1), cluster)[0] in (apart, Layout(7, 7, 1, 1))
+    assert all(one.engine_nodes for one in nearest(Layout(7, 8, 1, 1), cluster)), "of the kind that was asked for"
+    assert not any(one.engine_nodes for one in nearest(Layout(7, 8), cluster))
 
 
 def test_rows_that_do_not_divide_name_the_trainers_that_would() -> None:

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler, make_spec
+from pydantic import ValidationError
 
 from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.rollouts import EngineLayout, RolloutSpec
+from rlhf_core.schemas.run import with_changes
 
 
 def test_probe_first_then_trainer_then_evaluator_in_the_same_places() -> None:
@@ -58,6 +61,66 @@ def test_an_engine_that_is_split_has_a_gpu_for_each_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("engines", "width", "gpus", "of_trainers", "of_engines"),
+    [
+        (2, 1, 0, (), (1, ())),
+        (8, 1, 4, (0, 1), (4, (0, 1, 2, 3))),
+        (4, 2, 4, (0, 1), (2, (0, 1, 2, 3))),
+    ],
+    ids=["CPU", "an engine on every GPU", "engines of two GPUs"],
+)
+def test_the_last_nodes_have_engines_alone_and_the_first_ones_trainers_alone(
+    engines: int, width: int, gpus: int, of_trainers: tuple[int, ...], of_engines: tuple[object, ...]
+) -> None:
+    rollout = {"engine": "vllm", "engines": engines, "nodes": 2, "vllm": {"tensor_parallel": width}}
+    spec = make_spec(rollout=rollout, resources={"num_nodes": 5, "ranks_per_node": 2, "gpus_per_node": gpus})
+    placement = plan(spec, FakeScheduler(nodes=tuple("abcde"), gpus_per_node=gpus).inventory(), attempt=1)
+    (probe,), *phases = placement.phases
+    assert (placement.num_nodes, probe.nodes) == (5, (0, 1, 2, 3, 4)), "one allocation, measured as a whole"
+    for (workers, beside), role in zip(phases, (Role.TRAINER, Role.EVALUATOR), strict=True):
+        assert (workers.role, workers.nodes, workers.workers_per_node) == (role, (0, 1, 2), 2)
+        assert workers.gpus == of_trainers
+        assert (beside.role, beside.nodes, beside.restart) == (Role.ROLLOUT, (3, 4), "alone")
+        assert (beside.workers_per_node, beside.gpus) == of_engines
+    assert shared_nodes(placement) == set()
+    assert (spec.num_ranks, spec.engines_beside_trainers) == (6, 0)
+    assert spec.processes_per_node == max(2, spec.engines_per_node * width)
+
+
+def shared_nodes(placement: Placement) -> set[int]:
+    """Nodes with engines and other workers, or with engines before the last other worker."""
+    found: set[int] = set()
+    for phase in placement.phases:
+        engines = {node for group in phase if group.role is Role.ROLLOUT for node in group.nodes}
+        last = max((node for group in phase if group.role is not Role.ROLLOUT for node in group.nodes), default=-1)
+        found |= {node for node in engines if node <= last}
+    return found
+
+
+def test_engines_among_the_trainers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the layout as it is beside trainers, from the first node on."""
+    spec = make_spec(rollout={"engines": 2, "nodes": 2}, resources={"num_nodes": 5})
+    inventory = FakeScheduler(nodes=tuple("abcde")).inventory()
+    assert shared_nodes(plan(spec, inventory, attempt=1)) == set()
+    monkeypatch.setattr(RolloutSpec, "layout", lambda self, num_nodes: EngineLayout(0, self.nodes, 1))
+    assert shared_nodes(plan(spec, inventory, attempt=1)) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "num_nodes", "says"),
+    [
+        ({"engines": 2, "nodes": 2}, 2, r"rollout.nodes = 2 and resources.num_nodes = 2, .* resources.num_nodes = 3"),
+        ({"engines": 4, "nodes": 4}, 2, "no node would train"),
+        ({"nodes": 1}, 2, "rollout.nodes = 1 and rollout.engines = 0: nothing would run there"),
+    ],
+)
+def test_nodes_of_engines_that_cannot_be_are_refused(rollout: dict[str, int], num_nodes: int, says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        make_spec(rollout=rollout, resources={"num_nodes": num_nodes})
+    assert make_spec(rollout={"engines": 2, "nodes": 1}, resources={"num_nodes": 2}).num_trainer_nodes == 1, "control"
+
+
+@pytest.mark.parametrize(
     ("rollout", "model", "roles"),
     [
         ({"engines": 2, "engine": "vllm"}, {}, [Role.EVALUATOR, Role.ROLLOUT]),
@@ -92,6 +155,17 @@ def test_engines_that_do_not_fit_are_refused(engines: int, resources: dict[str, 
         plan(make_spec(rollout={"engines": engines}, resources=resources), inventory, attempt=1)
 
 
+@pytest.mark.parametrize(
+    ("engines", "says"),
+    [(3, "cannot be spread evenly over 2 nodes"), (20, "^10 rollout engines need 10 GPUs of a node, found 8")],
+)
+def test_engines_that_do_not_fit_their_own_nodes_are_refused(engines: int, says: str) -> None:
+    inventory = FakeScheduler(nodes=("a", "b", "c"), gpus_per_node=8).inventory()
+    spec = make_spec(rollout={"engines": engines, "nodes": 2}, resources={"num_nodes": 3, "gpus_per_node": 8})
+    with pytest.raises(BadInput, match=says):
+        plan(spec, inventory, attempt=1)
+
+
 def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> None:
     """With the control, the same run without engines."""
     sections: dict[str, Any] = {
@@ -101,6 +175,22 @@ def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> N
     }
     assert make_spec(**sections, rollout={"engines": 8}).possible_nodes == (4, 2, 1)
     assert make_spec(**sections).possible_nodes == (4, 3, 2, 1)
+
+
+def test_of_fewer_nodes_those_of_engines_stay_and_fewer_train() -> None:
+    """With the control, the same nodes with engines beside the trainers."""
+    sections: dict[str, Any] = {
+        "resources": {"num_nodes": 6, "min_nodes": 1, "ranks_per_node": 1},
+        "grpo": {"prompts_per_step": 8},
+        "sft": {"batch_size": 8},
+    }
+    spec = make_spec(**sections, rollout={"engines": 4, "nodes": 2})
+    assert spec.possible_nodes == (6, 4, 3), "4, 2 or 1 of them train"
+    smaller = with_changes(spec, {"resources.num_nodes": 3, "resources.min_nodes": 0})
+    inventory = FakeScheduler(nodes=("a", "b", "c")).inventory()
+    trainers, engines = plan(smaller, inventory, attempt=2).phases[1]
+    assert (trainers.nodes, engines.nodes, engines.workers_per_node) == ((0,), (1, 2), 2)
+    assert make_spec(**sections, rollout={"engines": 4}).possible_nodes == (6, 4, 2, 1)
 
 
 def test_a_later_attempt_names_its_checkpoint(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """``rlhf plan``: presets for real hardware, layouts that are refused, and predictions against a history."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,17 +32,24 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     return run
 
 
-def run_of(preset: str, times: Mapping[str, float], end: RunState = RunState.COMPLETED, **figures: float) -> str:
-    """A run of a preset whose steps took so long, told to the history by its files."""
+def run_of(
+    preset: str,
+    times: Mapping[str, float],
+    end: RunState = RunState.COMPLETED,
+    overrides: Sequence[str] = (),
+    **figures: float,
+) -> str:
+    """A run of a preset whose steps took so long, told to the history by its files. Its second node has twice the
+    figures."""
     site = load_site()
-    spec = config.load(preset)
+    spec = config.load(preset, overrides)
     run = RunFiles(site.runs_dir, name=spec.name)
     stored = StoredSpec.model_validate_json(run.dir.spec.read_bytes())
     write_model(run.dir.spec, stored.model_copy(update={"spec": spec}))
     run.created()
     for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
         run.moved(state, 1)
-    run.planned(1, 2)
+    run.planned(1, 2, num_nodes=spec.resources.num_nodes)
     first = spec.warm_start_steps
     for step in range(1, min(first, 3) + 1):
         run.metrics(1, 0, step, 10.0 * step, **{"time/step_s": 1000.0})
@@ -51,6 +58,9 @@ def run_of(preset: str, times: Mapping[str, float], end: RunState = RunState.COM
         run.metrics(1, 0, first + index, 100.0 * index, **values)
     run.telemetry(1, 0, 20, **figures)
     run.telemetry(1, 0, 30, **{name: value / 2 for name, value in figures.items()})
+    for node in ("n1", "n2")[: spec.resources.num_nodes] if overrides else ():
+        run.status(1, 0, 1, node)
+        run.telemetry(1, 0, 30, node, **{name: value * int(node[1:]) for name, value in figures.items()})
     run.moved(RunState.EVALUATING, 900)
     run.moved(end, 1000)
     with HistoryStore(site.database_url) as store:
@@ -67,7 +77,7 @@ def test_a_preset_of_7b_is_planned_on_one_node(plan: Plan) -> None:
     assert trainer["parts"]["optimizer (ZeRO 2 over 8 ranks)"] == pytest.approx(12 * parameters / 8, rel=1e-3)
     assert trainer["peak_bytes"] < found["limit_bytes"] == int(80 * GIB * 0.93)
     assert set(found["step_s"]) == {"sampling", "training", "communication"}
-    assert found["layout"] == {"trainers": 8, "engines": 0, "tensor_parallel": 1}
+    assert found["layout"] == {"trainers": 8, "engines": 0, "tensor_parallel": 1, "engine_nodes": 0}
     best, *_ = found["proposals"]
     assert (best["trainers"], best["engines"], best["engine"]) == (8, 0, "vllm"), "no launches one by one"
     seconds = [sum(one["step_s"].values()) for one in found["proposals"]]
@@ -96,7 +106,7 @@ def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
     split = ("rollout.engine=vllm", "rollout.engines=4", "rollout.vllm.tensor_parallel=4", "resources.ranks_per_node=4")
     code, found = plan("qwen2.5-32b", "rollout.vllm.gpu_memory_share=0.85", "slurm.gpu_type=h100", *split)
     assert (code, found["problems"]) == (0, [])
-    assert found["layout"] == {"trainers": 16, "engines": 4, "tensor_parallel": 4}
+    assert found["layout"] == {"trainers": 16, "engines": 4, "tensor_parallel": 4, "engine_nodes": 0}
     assert all(role["peak_bytes"] <= found["limit_bytes"] for role in found["memory"].values())
     _, whole = plan("qwen2.5-32b", "slurm.gpu_type=h100", *split[:2], split[3])
     assert found["step_s"]["sampling"] < whole["step_s"]["sampling"]
@@ -119,7 +129,7 @@ def test_seven_trainers_are_refused_with_the_nearest_that_divide(
     code, found = plan("qwen2.5-7b-gsm8k", "resources.ranks_per_node=7")
     assert code == 2
     assert found["problems"][0]["found"] == "64 rows of a step of loops.main for 7 trainers"
-    assert found["nearest"][0] == {"trainers": 8, "engines": 0, "tensor_parallel": 1}
+    assert found["nearest"][0] == {"trainers": 8, "engines": 0, "tensor_parallel": 1, "engine_nodes": 0}
     assert execute(["plan", "qwen2.5-7b-gsm8k", "--set", "resources.ranks_per_node=7"]) == 2
     shown = " ".join(capsys.readouterr().out.split())
     assert "Refused: 7 trainers that sample themselves." in shown
@@ -160,6 +170,16 @@ def test_a_run_that_failed_is_no_measure(plan: Plan) -> None:
     run_of("quickstart", {"time/step_s": 0.9}, RunState.FAILED)
     _, found = plan("quickstart")
     assert (found["measured"]["runs"], found["measured"]["seconds"]) == ([], {})
+
+
+@pytest.mark.parametrize(("alone", "peak"), [(1, 3.0), (0, 6.0)])
+def test_memory_of_nodes_of_engines_is_not_that_of_trainers(plan: Plan, alone: int, peak: float) -> None:
+    """With the control, engines beside the trainers."""
+    overrides = ("resources.num_nodes=2", "rollout.engines=1", f"rollout.nodes={alone}")
+    run_of("quickstart", {"time/step_s": 0.9}, overrides=overrides, workers_rss_gb=3.0)
+    code, found = plan("quickstart", *overrides)
+    assert (code, found["measured"]["workers_gb"]) == (0, peak)
+    assert found["layout"]["engine_nodes"] == alone
 
 
 def test_steps_of_the_warm_start_are_no_steps_of_the_main_loop(plan: Plan) -> None:

@@ -175,6 +175,19 @@ def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> 
     assert not load_site().home.exists()
 
 
+def test_a_dry_run_shows_which_nodes_have_what(
+    scheduler: FakeScheduler, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    scheduler.nodes = ("n1", "n2", "n3")
+    changes = ("resources.num_nodes=3", "rollout.engines=2", "rollout.nodes=1")
+    rlhf("run", "quickstart", "--dry-run", *(word for change in changes for word in ("--set", change)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 node(s), 0 GPUs each" in shown
+    assert "trainer with 2 workers per node on the first 2 of 3 nodes" in shown
+    assert "rollout with 2 workers per node on the last 1 of 3 nodes" in shown
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # run, resume, cancel
 

@@ -1,4 +1,4 @@
-"""Every mechanism of recovery once, on a real Slurm: four runs, one of them undisturbed. `make faults` has it all.
+"""Every mechanism of recovery once, on a real Slurm: five runs, one of them undisturbed. `make faults` has it all.
 
 Where Slurm is not installed, the same on the local scheduler as one node, without what only a cluster can suffer.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 from campaign import AGAIN_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
-from fault_inject import Place, ask_to_save
-from fault_measure import Row
-from fault_runs import CHECKPOINT_EVERY, DisturbedSite, events, steps
+from fault_inject import Place, ask_to_save, kill_engine
+from fault_measure import Row, all_incidents, same_parameters
+from fault_runs import CHECKPOINT_EVERY, DisturbedSite, agent_pids, engines, events, steps, workers
 from fault_services import Cluster
 from sites import last_step
 from slurm_cluster import WHY_NOT, missing_programs
@@ -19,14 +19,14 @@ from slurm_cluster import WHY_NOT, missing_programs
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.whole_files import read_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 
 NUM_RANKS = 2
 """Enough for each mechanism: a rank and its peer, the agent of the first node and another. The campaign has four."""
-SPARE_NODES = 1
+SPARE_NODES = 2
 NUM_COMPARED = 3
 """Steps on fewer nodes that are compared with those of all nodes."""
 EXPECTED = {kind.row: kind.expected for kind in KINDS}
@@ -104,13 +104,14 @@ class SmallerRun:
 
 @pytest.fixture(scope="module")
 def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
-    """The spare node is down from the beginning, another one goes at work; then all are back, and the run is asked to
+    """The spare nodes are down from the beginning, another one goes at work; then all are back, and the run is asked to
     save and end, as before a time limit."""
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     with campaign.site(two_nodes("resources.min_nodes=1")) as place:
         site, cluster = place.site, place.slurm
-        cluster.node_down(cluster.nodes()[-1])
+        for spare in cluster.nodes()[NUM_RANKS:]:
+            cluster.node_down(spare)
         begin(place, two_nodes("resources.min_nodes=1"))
         site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
         cluster.node_down(cluster.allocated(place.job_id)[1])
@@ -125,6 +126,57 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
             site.rlhf("show", place.run.run_id).stdout,
             read_record(place.run).state.value,
         )
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Nodes of one attempt."""
+
+    allocated: list[str]
+    """In the order of the allocation."""
+    trainers: list[str]
+    """Nodes of the trainer ranks, by rank."""
+    engines: list[str]
+    """Likewise, of the engines."""
+
+    @classmethod
+    def of(cls, place: Place) -> "Seats":
+        """Those of the newest attempt."""
+        ranks, own = workers(place.run), engines(place.run)
+        return cls(place.slurm.allocated(place.job_id), [one.node for one in ranks], [one.node for one in own])
+
+
+@dataclass(frozen=True)
+class EngineNodeRun:
+    """A run whose engine has a node of its own. The engine is killed; later that node loses power."""
+
+    run: RunDir
+    seats: list[Seats]
+    """Of its attempts."""
+    shown: str
+    """Text of `rlhf show`."""
+
+
+@pytest.fixture(scope="module")
+def apart(campaign: Campaign, reference: dict[str, str]) -> EngineNodeRun:
+    if campaign.cluster is None:
+        pytest.skip(WHY_NOT)
+    overrides = (UNPROBED, "rollout.engines=1", "rollout.nodes=1", "supervise.agent_floor_s=10")
+    num_nodes = NUM_RANKS + 1
+    scenario = Scenario("engine-node", (), 2 * SPACING, num_nodes, num_nodes, overrides)
+    with campaign.site(scenario) as place:
+        site, cluster = place.site, place.slurm
+        begin(place, scenario)
+        site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
+        kill_engine(place)
+        site.wait_for(lambda: last_step(place.run) > SPACING, "another checkpoint", AGAIN_S)
+        first = Seats.of(place)
+        node = first.allocated[-1]
+        cluster.kill_node(node, agent_pids(place.run)[node])
+        site.wait_for(lambda: steps_of(place.run, 2), "an attempt on another node to train", AGAIN_S)
+        second = Seats.of(place)
+        site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+        return EngineNodeRun(place.run, [first, second], site.rlhf("show", place.run.run_id).stdout)
 
 
 def two_nodes(*overrides: str) -> Scenario:
@@ -229,6 +281,47 @@ def test_the_steps_on_one_node_are_those_of_two(campaign: Campaign, smaller: Sma
         for name in ("reward/mean", "rollout/length_mean", "train/loss", "train/grad_norm"):
             assert line.metrics[name] == pytest.approx(expected[line.step][name], rel=1e-3, abs=1e-5), name
     assert any(line.metrics["train/grad_norm"] > 0 for line in compared), "equal zeros would show nothing"
+
+
+def test_an_engine_has_the_last_node_and_the_trainers_have_the_others(apart: EngineNodeRun) -> None:
+    for seats in apart.seats:
+        assert (seats.trainers, seats.engines) == (seats.allocated[:NUM_RANKS], seats.allocated[NUM_RANKS:])
+
+
+def test_an_engine_on_its_own_node_is_started_again_and_the_trainers_go_on(apart: EngineNodeRun) -> None:
+    killed, *_ = all_incidents(apart.run)
+    assert (killed.role, killed.failure_kind.value) == (Role.ROLLOUT, "worker_killed")
+    assert (killed.suspect_ranks, list(killed.suspect_nodes)) == ((0,), apart.seats[0].engines)
+    attempt, *_ = apart.run.attempts()
+    assert [restart.restart for restart in attempt.restarts()] == [0], "one start of the trainers"
+    made = [line.step for line in steps_of(apart.run, 1)]
+    assert made == [*range(1, len(made) + 1)], "and every step once"
+
+
+def test_a_lost_node_of_an_engine_leads_to_an_attempt_without_it(apart: EngineNodeRun) -> None:
+    """The trainers wait for it longer than they may be silent: nothing but the node may be blamed."""
+    _, lost = all_incidents(apart.run)
+    assert (lost.failure_kind.value, list(lost.suspect_nodes)) == ("node_lost", apart.seats[0].engines)
+    second = read_model(apart.run.attempts()[1].placement, Placement)
+    assert second is not None
+    assert list(second.excluded_nodes) == apart.seats[0].engines
+    assert apart.seats[0].trainers == apart.seats[1].trainers
+    assert read_record(apart.run).state.value == "completed"
+
+
+def test_the_parameters_are_those_of_trainers_that_sample_themselves(
+    apart: EngineNodeRun, reference: dict[str, str]
+) -> None:
+    """Bit for bit, after both faults."""
+    assert same_parameters(apart.run, reference)
+    sampled = [
+        line.metrics for attempt in (1, 2) for line in steps_of(apart.run, attempt) if line.step > CHECKPOINT_EVERY
+    ]
+    assert any(metrics["train/grad_norm"] > 0 for metrics in sampled), "equal zeros would show nothing"
+
+
+def test_every_sync_went_to_the_one_engine(apart: EngineNodeRun) -> None:
+    assert "versions to 1 engine, broadcast" in apart.shown
 
 
 def test_without_min_nodes_the_run_waits_for_all_of_them_and_says_so(campaign: Campaign) -> None:

@@ -103,6 +103,14 @@ def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
     return with_spec(rollout={"engines": number}, **sections)
 
 
+def with_engine_nodes(nodes: int, engines: int, *, gpus: int = 0, there: int = 4, **rollout: Any) -> Facts:
+    """Healthy facts of a run whose engines have nodes of their own, on a cluster of four nodes."""
+    resources = {"num_nodes": there, "ranks_per_node": 2, "gpus_per_node": gpus}
+    facts = with_spec(rollout={"engines": engines, "nodes": nodes, **rollout}, resources=resources)
+    inventory = FakeScheduler(nodes=tuple("abcd"), gpus_per_node=gpus, memory_gb=8).inventory()
+    return replace(facts, inventory=inventory, scheduler="slurm")
+
+
 def with_split_engines(number: int, width: int, **resources: Any) -> Facts:
     """Healthy facts of a run with vLLM engines that are split over several GPUs each."""
     split = {"engine": "vllm", "engines": number, "vllm": {"tensor_parallel": width}}
@@ -358,6 +366,19 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         with_split_engines(2, 2, ranks_per_node=6, gpus_per_node=8),
         "2 engines of 2 GPUs on 8 GPUs of a node",
     ),
+    ("rollout.engines", BLOCKED, with_engine_nodes(2, 3), "rollout.engines=2 or rollout.engines=4"),
+    ("rollout.engines", BLOCKED, with_engine_nodes(3, 2), "set rollout.engines=3"),
+    ("rollout.engines", BLOCKED, with_engine_nodes(2, 6, gpus=2), "set rollout.engines=4, or raise rollout.nodes"),
+    ("resources.gpus", WARNING, with_engine_nodes(2, 2, gpus=2), "1 GPUs idle"),
+    ("resources.gpus", WARNING, with_engine_nodes(2, 8, gpus=4), "2 ranks per node: 2 GPUs idle"),
+    ("resources.nodes", BLOCKED, with_engine_nodes(2, 2, there=6), "fewer in rollout.nodes (2)"),
+    ("memory.rollout", BLOCKED, with_engine_nodes(1, 60), "a rollout engine rank takes about"),
+    (
+        "rollout.sync",
+        BLOCKED,
+        with_engine_nodes(1, 1, sync={"transport": "shared_memory"}),
+        "nodes of their own (rollout.nodes = 1)",
+    ),
     (
         "rollout.sync",
         BLOCKED,
@@ -501,6 +522,22 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
     assert [result.status for result in found(facts, "rollout.engines")] == [CheckStatus.PASSED]
     gpus = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=4).inventory())
     assert [result.status for result in found(gpus, "resources.gpus")] == [CheckStatus.PASSED]
+
+
+@pytest.mark.parametrize(("gpus", "engines"), [(0, 4), (2, 4)], ids=["CPU", "GPUs"])
+def test_engines_have_nodes_of_their_own(gpus: int, engines: int) -> None:
+    """Control: every GPU is used, nothing is found, and the memory of trainers is not that which engines leave."""
+    facts = with_engine_nodes(2, engines, gpus=gpus)
+    for check in ("resources.nodes", "resources.gpus", "resources.cores", "rollout.engines", "rollout.sync"):
+        assert [result.status for result in found(facts, check)] == [CheckStatus.PASSED], check
+    (placed,) = found(facts, "rollout.engines")
+    assert "2 on each of 2 nodes, alone there; 2 trainer ranks on each of 2 others" in placed.found
+    (nodes,) = found(facts, "resources.nodes")
+    assert nodes.found == "4 of 4 nodes: 2 that train, 2 with rollout engines alone"
+    if not gpus:
+        beside = with_engine_nodes(0, 100)
+        assert found(beside, "memory.trainer")[0].status is CheckStatus.BLOCKED
+        assert found(with_engine_nodes(1, 100), "memory.trainer")[0].status is CheckStatus.PASSED
 
 
 def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:

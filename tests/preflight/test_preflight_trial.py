@@ -114,7 +114,7 @@ def test_nothing_is_said(facts: Facts) -> None:
 
 def test_an_automatic_trial_asks_nothing_of_the_user() -> None:
     facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), baseline=Baseline(known=True))
-    assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on 2 nodes")
+    assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on all 2 nodes")
 
 
 def test_the_basis_survives_being_written_down() -> None:
@@ -133,6 +133,26 @@ def test_the_basis_survives_being_written_down() -> None:
 def test_the_ladder_has_two_rungs_and_one_on_one_node() -> None:
     assert rungs(with_spec(resources={"num_nodes": 4}).spec) == (Rung("trial.one_node", 1), Rung("trial.all_nodes", 4))
     assert rungs(healthy().spec) == (Rung("trial.all_nodes", 1),)
+
+
+def test_a_trial_of_engines_with_nodes_of_their_own_has_one_of_each_kind() -> None:
+    """As many engines on each node as the run has; with the control, engines beside the trainers."""
+    spec = with_spec(resources={"num_nodes": 6}, rollout={"engines": 4, "nodes": 2}).spec
+    small, whole = rungs(spec)
+    assert (small.title, whole.title) == (
+        "trial on one node that trains and one with engines",
+        "trial on all 6 nodes",
+    )
+    tried = [trial_spec(spec, rung) for rung in (small, whole)]
+    assert [(one.resources.num_nodes, one.rollout.nodes, one.rollout.engines) for one in tried] == [
+        (2, 1, 2),
+        (6, 2, 4),
+    ]
+    assert [one.num_trainer_nodes for one in tried] == [1, 4]
+    assert len(rungs(tried[0])) == 1, "there is none with fewer nodes"
+    beside = with_spec(resources={"num_nodes": 4}, rollout={"engines": 8}).spec
+    one = trial_spec(beside, rungs(beside)[0])
+    assert (one.resources.num_nodes, one.rollout.nodes, one.rollout.engines) == (1, 0, 2)
 
 
 def test_a_trial_is_its_run_made_small() -> None:

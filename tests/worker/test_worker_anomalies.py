@@ -23,7 +23,7 @@ def log(tmp_path: Path) -> Iterator[tuple[EventLog, Path]]:
     events.close()
 
 
-def reading(node: str, number: int, busy: float) -> NodeReading:
+def reading(node: str, number: int, busy: float, work: str = "") -> NodeReading:
     rank = RankStatus(
         role=Role.TRAINER,
         rank=0,
@@ -37,7 +37,7 @@ def reading(node: str, number: int, busy: float) -> NodeReading:
         age_s=0.0,
         process_state="R",
     )
-    return NodeReading(node, number, {"cpu_percent": busy}, (rank,))
+    return NodeReading(node, number, {"cpu_percent": busy}, (rank,), work)
 
 
 def looks(found: Anomalies, first: int, last: int, busy_on_node2: float) -> tuple[str, ...]:
@@ -68,6 +68,19 @@ def test_nodes_that_are_alike_are_no_event(log: tuple[EventLog, Path]) -> None:
     events, path = log
     assert looks(Anomalies(events), 0, 200, 25.0) == ()
     assert told(path) == []
+
+
+@pytest.mark.parametrize(("work", "stands_out"), [("rollout", False), ("trainer", True)])
+def test_a_node_of_engines_is_no_outlier_among_trainers(
+    log: tuple[EventLog, Path], work: str, stands_out: bool
+) -> None:
+    """With the negative control: taken for one more that trains, it stands out."""
+    events, path = log
+    found = Anomalies(events)
+    for number in range(200):
+        readings = [reading(f"node{one}", number, 20.0 + one, "trainer") for one in range(3)]
+        found.look([*readings, reading("node3", number, 95.0, work)], number * PERIOD_S)
+    assert bool(told(path)) is stands_out
 
 
 def test_a_status_that_did_not_change_is_not_counted_again(log: tuple[EventLog, Path]) -> None:

@@ -12,11 +12,13 @@ from agent_runs import wait_for
 from given_process import GivenProcess
 
 from rlhf_core.attempt_dir import AttemptDir
-from rlhf_core.diagnosis.liveness import GapTracker
+from rlhf_core.diagnosis.liveness import GapTracker, judge
 from rlhf_core.run_dir import new_run_id
+from rlhf_core.schemas.agent_messages import GroupState, NodeState
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.reports import AgentCommand, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.worker import supervisor as supervisor_module
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
@@ -24,6 +26,7 @@ from rlhf_core.worker.groups.base import GroupSeat, Started
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signals import SignalInbox
+from rlhf_core.worker.signing import MessageSigner
 from rlhf_core.worker.supervisor import Supervisor
 
 ALONE = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
@@ -144,3 +147,52 @@ def test_signals_become_orders_while_the_main_thread_is_busy(
     assert supervisor.asked.end == "SIGTERM"
     assert "SIGUSR2" in supervisor.asked.stop
     assert supervisor.asked.to_end
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["missing", "control: as its agent has said last"])
+def test_an_engine_whose_agent_is_not_heard_is_at_fault_for_those_who_wait(
+    tmp_path: Path, slots: SlotFile, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    """Its node lost power. A trainer that is silent meanwhile is not hung; taken by its last word, the engine is well,
+    and the trainer is blamed."""
+    if not counts:
+        monkeypatch.setattr(supervisor_module, "UNHEARD_TIMEOUT_S", float("inf"))
+    names, key, store = ("here", "there"), b"0" * 64, MemoryAgentStore()
+    leader, other = (
+        AgentChannel(Nodes(names, ("127.0.0.1",) * 2, index), store, MessageSigner(key, "toy/1", index))
+        for index in range(2)
+    )
+    restart_dir, tracker = AttemptDir(tmp_path, 1).restart(0), GapTracker(5.0, 5.0, 5.0)
+    watcher = Supervisor(leader, inbox, tracker, EventLog("here", restart_dir), list)
+    plan = GroupPlan(role=Role.ROLLOUT, nodes=(1,), workers_per_node=1, restart="alone")
+    supervised = watcher.supervise(GivenProcess(plan, 0, restart_dir, GroupSeat("here", -1, slots, leader.clock)), 0)
+    engine = rank_of(Role.ROLLOUT, Phase.ROLLOUT, "there", age_s=0.1)
+    other.send("state", NodeState(wall_s=0.0, groups=(GroupState(role=Role.ROLLOUT, start=0, ranks=(engine,)),)))
+    wait_for(lambda: leader.received("state", NodeState), 10.0)
+    watcher._lead()
+    assert not supervised.condition.is_at_fault
+    other.close()
+    wait_for(lambda: leader.silence_s(1) > 3.5, 30.0)
+    watcher._lead()
+    trainer = rank_of(Role.TRAINER, Phase.WEIGHT_SYNC, "here", age_s=6.0)
+    blamed = judge([trainer], tracker, {Role.ROLLOUT: supervised.condition})
+    leader.close()
+    assert [one.status.rank for one in blamed] == ([] if counts else [0])
+
+
+def rank_of(role: Role, phase: Phase, node: str, age_s: float) -> RankStatus:
+    return RankStatus(
+        role=role,
+        node=node,
+        rank=0,
+        local_rank=0,
+        pid=1,
+        sequence=5,
+        collectives=0,
+        in_collective=False,
+        step=5,
+        phase=phase,
+        age_s=age_s,
+        process_state="S",
+        warm=True,
+    )

@@ -3,19 +3,23 @@
 from collections import defaultdict
 from statistics import median
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, exists, func, select
 
 from rlhf_core.history.queries.baselines import newest_completed
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CURVE, FIGURES, RUNS
+from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, CURVE, FIGURES, NODES, RUNS
 
 _MEMORY = ("workers_rss_gb", "gpu0_memory_used_gb", "gpu1_memory_used_gb", "gpu2_memory_used_gb", "gpu3_memory_used_gb",
            "gpu4_memory_used_gb", "gpu5_memory_used_gb", "gpu6_memory_used_gb", "gpu7_memory_used_gb")  # fmt: skip
 
 
-def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5) -> Facts:
+def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5, engine_nodes: int = 0) -> Facts:
     """Read what the newest completed runs of a shape took; trials do not count.
+
+    Args:
+        engine_nodes: last nodes of each attempt that have rollout engines alone (``rollout.nodes`` of the shape): their
+            memory is not that of trainers.
 
     Returns:
         ``runs`` (their ids, newest first), ``seconds`` (``time/...`` metric to the median over the runs of the median
@@ -25,7 +29,7 @@ def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5) -> Facts:
     with store.reading() as connection:
         newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
         runs = [str(run_id) for run_id in connection.execute(newest).scalars()]
-        peaks = _peaks(connection, runs)
+        peaks = _peaks(connection, runs, engine_nodes)
         of_gpus = [value for key, value in peaks.items() if key != "workers_rss_gb"]
         return {
             "runs": runs,
@@ -56,10 +60,20 @@ def _warm_start_steps(spec: Facts) -> int:
     return int(warm_start.get("num_steps", 0))
 
 
-def _peaks(connection: Connection, runs: list[str]) -> dict[str, float]:
+def _peaks(connection: Connection, runs: list[str], engine_nodes: int) -> dict[str, float]:
     query = (
         select(FIGURES.c.key, func.max(FIGURES.c.value))
         .where(FIGURES.c.run_id.in_(runs), FIGURES.c.key.in_(_MEMORY))
         .group_by(FIGURES.c.key)
     )
+    if engine_nodes:
+        of_engines = exists().where(
+            NODES.c.run_id == FIGURES.c.run_id,
+            NODES.c.attempt == FIGURES.c.attempt,
+            NODES.c.node == FIGURES.c.node,
+            ATTEMPTS.c.run_id == NODES.c.run_id,
+            ATTEMPTS.c.number == NODES.c.attempt,
+            NODES.c.node_index >= ATTEMPTS.c.num_nodes - engine_nodes,
+        )
+        query = query.where(~of_engines)
     return {key: float(value) for key, value in connection.execute(query)}

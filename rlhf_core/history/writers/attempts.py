@@ -15,7 +15,7 @@ from rlhf_core.schemas.attempts import (
     AttemptState,
 )
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome
-from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.resources import Placement, Role
 
 
 def write_placement(connection: Connection, run_id: str, placement: Placement, planned_at: datetime) -> None:
@@ -133,7 +133,7 @@ def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentSta
                 "node": status.node,
                 "node_index": status.node_index,
                 "restart": status.restart,
-                "role": status.role.value,
+                "role": _role(status).value,
                 "sequence": status.sequence,
                 "ranks": content["ranks"],
                 "telemetry": content["telemetry"],
@@ -141,6 +141,12 @@ def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentSta
             }
         )
     connection.execute(_newest_status(connection.dialect.name), rows)
+
+
+def _role(status: AgentStatus) -> Role:
+    """Role of the workers of a node; a node of engines alone has none of the role that its phase is named by."""
+    roles = [rank.role for rank in status.ranks]
+    return roles[0] if roles and status.role not in roles else status.role
 
 
 @cache

@@ -43,7 +43,7 @@ def launch(facts: Facts) -> Iterator[Finding]:
     """NNODES or NPROC_PER_NODE that contradict the plan make a launcher wait for ranks that do not exist."""
     resources = facts.spec.resources
     given = facts.spec.slurm.over(facts.site_slurm).environment
-    right = planned_numbers(resources.num_nodes, resources.ranks_per_node)
+    right = planned_numbers(resources.num_nodes, resources.ranks_per_node, facts.spec.num_ranks)
     advice = "take it out of slurm.environment: rlhf-flows does not need it"
     for name, values in right.items():
         if name in given and given[name] not in values:

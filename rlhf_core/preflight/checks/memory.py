@@ -101,6 +101,10 @@ def rollout(facts: Facts) -> Iterator[Finding]:
     if spec.rollout.engines and spec.resources.gpus_per_node:
         setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
         yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
+    elif spec.rollout.nodes:
+        yield _finding(
+            facts, "a rollout engine", engine_estimate(spec, shape), _engine_room(facts), "lower rollout.engines"
+        )
     if spec.rollout.engine == "vllm":
         yield _cache_finding(spec, part_of(shape, spec.rollout.gpus_per_engine), room)
 
@@ -173,9 +177,10 @@ def peer_copy(facts: Facts) -> Iterator[Finding]:
     if known is None or facts.spec.checkpoint.memory != "peer":
         return
     own = 'set checkpoint.memory="own"'
-    if facts.spec.resources.num_nodes == 1:
-        text = 'checkpoint.memory is "peer", and there is one node: the copy of the newest checkpoint stays on it'
-        yield warning(text, "two nodes or more", own)
+    if facts.spec.num_trainer_nodes == 1:
+        trains = "one node" if facts.spec.resources.num_nodes == 1 else "one node that trains"
+        text = f'checkpoint.memory is "peer", and there is {trains}: the copy of the newest checkpoint stays on it'
+        yield warning(text, "two of them or more", own)
         return
     needed, free = known
     text = f"a snapshot, and the copy of that of another node, take {_gib(2 * needed)} GiB of the main memory of a node"
@@ -244,11 +249,15 @@ def _room(facts: Facts) -> int | str:
 
 
 def _engine_bytes(facts: Facts) -> int:
-    """Main memory of the rollout engines of a node; 0 as far as the config does not tell."""
-    shape = _shape(facts)
-    if shape is None or not facts.spec.rollout.engines:
-        return 0
-    return facts.spec.engines_per_node * engine_estimate(facts.spec, shape).peak_bytes
+    """Main memory of the rollout engines beside the ranks of a node; 0 as far as the config does not tell."""
+    shape, number = _shape(facts), facts.spec.engines_beside_trainers
+    return number * engine_estimate(facts.spec, shape).peak_bytes if shape is not None and number else 0
+
+
+def _engine_room(facts: Facts) -> int:
+    """Main memory of an engine on a node of engines alone, where the memory of the nodes is known."""
+    node = facts.spec.resources.memory_gb or facts.inventory.memory_gb or 0
+    return int(node * GIB / max(1, facts.spec.engines_per_node))
 
 
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:

@@ -16,6 +16,7 @@ SHORT_ATTEMPT_S = 300
 def nodes(facts: Facts) -> Iterator[Finding]:
     """A job that requests more nodes than the cluster has waits forever."""
     asked, there = facts.spec.resources.num_nodes, len(facts.inventory.node_names)
+    beside = facts.spec.rollout.nodes
     fewer = [number for number in facts.spec.possible_nodes if number <= there]
     if asked > there and fewer:
         yield warning(
@@ -28,16 +29,18 @@ def nodes(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f"resources.num_nodes = {asked} with the local scheduler",
             "one node: the local scheduler is this machine",
-            "set resources.num_nodes=1 and resources.ranks_per_node to the ranks wanted",
+            "set resources.num_nodes=1 and resources.ranks_per_node to the ranks wanted"
+            + (", and rollout.nodes=0: engines lie beside them then" if beside else ""),
         )
     elif asked > there:
         yield blocked(
             f"resources.num_nodes = {asked}, the scheduler has {there} nodes",
             f"at most {there} nodes",
-            f"set resources.num_nodes={max(there, 1)}",
+            f"set resources.num_nodes={max(there, 1)}" + (f", and fewer in rollout.nodes ({beside})" if beside else ""),
         )
     else:
-        yield passed(f"{asked} of {there} nodes")
+        kinds = f": {facts.spec.num_trainer_nodes} that train, {beside} with rollout engines alone" if beside else ""
+        yield passed(f"{asked} of {there} nodes{kinds}")
 
 
 @check("resources.min_nodes")
@@ -56,8 +59,10 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
     elif len(possible) == 1 and resources.min_nodes < resources.num_nodes:
         rows = {name: loop.algorithm.rows_per_step for name, loop in facts.spec.loops.named.items()}
         told = ", ".join(f"loops.{name} {count}" for name, count in rows.items())
+        beside = facts.spec.rollout.nodes
+        of = f"that train, beside {beside} with engines, " if beside else ""
         yield blocked(
-            f"{said}, and the rows of a step ({told}) divide by no smaller number of nodes x "
+            f"{said}, and the rows of a step ({told}) divide by no smaller number of nodes {of}x "
             f"{resources.ranks_per_node} ranks",
             "a number of nodes below resources.num_nodes that the rows of every loop divide by",
             "lower resources.min_nodes, or change the rows per step",
@@ -71,7 +76,10 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources, there = facts.spec.resources, facts.inventory.gpus_per_node
-    asked, ranks, users = resources.gpus_per_node, resources.ranks_per_node, facts.spec.processes_per_node
+    asked, ranks = resources.gpus_per_node, resources.ranks_per_node
+    engines = facts.spec.engines_beside_trainers
+    users = ranks + engines * facts.spec.rollout.gpus_per_engine
+    of_engines = facts.spec.engines_per_node * facts.spec.rollout.gpus_per_engine if facts.spec.rollout.nodes else asked
     if asked > there:
         yield blocked(
             f"resources.gpus_per_node = {asked}, the nodes have {there}",
@@ -85,11 +93,19 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             f"set resources.ranks_per_node={asked}",
         )
     elif asked > users:
-        engines = f" and {facts.spec.engines_per_node} rollout engines" if users > ranks else ""
+        beside = f" and {engines} rollout engines" if engines else ""
         yield warning(
-            f"resources.gpus_per_node = {asked} for {ranks} ranks{engines} per node: {asked - users} GPUs idle",
+            f"resources.gpus_per_node = {asked} for {ranks} ranks{beside} per node: {asked - users} GPUs idle",
             "as many ranks as GPUs",
             f"set resources.ranks_per_node={asked - users + ranks}, or resources.gpus_per_node={users}",
+        )
+    elif asked > of_engines:
+        yield warning(
+            f"resources.gpus_per_node = {asked}, and engines on {of_engines} of them on each of rollout.nodes = "
+            f"{facts.spec.rollout.nodes}: {asked - of_engines} GPUs idle",
+            "engines on all GPUs of their nodes",
+            f"set rollout.engines={asked // facts.spec.rollout.gpus_per_engine * facts.spec.rollout.nodes}, or "
+            "rollout.nodes=0 to place them beside the trainers",
         )
     elif not asked and there:
         yield warning(
@@ -144,10 +160,10 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
 def cores(facts: Facts) -> Iterator[Finding]:
     """Ranks that share cores slow each other down, and every collective waits for the slowest."""
     resources, there = facts.spec.resources, facts.inventory.cpus_per_node
-    processes = facts.spec.processes_per_node
-    asked = processes * resources.cpus_per_rank
-    others = processes - resources.ranks_per_node
-    engines = f" and {others} processes of engines" if others else ""
+    asked = facts.spec.processes_per_node * resources.cpus_per_rank
+    of_engines = facts.spec.engines_per_node * facts.spec.rollout.gpus_per_engine
+    word = "or" if facts.spec.rollout.nodes else "and"
+    engines = f" {word} {of_engines} processes of engines" if of_engines else ""
     found = (
         f"{resources.ranks_per_node} ranks{engines} x {resources.cpus_per_rank} cores = {asked} cores per node, "
         f"{there} there"

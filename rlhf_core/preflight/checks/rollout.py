@@ -116,24 +116,37 @@ def engines(facts: Facts) -> Iterator[Finding]:
             "set rollout.engines=0: evaluations are sampled by the trainers themselves",
         )
     elif layout is None:
-        fewer = asked // resources.num_nodes * resources.num_nodes
-        yield blocked(
-            f"{said} on {resources.num_nodes} nodes: some would have more engines than others",
-            "a multiple of the nodes, or at most one engine a node",
-            f"set rollout.engines={fewer} or rollout.engines={fewer + resources.num_nodes}",
-        )
+        yield _uneven(facts)
     elif resources.gpus_per_node and spec.processes_per_node > resources.gpus_per_node:
+        ranks = "" if spec.rollout.nodes else f"{resources.ranks_per_node} trainer ranks and "
         yield blocked(
-            f"{said}: {resources.ranks_per_node} trainer ranks and {layout.per_node} engines{_of_gpus(facts)} on "
-            f"{resources.gpus_per_node} GPUs of a node",
+            f"{said}: {ranks}{layout.per_node} engines{_of_gpus(facts)} on {resources.gpus_per_node} GPUs of a node",
             "a GPU for every rank and every part of an engine",
             _room_for(facts),
         )
     else:
-        where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on the node"
-        yield passed(
-            f"{asked} engines of their own{_of_gpus(facts)}, {where}, beside {resources.ranks_per_node} trainer ranks"
+        where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on one node"
+        trainers = f"{resources.ranks_per_node} trainer ranks"
+        beside = (
+            f"alone there; {trainers} on each of {spec.num_trainer_nodes} others"
+            if spec.rollout.nodes
+            else (f"beside {trainers}")
         )
+        yield passed(f"{asked} engines of their own{_of_gpus(facts)}, {where}, {beside}")
+
+
+def _uneven(facts: Facts) -> Finding:
+    """Refuse engines that cannot be spread evenly."""
+    rollout, num_nodes = facts.spec.rollout, facts.spec.rollout.nodes or facts.spec.resources.num_nodes
+    fewer = rollout.engines // num_nodes * num_nodes
+    numbers = [number for number in (fewer, fewer + num_nodes) if number]
+    return blocked(
+        f"rollout.engines = {rollout.engines} on {num_nodes} nodes"
+        + (" (rollout.nodes)" if rollout.nodes else "")
+        + ": some would have more engines than others",
+        "a multiple of the nodes" + ("" if rollout.nodes else ", or at most one engine a node"),
+        "set " + " or ".join(f"rollout.engines={number}" for number in numbers),
+    )
 
 
 @check("rollout.max_staleness", trainer="native")
@@ -174,9 +187,14 @@ def sync(facts: Facts) -> Iterator[Finding]:
     layout = spec.rollout.layout(spec.resources.num_nodes)
     if not spec.rollout.engines or layout is None:
         return
-    if transport is Transport.SHARED_MEMORY and layout.num_nodes > 1:
+    if transport is Transport.SHARED_MEMORY and (layout.num_nodes > 1 or spec.rollout.nodes):
+        where = (
+            f"nodes of their own (rollout.nodes = {spec.rollout.nodes})"
+            if spec.rollout.nodes
+            else (f"{layout.num_nodes} nodes")
+        )
         yield blocked(
-            f'rollout.sync.transport = "{transport}", and engines on {layout.num_nodes} nodes',
+            f'rollout.sync.transport = "{transport}", and engines on {where}',
             "engines on the node of trainer rank 0 alone",
             "set rollout.sync.transport=broadcast",
         )
@@ -198,6 +216,9 @@ def _of_gpus(facts: Facts) -> str:
 
 def _room_for(facts: Facts) -> str:
     spec, resources = facts.spec, facts.spec.resources
+    if spec.rollout.nodes:
+        fits = resources.gpus_per_node // spec.rollout.gpus_per_engine * spec.rollout.nodes
+        return f"set rollout.engines={fits}, or raise rollout.nodes" if fits else "lower rollout.vllm.tensor_parallel"
     left = resources.gpus_per_node - spec.engines_per_node * spec.rollout.gpus_per_engine
     if left < 1:
         return "lower rollout.engines, or take more nodes"

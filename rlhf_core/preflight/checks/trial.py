@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, check, passed, skipped, warning
-from rlhf_core.preflight.trial import basis_of, basis_text, changes_since, is_small, obstacle
+from rlhf_core.preflight.trial import (
+    basis_of,
+    basis_text,
+    changes_since,
+    has_fewest_nodes,
+    is_small,
+    obstacle,
+    rungs,
+)
 from rlhf_core.schemas.run import RunSpec
 
 
@@ -28,13 +36,13 @@ def needed(facts: Facts) -> Iterator[Finding]:
     if spec.preflight.trial == "off" or facts.resume is not None:
         return
     if is_small(spec):
-        yield passed(f"{spec.total_steps} steps on one node are their own trial")
+        yield passed(f"{spec.total_steps} steps on {rungs(spec)[0].nodes} are their own trial")
     elif not past.known:
         return
     elif past.last_good is None:
-        # On one node the first steps of a run cost no more than a trial of it.
-        if spec.resources.num_nodes == 1:
-            yield passed("the first run of this name, on one node")
+        # With the fewest nodes the first steps of a run cost no more than a trial of it.
+        if has_fewest_nodes(spec):
+            yield passed(f"the first run of this name, on {rungs(spec)[0].nodes}")
         else:
             yield _proposed(spec, f"no good run of the name {spec.name} yet")
     elif changed := changes_since(past.last_good, spec, basis_of(facts)):
@@ -49,7 +57,7 @@ def _proposed(spec: RunSpec, found: str) -> Finding:
     if reason:
         return skipped(f"{found}, but no trial can be made: {reason}")
     steps, num_nodes = spec.preflight.trial_steps, spec.resources.num_nodes
-    where = "one node" if num_nodes == 1 else f"one node, then on {num_nodes} nodes"
+    where = ", then on ".join(rung.nodes for rung in rungs(spec))
     expected = f"a trial before {spec.total_steps} steps on {num_nodes} node{'' if num_nodes == 1 else 's'}"
     if spec.preflight.trial == "run":
         return warning(found, expected, f"nothing: {steps} steps on {where} are made first, by themselves")
