@@ -188,9 +188,25 @@ def sync(facts: Facts) -> Iterator[Finding]:
             "at most as many senders as trainer ranks",
             f"set rollout.sync.senders={spec.num_ranks}",
         )
+    elif spec.rollout.sync.backend == "nccl" and spec.why_not_nccl:
+        yield blocked(
+            f'rollout.sync.backend = "nccl", and {spec.why_not_nccl}',
+            "a GPU of its own for every trainer rank that sends and for every engine that receives",
+            "set rollout.sync.backend=auto",
+        )
     else:
         form = ", as deltas" if spec.rollout.sync.delta else f", from {senders} trainer ranks" if senders > 1 else ""
-        yield passed(f"weights go to engines by {transport}{form}")
+        yield passed(f"weights go to engines by {transport}{_backend(facts)}{form}")
+
+
+def _backend(facts: Facts) -> str:
+    spec, asked = facts.spec, facts.spec.rollout.sync.backend
+    if spec.rollout.sync.transport is not Transport.BROADCAST:
+        return ""
+    why_not = spec.why_not_nccl or ("changes lie in main memory" if spec.rollout.sync.delta else "")
+    if asked == "gloo" or (asked == "auto" and why_not):
+        return f" over gloo ({why_not or 'as asked for'})"
+    return f" over nccl{' where torch has it' if asked == 'auto' else ''} (not run on GPUs yet)"
 
 
 def _of_gpus(facts: Facts) -> str:
