@@ -91,6 +91,10 @@ class SyncSettings(Schema):
     transport: Transport = Transport.BROADCAST
     """Way of the weights: `broadcast` over the network, where each engine passes them on to the next; `shared_memory`
     on one node; `files` in the run directory, where nodes reach each other over nothing else."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Library of the broadcast: `nccl` from GPU to GPU (RCCL on AMD; not run on GPUs yet), `gloo` from main memory to
+    main memory. `auto` takes NCCL where every sender and every engine has a GPU of its own and torch has NCCL, and gloo
+    from then on where the first version does not go through."""
     delta: bool = False
     """Send what has changed since the last version, where that is less: in bfloat16 a small part at the learning rates
     of RLHF. Takes a copy of the weights in the main memory of trainer rank 0."""
@@ -107,6 +111,11 @@ class SyncSettings(Schema):
             raise ValueError(
                 f'found senders = {self.senders} with transport = "{self.transport}", through which one rank sends; '
                 f'expected transport = "broadcast", or senders = 1'
+            )
+        if self.backend != "auto" and self.transport is not Transport.BROADCAST:
+            raise ValueError(
+                f'found backend = "{self.backend}" with transport = "{self.transport}", which takes neither; expected '
+                f'transport = "broadcast", or backend = "auto"'
             )
         if self.senders > 1 and self.delta:
             raise ValueError(

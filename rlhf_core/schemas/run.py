@@ -175,6 +175,20 @@ class RunSpec(Schema):
         return 0 if self.rollout.nodes else self.engines_per_node
 
     @property
+    def why_not_nccl(self) -> str:
+        """Reason why weights cannot go to rollout engines from GPU to GPU; empty where they can."""
+        gpus = self.resources.gpus_per_node
+        if not gpus:
+            return "the nodes have no GPUs"
+        if self.processes_per_node > gpus:
+            return "two processes would share a GPU, which NCCL refuses"
+        if self.rollout.gpus_per_engine > 1:
+            return "an engine of several GPUs receives in a process that is on none of them"
+        if self.rollout.engine == "sglang":
+            return "an engine of SGLang receives beside the server that has the GPU"
+        return ""
+
+    @property
     def evaluates_with_engines(self) -> bool:
         """True if rollout engines of their own sample for the evaluators too. Otherwise these sample with the weights
         that they have: an adapter is merged by then, which engines do not take."""

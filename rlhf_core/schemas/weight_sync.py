@@ -43,6 +43,15 @@ class Transport(StrEnum):
     """Through a file system that all see."""
 
 
+class LinkBackend(StrEnum):
+    """Library that carries buckets between two processes (broadcast)."""
+
+    GLOO = "gloo"
+    """From main memory to main memory."""
+    NCCL = "nccl"
+    """From GPU to GPU; on AMD this is RCCL."""
+
+
 class TensorEntry(Schema):
     """One tensor of a version."""
 
@@ -133,6 +142,8 @@ class Chain(Schema):
     """Key of the links among these processes (broadcast)."""
     is_new_session: bool = True
     """True if links are to be made; False if those of the version before serve again."""
+    backend: LinkBackend = LinkBackend.GLOO
+    """Kind of its links (broadcast)."""
     address: str = ""
     """Address of the store at which links are arranged (broadcast)."""
     port: NonNegative = 0

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
+from rlhf_core.schemas.weight_sync import Chain, LinkBackend, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
+from rlhf_core.weight_sync.gpu import Gpu
+from rlhf_core.weight_sync.gpu_links import connect
 from rlhf_core.weight_sync.layout import WHOLE, Share, bytes_of, checksum, packed
-from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, Link, Pending, listen, numeric
+from rlhf_core.weight_sync.links import BUCKET, CONNECT_TIMEOUT_S, HEAD, Link, LinkEnd, Pending, listen, numeric
 
-BUFFERS = 8
-"""Buckets in the sender's memory: one is packed while the others are on the wire. More than two, so that the wire stays
-full while another process has the processor."""
 POLL_INTERVAL_S = 0.002
 ABANDONED = -1
 """Index in the head that follows when a version is given up; no bucket follows it."""
@@ -35,16 +34,28 @@ HEAD_BYTES = 32
 class BroadcastOutgoing:
     """The head of a chain, in a trainer rank."""
 
-    def __init__(self, name: str, address: str, *, stall_timeout_s: float = 60.0, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        *,
+        stall_timeout_s: float = 60.0,
+        backend: LinkBackend = LinkBackend.GLOO,
+        fallback: LinkBackend | None = None,
+        pinned: bool = False,
+    ) -> None:
         """Listen on a free port.
 
         Args:
             name: name of this process, for messages.
             address: own address, at which the engines reach this process.
             stall_timeout_s: longest wait for the next bucket, here and in the engines.
+            backend: kind of all links of this chain.
+            fallback: kind that they are of from then on where the first version does not go through.
             pinned: weights lie on a GPU.
         """
-        self.name = name
+        self.name, self.backend = name, backend
+        self._fallback = fallback
         self._timeout_s, self._pinned = stall_timeout_s, pinned
         self._address = numeric(address)
         self._store = listen(self._address)
@@ -68,6 +79,7 @@ class BroadcastOutgoing:
             receivers=self._receivers,
             session=self._session,
             is_new_session=self._link is None,
+            backend=self.backend,
             address=self._address,
             port=self._store.port,
         )
@@ -81,17 +93,26 @@ class BroadcastOutgoing:
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Send that share; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        try:
+            checksums = self._send_linked(manifest, weights, beat)
+        except Exception as error:
+            if self._fallback not in (None, self.backend):
+                print(
+                    f"{self.name} sent no version over {self.backend}: {error}; links are over {self._fallback} now",
+                    flush=True,
+                )
+                self.backend = self._fallback
+            raise
+        self._fallback = None
+        return checksums
+
+    def _send_linked(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         if self._link is None:
-            self._link = Link(
-                self._store,
-                link_key(self._session, self._receivers[0]),
-                is_source=True,
-                address=self._address,
-                peer=self._receivers[0],
-                stall_timeout_s=self._timeout_s,
-            )
+            first = self._receivers[0]
+            end = LinkEnd(True, self._address, first, self._timeout_s)
+            self._link = connect(self.backend, self._store, link_key(self._session, first), end)
             self._await_chain(beat)
-        self._reserve(min(manifest.bucket_bytes, manifest.total_bytes))
+        self._reserve(self._link, min(manifest.bucket_bytes, manifest.total_bytes))
         try:
             return self._send_over(self._link, manifest, weights, beat)
         except BaseException:
@@ -113,8 +134,9 @@ class BroadcastOutgoing:
     def _send_over(self, link: Link, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         found = []
         for index, bucket in packed(manifest, weights, self._share, self._take):
-            found.append(checksum(bucket))
-            self._buffer_of(index).send(link, bucket, head(manifest.version, index, found[-1]))
+            buffer = self._buffer_of(index)
+            found.append(checksum(buffer.in_main_memory(bucket)))
+            buffer.send(link, bucket, head(manifest.version, index, found[-1]))
             beat()
         for buffer in self._buffers:
             buffer.wait()
@@ -128,18 +150,23 @@ class BroadcastOutgoing:
         return buffer.memory
 
     def _buffer_of(self, index: int) -> "_Buffer":
-        return self._buffers[index // self._share.senders % BUFFERS]
+        return self._buffers[index // self._share.senders % len(self._buffers)]
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, link: Link, size: int) -> None:
+        """Have memory for as many buckets as are under way: one is packed while the others are on the wire.
+
+        More than two, so that the wire stays full while another process has the processor.
+        """
         if not self._buffers or len(self._buffers[0].memory) < size:
-            self._buffers = [_Buffer(size, self._pinned) for _ in range(BUFFERS)]
+            self._buffers = [_Buffer(size, self._pinned, link.gpu) for _ in range(link.depth)]
 
     def _abandon(self, manifest: Manifest) -> None:
         """Tell the engines, where that is possible, and have new links for the next version."""
         link, self._link = self._link, None
-        self._buffers = []  # gloo may still read them
         if link is not None:
-            link.post(head(manifest.version, ABANDONED, bytes(16)), 0)
+            link.post(head(manifest.version, ABANDONED, bytes(16)), HEAD)
+            link.close()
+        self._buffers = []  # gloo may still read them
 
     def cancel(self) -> None:
         """Have :meth:`send` fail at its next bucket."""
@@ -147,23 +174,36 @@ class BroadcastOutgoing:
 
     def reset(self) -> None:
         """Make new links for the next version."""
-        self._link = None
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
     def close(self) -> None:
         """Let go of link and memory."""
-        self._link, self._buffers = None, []
+        self.reset()
+        self._buffers = []
 
 
 class _Buffer:
     """Memory of one bucket, and the messages that it is being sent with."""
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, size: int, pinned: bool, gpu: Gpu | None) -> None:
+        self._gpu = gpu
+        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if gpu is None else gpu.empty(size)
+        self._staging = self.memory if gpu is None else gpu.staging(size)
         self._pending: list[tuple[Pending, Tensor]] = []
 
     def send(self, link: Link, bucket: Tensor, head_bytes: Tensor) -> None:
         """Begin to send the bucket behind its head."""
-        self._pending = [(link.send(head_bytes, 0), head_bytes), (link.send(bucket, 1), bucket)]
+        self._pending = [(link.send(head_bytes, HEAD), head_bytes), (link.send(bucket, BUCKET), bucket)]
+
+    def in_main_memory(self, bucket: Tensor) -> Tensor:
+        """The bucket that fills this memory, where a checksum can be taken of it."""
+        if self._gpu is None:
+            return bucket
+        staging = self._staging[: len(bucket)]
+        self._gpu.copy_out(bucket, staging)
+        return staging
 
     def wait(self) -> None:
         """Wait until the memory may be filled again."""

@@ -1,12 +1,14 @@
 """The engine's end of the broadcast: receives from the process before it and relays to the one behind it.
 
-Buckets arrive in staging where they stay, so that relaying copies nothing. The shares of several senders come at once,
+Buckets arrive in staging where they stay, so that relaying copies nothing; or on the GPU, from which they are relayed
+and copied to staging. The shares of several senders come at once,
 each over its own chain and in a thread of its own, into the same row of bytes.
 """
 
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,11 +17,10 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer
 from rlhf_core.weight_sync.base import Beat
 from rlhf_core.weight_sync.broadcast import ABANDONED, HEAD_BYTES, head, link_key, linked_key
+from rlhf_core.weight_sync.gpu import Gpu
+from rlhf_core.weight_sync.gpu_links import connect
 from rlhf_core.weight_sync.layout import Share, buckets_of, checksum, merged
-from rlhf_core.weight_sync.links import Link, Pending, answers, own_address, reach
-
-AHEAD = 8
-"""Buckets that an engine is ready to receive before they are sent, so that none waits for a round trip."""
+from rlhf_core.weight_sync.links import BUCKET, HEAD, Link, LinkEnd, Pending, answers, own_address, reach
 
 
 class BroadcastIncoming:
@@ -52,6 +53,8 @@ class BroadcastIncoming:
 
     def close(self) -> None:
         """Let go of the links."""
+        for place in self._places:
+            place.close()
         self._places = []
 
 
@@ -75,19 +78,58 @@ class _PlaceInChain:
         An engine whose successor is lost, or that finds a bucket damaged, goes on to the end before it fails: stopping
         would look to its predecessor like a loss of its own.
         """
-        links, self._links = self._links, None  # used again only after a share that has come as a whole
+        links = self._links
         if chain.is_new_session:
-            links = _connect(offer, chain)
+            self.close()
+            links = self._links = _connect(offer, chain)
         elif links is None or chain.session != self._session:
             raise WeightSyncFailed(
                 f"{offer.receiver} has no links of this session; reset the sender when an engine was restarted",
                 offer.receiver,
             )
         self._session = chain.session
-        passage = _Passage(offer.manifest, chain.before(offer.receiver), share, row, *links)
-        checksums = passage.run(beat)
-        self._links = links
-        return checksums
+        gpu, before = links[0].gpu, chain.before(offer.receiver)
+        try:
+            with nullcontext() if gpu is None else gpu.aside():
+                return _Passage(offer.manifest, before, share, row, *links).run(beat)
+        except BaseException:
+            self.close()  # used again only after a share that has come as a whole
+            raise
+
+    def close(self) -> None:
+        """Let go of the links."""
+        links, self._links = self._links, None
+        for link in links or ():
+            if link is not None:
+                link.close()
+
+
+class _Landing:
+    """Memory in which buckets arrive: their own place in the row, or one of a few on the GPU, in turn.
+
+    Of those there are enough for the buckets that are expected and those that are being relayed.
+    """
+
+    def __init__(self, gpu: Gpu | None, depth: int, size: int) -> None:
+        self._gpu = gpu
+        self._buffers = [] if gpu is None else [gpu.empty(size) for _ in range(2 * depth)]
+        self._staging = None if gpu is None else gpu.staging(size)
+        self._next = 0
+
+    def for_bucket(self, bucket: Tensor) -> Tensor:
+        """Memory for a bucket that has its place here in the row."""
+        if not self._buffers:
+            return bucket
+        buffer = self._buffers[self._next % len(self._buffers)]
+        self._next += 1
+        return buffer[: len(bucket)]
+
+    def settle(self, arrived: Tensor, bucket: Tensor) -> None:
+        """Have a bucket that has arrived in its place in the row."""
+        if self._gpu is not None and self._staging is not None:
+            staging = self._staging[: len(bucket)]
+            self._gpu.copy_out(arrived, staging)
+            bucket.copy_(staging)
 
 
 class _Passage:
@@ -100,7 +142,9 @@ class _Passage:
         self._upstream, self._downstream = upstream, downstream
         buckets = list(buckets_of(manifest, row))
         self._buckets = [(index, buckets[index]) for index in share.buckets(manifest)]
-        self._expected: deque[tuple[Tensor, Pending, Pending]] = deque()
+        self._depth = upstream.depth
+        self._landing = _Landing(upstream.gpu, self._depth, min(manifest.bucket_bytes, manifest.total_bytes))
+        self._expected: deque[tuple[Tensor, Tensor, Pending, Pending]] = deque()
         self._relayed: deque[Pending] = deque()
         self._kept: list[Tensor] = []
         self._failure: WeightSyncFailed | None = None
@@ -108,17 +152,18 @@ class _Passage:
     def run(self, beat: Beat) -> list[bytes]:
         """Receive and relay every bucket; its checksums."""
         found = []
-        for _, bucket in self._buckets[:AHEAD]:
+        for _, bucket in self._buckets[: self._depth]:
             self._expect(bucket)
         for number, (index, bucket) in enumerate(self._buckets):
             try:
-                announced = self._receive(index)
+                announced, arrived = self._receive(index)
             except WeightSyncFailed as error:
                 self._relay_end()
                 raise self._failure or error from error
-            self._relay(bucket, announced)
-            if number + AHEAD < len(self._buckets):
-                self._expect(self._buckets[number + AHEAD][1])
+            self._relay(arrived, announced)
+            self._landing.settle(arrived, bucket)
+            if number + self._depth < len(self._buckets):
+                self._expect(self._buckets[number + self._depth][1])
             found.append(checksum(bucket))
             self._verify(index, announced, found[-1])
             beat()
@@ -129,10 +174,12 @@ class _Passage:
 
     def _expect(self, bucket: Tensor) -> None:
         announced = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        self._expected.append((announced, self._upstream.receive(announced, 0), self._upstream.receive(bucket, 1)))
+        memory = self._landing.for_bucket(bucket)
+        announcement = self._upstream.receive(announced, HEAD)
+        self._expected.append((announced, memory, announcement, self._upstream.receive(memory, BUCKET)))
 
-    def _receive(self, index: int) -> Tensor:
-        announced, announcement, transfer = self._expected.popleft()
+    def _receive(self, index: int) -> tuple[Tensor, Tensor]:
+        announced, memory, announcement, transfer = self._expected.popleft()
         announcement.wait()
         version, found = announced[:16].view(torch.int64).tolist()
         if found == ABANDONED:
@@ -144,15 +191,15 @@ class _Passage:
                 self._before,
             )
         transfer.wait()
-        return announced
+        return announced, memory
 
     def _relay(self, bucket: Tensor, announced: Tensor) -> None:
         if self._downstream is None:
             return
         try:
-            self._relayed.extend([self._downstream.send(announced, 0), self._downstream.send(bucket, 1)])
+            self._relayed.extend([self._downstream.send(announced, HEAD), self._downstream.send(bucket, BUCKET)])
             self._kept.append(announced)
-            self._settle(2 * AHEAD)
+            self._settle(2 * self._depth)
         except WeightSyncFailed as error:
             self._lose_downstream(error)
 
@@ -166,12 +213,14 @@ class _Passage:
 
     def _lose_downstream(self, error: WeightSyncFailed) -> None:
         self._failure = self._failure or error
+        if self._downstream is not None:
+            self._downstream.close()
         self._downstream = None
         self._relayed.clear()
 
     def _relay_end(self) -> None:
         if self._downstream is not None:
-            self._downstream.post(head(self._manifest.version, ABANDONED, bytes(16)), 0)
+            self._downstream.post(head(self._manifest.version, ABANDONED, bytes(16)), HEAD)
 
     def _verify(self, index: int, announced: Tensor, found: bytes) -> None:
         if bytes(announced[16:].tolist()) != found and self._failure is None:
@@ -188,14 +237,8 @@ def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
     own = own_address(chain.address)
 
     def link(receiver: str, is_source: bool, peer: str) -> Link:
-        return Link(
-            store,
-            link_key(chain.session, receiver),
-            is_source=is_source,
-            address=own,
-            peer=peer,
-            stall_timeout_s=offer.stall_timeout_s,
-        )
+        end = LinkEnd(is_source, own, peer, offer.stall_timeout_s)
+        return connect(chain.backend, store, link_key(chain.session, receiver), end)
 
     behind = chain.after(offer.receiver)
     try:

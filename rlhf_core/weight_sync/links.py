@@ -7,6 +7,7 @@ chain, and a failure leaves the other links as they are.
 import contextlib
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,7 +16,10 @@ from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[a
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.weight_sync.gpu import Gpu
 
+HEAD, BUCKET = 0, 1
+"""Tags of messages."""
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the other end of a link to appear."""
 _GLOO_TIMEOUT_S = 2.0
@@ -34,52 +38,90 @@ class Pending(Protocol):
         """
 
 
-class Link:
-    """One way from a process to the next one in the chain, over gloo."""
+@dataclass(frozen=True)
+class LinkEnd:
+    """One end of a link."""
 
-    def __init__(
-        self, store: Store, key: str, *, is_source: bool, address: str, peer: str, stall_timeout_s: float
-    ) -> None:
+    is_source: bool
+    """True at the end that sends."""
+    address: str
+    """Own address, at which the other end reaches this process."""
+    peer: str
+    """Name of the process at the other end, for messages."""
+    stall_timeout_s: float
+    """Longest wait for one message."""
+
+
+class Link(Protocol):
+    """One way from a process to the next one in the chain."""
+
+    @property
+    def depth(self) -> int:
+        """Buckets under way at once: sent, or received, before one is waited for."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """GPU that buckets lie on; None in main memory. Heads always lie there."""
+
+    def send(self, message: Tensor, tag: int) -> Pending:
+        """Begin to send bytes; they must stay as they are until the message is waited for."""
+
+    def receive(self, message: Tensor, tag: int) -> Pending:
+        """Begin to receive the message of this tag, which has as many bytes as ``message``."""
+
+    def post(self, message: Tensor, tag: int) -> None:
+        """Send a last head; no error where the other end is gone."""
+
+    def close(self) -> None:
+        """Give the link up, with what is still to come over it."""
+
+
+class GlooLink:
+    """A link over gloo; see :class:`Link`."""
+
+    depth = 8  # so that no bucket waits for a round trip
+    gpu = None
+
+    def __init__(self, store: Store, key: str, end: LinkEnd) -> None:
         """Connect; blocks until the other end has come.
 
         Args:
             key: name of the link, the same at both ends and used once.
-            is_source: True at the end that sends.
-            address: own address, at which the other end reaches this process.
-            peer: name of the process at the other end, for messages.
-            stall_timeout_s: longest wait for one message.
 
         Raises:
             WeightSyncFailed: it has not come.
         """
-        self._peer = peer
-        self._timeout = timedelta(seconds=stall_timeout_s)
+        self._peer = peer = end.peer
+        self._timeout = timedelta(seconds=end.stall_timeout_s)
         gloo: Any = ProcessGroupGloo  # torch's stubs leave out what is used here
         options = gloo._Options()
         options._timeout = timedelta(seconds=_GLOO_TIMEOUT_S)
-        options._devices = [gloo.create_device(hostname=address)]
+        options._devices = [gloo.create_device(hostname=end.address)]
         options._threads = 1
-        self._other = int(is_source)
+        self._other = int(end.is_source)
         place = PrefixStore(key, store)
         try:
             place.set(f"here/{1 - self._other}", "")
             place.wait([f"here/{self._other}"], timedelta(seconds=CONNECT_TIMEOUT_S))
             self._group: Any = gloo(place, 1 - self._other, 2, options)
         except RuntimeError as error:
-            raise WeightSyncFailed(f"no link with {peer} was made: {_first_line(error)}", peer) from error
+            raise WeightSyncFailed(f"no link with {peer} was made: {first_line(error)}", peer) from error
 
     def send(self, message: Tensor, tag: int) -> Pending:
-        """Begin to send bytes; they must stay as they are until the message is waited for."""
+        """Begin to send bytes; see :class:`Link`."""
         return self._begin(lambda: self._group.send([message], self._other, tag))
 
     def receive(self, message: Tensor, tag: int) -> Pending:
-        """Begin to receive the message of this tag, which has as many bytes as ``message``."""
+        """Begin to receive bytes; see :class:`Link`."""
         return self._begin(lambda: self._group.recv([message], self._other, tag))
 
     def post(self, message: Tensor, tag: int) -> None:
-        """Send a last message; no error where the other end is gone."""
+        """Send a last message; see :class:`Link`."""
         with contextlib.suppress(RuntimeError):
             self._group.send([message], self._other, tag).wait(timedelta(seconds=_LAST_MESSAGE_TIMEOUT_S))
+
+    def close(self) -> None:
+        """Leave it to gloo, whose connection goes with the group."""
 
     def _begin(self, begin: Callable[[], Work]) -> "_PendingWork":
         try:
@@ -125,7 +167,7 @@ def reach(address: str, port: int, owner: str) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
-        raise WeightSyncFailed(f"{owner} does not answer at {address}:{port}: {_first_line(error)}", owner) from error
+        raise WeightSyncFailed(f"{owner} does not answer at {address}:{port}: {first_line(error)}", owner) from error
 
 
 def answers(store: Store) -> bool:
@@ -146,11 +188,12 @@ def own_address(towards: str) -> str:
 
 
 def _lost(peer: str, error: RuntimeError, timeout: timedelta | None = None) -> WeightSyncFailed:
-    text = _first_line(error)
+    text = first_line(error)
     if timeout is not None and "Timed out" in text:
         return WeightSyncFailed(f"{peer} took and sent nothing for {timeout.total_seconds():g} s", peer)
     return WeightSyncFailed(f"{peer} is lost: {text}", peer)
 
 
-def _first_line(error: RuntimeError) -> str:
+def first_line(error: RuntimeError) -> str:
+    """Text of an error of torch's groups, without its place in their code."""
     return str(error).splitlines()[0].partition("] ")[2].partition(". This is")[0] or str(error).splitlines()[0]

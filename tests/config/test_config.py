@@ -124,6 +124,13 @@ def test_several_senders_are_refused_where_one_rank_alone_can_send(minimal: Path
                 config.load(minimal, overrides)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_library_of_the_broadcast_is_refused_for_other_ways(minimal: Path, backend: str) -> None:
+    config.load(minimal, [f"rollout.sync.backend={backend}"])
+    with pytest.raises(BadConfig, match=rf'rollout.sync: found backend = "{backend}" with transport = "files"'):
+        config.load(minimal, [f"rollout.sync.backend={backend}", "rollout.sync.transport=files"])
+
+
 def test_all_problems_of_a_file_are_reported_at_once(minimal: Path) -> None:
     with pytest.raises(BadConfig, match="3 problems") as caught:
         config.load(minimal, ["seed=x", "loops.main.lr=1", "loops.main.algorithm.clip_low=2"])

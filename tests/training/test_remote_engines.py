@@ -105,6 +105,7 @@ def test_engines_follow_deltas(group: EngineGroup) -> None:
         transfer = remote.load(model, version, no_beat)
         peer.load(model, version, no_beat)
         assert transfer is not None
+        assert transfer.transport == "broadcast over gloo"
         moved.append(transfer.bytes)
         found, expected = (tokens_of(one.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)) for one in (remote, peer))
         assert found == expected

@@ -162,25 +162,50 @@ def test_another_version_than_the_one_in_force_is_not_sampled_with(engine: VllmE
         engine.sample(PROMPTS, SEEDS, GREEDY, 21, no_beat)
 
 
+def broken_off(engine: VllmEngine, version: int, patch: pytest.MonkeyPatch) -> None:
+    """Give an engine a version that ends in the middle of a layer."""
+    model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
+    part = "model.layers.0.self_attn.q_proj.weight"
+
+    def broken(*_: Any, **__: Any) -> Iterator[dict[str, torch.Tensor]]:
+        yield {part: model.get_parameter(part).detach()}
+        raise RuntimeError("a bucket did not come")
+
+    with patch.context() as inner:
+        inner.setattr(gathering, "gathered_weights", broken)
+        with pytest.raises(RuntimeError, match="a bucket did not come"):
+            engine.load(model, version, no_beat)
+
+
 def test_a_copy_that_is_broken_off_leaves_no_version_in_force(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(engine.kind, seed=3)  # type: ignore[attr-defined]
-
-    def broken(*_: Any, **__: Any) -> Iterator[dict[str, torch.Tensor]]:
-        yield {"model.norm.weight": model.model.norm.weight.detach()}
-        raise RuntimeError("a bucket did not come")
-
     engine.load(model, 30, no_beat)
-    with monkeypatch.context() as patch:
-        patch.setattr(gathering, "gathered_weights", broken)
-        with pytest.raises(RuntimeError, match="a bucket did not come"):
-            engine.load(model, 31, no_beat)
+    broken_off(engine, 31, monkeypatch)
     for version in (30, 31):
         with pytest.raises(StaleWeights, match="no step"):
             engine.sample(PROMPTS, SEEDS, GREEDY, version, no_beat)
-    engine.load(model, 32, no_beat)
-    assert flat(engine.sample(PROMPTS, SEEDS, GREEDY, 32, no_beat))
+
+
+def test_the_version_after_a_copy_that_was_broken_off_is_whole(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: vLLM counts what had come of a layer into the next update, and never takes another one."""
+    model = model_of(engine.kind, seed=4)  # type: ignore[attr-defined]
+    peer = TransformersEngine(char_tokenizer())
+    broken_off(engine, 40, monkeypatch)
+    engine.load(model, 41, no_beat)
+    peer.load(model, 41, no_beat)
+    found, expected = (flat(one.sample(PROMPTS, SEEDS, GREEDY, 41, no_beat)) for one in (engine, peer))
+    for made, right in zip(found, expected, strict=True):
+        assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+
+    broken_off(engine, 42, monkeypatch)
+    engine._engine.model_executor.driver_worker.worker.weight_transfer_engine._is_begun = False
+    with pytest.raises(AttributeError, match="weight_loader"):
+        engine.load(model, 43, no_beat)
+    engine.load(model, 44, no_beat)
 
 
 def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(

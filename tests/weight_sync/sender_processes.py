@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from fork_server import fork_server
+from gpu_stand_in import CpuForGpu
 from sync_processes import ANSWER_TIMEOUT_S, EngineProcess, beat, layout_of, odd_weights, streamed
 from torch import Tensor
 
-from rlhf_core.schemas.weight_sync import WeightSyncReport
-from rlhf_core.weight_sync import broadcast
+from rlhf_core.schemas.weight_sync import LinkBackend, WeightSyncReport
+from rlhf_core.weight_sync import broadcast, gpu_links
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.further_sender import FurtherSender
-from rlhf_core.weight_sync.links import Link, Pending, listen, reach
+from rlhf_core.weight_sync.links import GlooLink, Pending, listen, reach
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.session import synchronize
@@ -34,10 +35,20 @@ class SenderFault:
     """``kill``, ``stop``, ``raise``, ``damage`` (a bit on the wire) or ``layout`` (weights of another model)."""
 
 
-def _further(names: Sequence[str], place: int, port: int, timeout_s: float, fault: Any, pipe: Connection) -> None:
+def _further(
+    names: Sequence[str],
+    place: int,
+    port: int,
+    timeout_s: float,
+    backend: LinkBackend,
+    fault: SenderFault | None,
+    pipe: Connection,
+) -> None:
+    gpu_links.Gpu = CpuForGpu  # type: ignore[misc, assignment]
     store = reach(HOST, port, names[0])
     group = SenderGroup(names, place, store, timeout_s=timeout_s)
-    sender = FurtherSender(BroadcastOutgoing(names[place], HOST, stall_timeout_s=timeout_s), group)
+    way = BroadcastOutgoing(names[place], HOST, stall_timeout_s=timeout_s, backend=backend)
+    sender = FurtherSender(way, group)
     while True:
         try:
             version, seed = pipe.recv()
@@ -51,7 +62,7 @@ def _further(names: Sequence[str], place: int, port: int, timeout_s: float, faul
 
 
 def _put_in(fault: SenderFault, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    sound, send, sent = broadcast.checksum, Link.send, 0
+    sound, send, sent = broadcast.checksum, GlooLink.send, 0
 
     def checksum(data: Tensor) -> bytes:
         nonlocal sent
@@ -63,14 +74,14 @@ def _put_in(fault: SenderFault, weights: dict[str, Tensor]) -> dict[str, Tensor]
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         return sound(data)
 
-    def damaged(self: Link, message: Tensor, tag: int) -> Pending:
+    def damaged(self: GlooLink, message: Tensor, tag: int) -> Pending:
         if tag == 1 and sent == fault.bucket and fault.kind == "damage":
             message = message.clone()
             message[5] ^= 1
         return send(self, message, tag)
 
     broadcast.checksum = checksum
-    Link.send = damaged  # type: ignore[method-assign]
+    GlooLink.send = damaged  # type: ignore[method-assign]
     return weights | {"odd": torch.zeros(8)} if fault.kind == "layout" else weights
 
 
@@ -82,19 +93,20 @@ class Trainer:
     faults: dict[int, SenderFault] = field(default_factory=dict)
     timeout_s: float = 60.0
     bucket_bytes: int = 8192
+    backend: LinkBackend = LinkBackend.GLOO
 
     def __post_init__(self) -> None:
         """Start the others."""
         names = [f"trainer-{place}" for place in range(self.num_senders)]
         self._store = listen(HOST)
         group = SenderGroup(names, 0, self._store, timeout_s=self.timeout_s)
-        way = BroadcastOutgoing(names[0], HOST, stall_timeout_s=self.timeout_s)
+        way = BroadcastOutgoing(names[0], HOST, stall_timeout_s=self.timeout_s, backend=self.backend)
         self.sender = Sender(way, bucket_bytes=self.bucket_bytes, group=group)
         self.others = [self._start(names, place) for place in range(1, self.num_senders)]
 
     def _start(self, names: Sequence[str], place: int) -> tuple[Any, Connection]:
         ours, theirs = fork_server().Pipe()
-        arguments = (names, place, self._store.port, self.timeout_s, self.faults.get(place), theirs)
+        arguments = (names, place, self._store.port, self.timeout_s, self.backend, self.faults.get(place), theirs)
         process = fork_server().Process(target=_further, args=arguments, daemon=True)
         process.start()
         theirs.close()

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import xxhash
 from fork_server import fork_server
+from gpu_stand_in import CpuForGpu
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt, TensorEntry
-from rlhf_core.weight_sync import broadcast, broadcast_incoming, receiver
+from rlhf_core.schemas.weight_sync import AppliedVersion, LinkBackend, Offer, Receipt, TensorEntry
+from rlhf_core.weight_sync import broadcast, broadcast_incoming, gpu_links, receiver
 from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
 from rlhf_core.weight_sync.sender import Sender
 
@@ -41,6 +42,10 @@ class Faults:
     """Negative control: receives the shares of all senders, and keeps that of the first."""
     trusts_deltas: bool = False
     """Negative control: applies a delta to any base, and believes its digest."""
+    leaves_on_gpu: bool = False
+    """Negative control: relays what comes to the GPU, and copies nothing of it to main memory."""
+    has_gpu: bool = False
+    """Has a GPU; otherwise a stand-in for one, where it is offered a link between GPUs."""
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -49,6 +54,12 @@ def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _engine(name: str, faults: Faults, pipe: Connection) -> None:
+    if faults.has_gpu:
+        torch.cuda.set_device(int(name.removeprefix("engine-")))
+    else:
+        gpu_links.Gpu = CpuForGpu  # type: ignore[misc, assignment]
+    if faults.leaves_on_gpu:
+        CpuForGpu.copy_out = lambda *_: None  # type: ignore[method-assign, assignment]
     if faults.trusts_heads:
         _trust_heads()
     if faults.keeps_first_share_only:
@@ -106,10 +117,10 @@ def _trust_heads() -> None:
     announced: list[bytes] = []
     receive = broadcast_incoming._Passage._receive
 
-    def receive_and_believe(self: Any, index: int) -> Tensor:
-        head = receive(self, index)
+    def receive_and_believe(self: Any, index: int) -> tuple[Tensor, Tensor]:
+        head, memory = receive(self, index)
         announced.append(bytes(head[16:].tolist()))
-        return head
+        return head, memory
 
     broadcast_incoming._Passage._receive = receive_and_believe  # type: ignore[method-assign]
     broadcast_incoming.checksum = lambda data: announced[-1]  # type: ignore[attr-defined]
@@ -270,7 +281,16 @@ def beat() -> None:
     """Nothing to beat for."""
 
 
-def new_sender(way: Any = None, *, bucket_bytes: int = 8192, stall_timeout_s: float = 60.0, **settings: Any) -> Sender:
+def new_sender(
+    way: Any = None,
+    *,
+    bucket_bytes: int = 8192,
+    stall_timeout_s: float = 60.0,
+    backend: LinkBackend = LinkBackend.GLOO,
+    **settings: Any,
+) -> Sender:
     """Sender in this process; small buckets, so that there are many."""
-    outgoing = way or broadcast.BroadcastOutgoing("trainer", "127.0.0.1", stall_timeout_s=stall_timeout_s)
+    outgoing = way or broadcast.BroadcastOutgoing(
+        "trainer", "127.0.0.1", stall_timeout_s=stall_timeout_s, backend=backend
+    )
     return Sender(outgoing, bucket_bytes=bucket_bytes, **settings)

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from gpu_stand_in import CpuForGpu
 from sender_processes import SenderFault, Trainer
 from sync_processes import EngineProcess, Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest
+from rlhf_core.schemas.weight_sync import LinkBackend, Manifest
+from rlhf_core.weight_sync import gpu_links
 from rlhf_core.weight_sync.further_sender import rotated
 from rlhf_core.weight_sync.layout import Share, checksum, digest_of, merged, packed
 from rlhf_core.weight_sync.sender import Sender
@@ -94,12 +96,26 @@ def test_shares_are_equal_to_within_a_bucket() -> None:
 # What arrives
 
 
-@pytest.mark.parametrize(("senders", "bucket_bytes"), [(2, 8192), (3, 8192), (3, 1 << 20)])
+@pytest.mark.parametrize(
+    ("senders", "bucket_bytes", "backend"),
+    [
+        (2, 8192, LinkBackend.GLOO),
+        (3, 8192, LinkBackend.GLOO),
+        (3, 1 << 20, LinkBackend.GLOO),
+        (3, 8192, LinkBackend.NCCL),
+    ],
+)
 def test_every_engine_has_the_weights_bit_by_bit(
-    fleet: Fleet, trainers: list[Trainer], senders: int, bucket_bytes: int
+    fleet: Fleet,
+    trainers: list[Trainer],
+    senders: int,
+    bucket_bytes: int,
+    backend: LinkBackend,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also with more senders than buckets; the digest is that of one sender."""
-    trainers.append(Trainer(senders, bucket_bytes=bucket_bytes))
+    """Also with more senders than buckets, and from GPU to GPU; the digest is that of one sender."""
+    monkeypatch.setattr(gpu_links, "Gpu", CpuForGpu)
+    trainers.append(Trainer(senders, bucket_bytes=bucket_bytes, backend=backend))
     engines = fleet.start(2)
     for version in (0, 1, 4):
         report = trainers[0].sync(engines, version, seed=version)

@@ -24,7 +24,7 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Manifest, WeightSyncReport
 from rlhf_core.weight_sync import broadcast
 from rlhf_core.weight_sync.layout import aliases_of, tied_names
-from rlhf_core.weight_sync.links import Link, Pending
+from rlhf_core.weight_sync.links import GlooLink, Pending
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import culprit, synchronize
 
@@ -182,9 +182,9 @@ def _trainer_that_dies(pipe: object) -> None:
 
 def _damage_one_bucket(monkeypatch: pytest.MonkeyPatch, tag: int, after: int) -> None:
     """Flip a bit on the wire, in the sender's message number ``after`` of this tag."""
-    send, sent = Link.send, 0
+    send, sent = GlooLink.send, 0
 
-    def damaged(self: Link, message: Tensor, message_tag: int) -> Pending:
+    def damaged(self: GlooLink, message: Tensor, message_tag: int) -> Pending:
         nonlocal sent
         if message_tag == tag:
             sent += 1
@@ -193,7 +193,7 @@ def _damage_one_bucket(monkeypatch: pytest.MonkeyPatch, tag: int, after: int) ->
                 message[5] ^= 1
         return send(self, message, message_tag)
 
-    monkeypatch.setattr(Link, "send", damaged)
+    monkeypatch.setattr(GlooLink, "send", damaged)
 
 
 def test_a_damaged_bucket_is_caught(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

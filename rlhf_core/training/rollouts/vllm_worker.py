@@ -1,61 +1,103 @@
-"""Weights in the processes in which vLLM computes: methods that vLLM adds to its worker (``worker_extension_cls``).
+"""Weights in the processes in which vLLM computes, through its own interface for them (``weight_transfer``, from 0.25
+on). vLLM loads this module in each of its workers, by name; without vLLM it cannot be imported.
 
 An engine of one GPU has one worker, in its own process; one that is split over several has a process for each, and
-every call goes to all of them.
+every call goes to all of them: ``start_weight_update``, ``update_weights`` for each part, ``finish_weight_update``.
+The weights are staged by then. So vLLM is given a backend of ours, which takes tensors of the same process, or their
+places in a row that its processes share, and moves nothing over a network.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlhf_core.training.rollouts.shared_tensors import MappedRow, TensorPlace
 from rlhf_core.training.rollouts.vllm_adapter import AdapterInForce, count_differing
 
-EXTENSION = "rlhf_core.training.rollouts.vllm_worker.WeightExtension"
-"""Name of the class below, for vLLM."""
+
+@dataclass
+class StagedPart(WeightTransferUpdateInfo):
+    """A part of a version: whole tensors, valid until it is complete, as vLLM keeps them until their layer is."""
+
+    tensors: Iterable[tuple[str, Tensor]] = ()
+    """Those of this process."""
+    places: Sequence[TensorPlace] = ()
+    """Those in a row that another process shares."""
+
+
+class StagedWeights(WeightTransferEngine):
+    """Takes versions over from staging: joined, repacked, split and placed layer by layer, by vLLM's loader."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = StagedPart
+
+    def __init__(self, *arguments: Any) -> None:
+        """Take none yet. Arguments are vLLM's."""
+        super().__init__(*arguments)
+        self._row = MappedRow()
+        self._is_begun = False
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Connect to nothing."""
+
+    def start_weight_update(self) -> None:
+        """Prepare the model for new weights in the layout of a checkpoint."""
+        if self._is_begun:
+            # Of an update that was broken off vLLM would count the parts of a layer as those of this one, and take the
+            # layer for complete before it is.
+            self.finish_weight_update()
+        with self._loading():
+            initialize_layerwise_reload(self.model)
+        self._is_begun = True
+
+    def receive_weights(self, update_info: StagedPart) -> None:
+        """Copy a part of a version into the model."""
+        with self._loading():
+            self.model.load_weights(update_info.tensors)
+            self.model.load_weights((place.name, self._row.tensor(place)) for place in update_info.places)
+
+    def finish_weight_update(self) -> None:
+        """Complete the model."""
+        self._is_begun = False
+        with self._loading():
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                _pack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        """Let go of nothing."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Be no sender. Asked for by vLLM up to 0.27."""
+        raise NotImplementedError("weights are staged by rlhf_core.weight_sync")
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            yield
+
+
+WeightTransferEngineFactory.register_engine(__name__, StagedWeights)
 
 
 class WeightExtension:
-    """Takes versions of the weights over, through vLLM's own loader. Its attributes are those of vLLM's worker."""
+    """Further methods of vLLM's worker (``worker_extension_cls``), whose attributes are that worker's."""
 
-    vllm_config: Any
-    model_config: Any
     model_runner: Any
-    device: torch.device
-    _row: MappedRow | None = None
+    _weight_update_active: bool
 
-    def begin_version(self) -> None:
-        """Prepare the model for new weights in the layout of a checkpoint."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        with self._loading():
-            initialize_layerwise_reload(self.model_runner.model)
-
-    def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy a part of a version into the model: joined, repacked, split and placed layer by layer.
-
-        Args:
-            tensors: whole ones, valid until the version is complete: vLLM keeps them until their layer is.
-        """
-        with self._loading():
-            self.model_runner.model.load_weights(tensors)
-
-    def take_shared_tensors(self, places: Sequence[TensorPlace]) -> None:
-        """The same with tensors in memory that another process shares."""
-        self.take_tensors(self._shared(places))
-
-    def end_version(self) -> None:
-        """Complete the model."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        model = self.model_runner.model
-        with self._loading():
-            finalize_layerwise_reload(model, self.model_config)
-            if self.device.type == "cpu":
-                _pack_tied_head(model)
+    def give_up_weight_update(self) -> None:
+        """End an update that was broken off, which vLLM has no call for: the next one would be refused."""
+        self._weight_update_active = False
 
     def count_differing(self, adapter: AdapterInForce, tensors: Sequence[tuple[str, Tensor]]) -> int:
         """Number of tensors of an adapter of which the layers in use do not hold their part bit for bit."""
@@ -63,18 +105,8 @@ class WeightExtension:
 
     def count_differing_shared(self, adapter: AdapterInForce, places: Sequence[TensorPlace]) -> int:
         """The same with tensors in memory that another process shares."""
-        return self.count_differing(adapter, list(self._shared(places)))
-
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        from vllm.config import set_current_vllm_config
-
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            yield
-
-    def _shared(self, places: Sequence[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-        row = self._row = self._row or MappedRow()  # vLLM calls no constructor of an extension
-        return ((place.name, row.tensor(place)) for place in places)
+        row = MappedRow()
+        return self.count_differing(adapter, [(place.name, row.tensor(place)) for place in places])
 
 
 def _pack_tied_head(model: nn.Module) -> None:

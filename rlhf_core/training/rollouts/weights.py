@@ -7,7 +7,8 @@ import httpx
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Transport, WeightSyncReport
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncReport
 from rlhf_core.training.adapters import has_adapter
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
@@ -18,6 +19,7 @@ from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.further_sender import FurtherSender
+from rlhf_core.weight_sync.gpu import has_nccl
 from rlhf_core.weight_sync.layout import entries_of, tied_names
 from rlhf_core.weight_sync.links import listen, numeric, reach
 from rlhf_core.weight_sync.sender import Sender
@@ -39,9 +41,16 @@ class WeightPublisher:
             WeightSyncFailed: the way is not there.
         """
         settings = context.spec.rollout.sync
-        self.transport = settings.transport
         delta = DeltaEncoder(settings.full_every) if settings.delta else None
-        self._sender = Sender(_outgoing(context), delta=delta, group=group)
+        self._outgoing = _outgoing(context)
+        self._sender = Sender(self._outgoing, delta=delta, group=group)
+        self._transport = settings.transport
+
+    @property
+    def way(self) -> str:
+        """Way of the last version, for the ledger."""
+        over = f" over {self._outgoing.backend}" if isinstance(self._outgoing, BroadcastOutgoing) else ""
+        return f"{self._transport}{over}"
 
     def send(
         self,
@@ -138,7 +147,23 @@ def _outgoing(context: WorkerContext) -> Outgoing:
             context.memory.mkdir(parents=True, exist_ok=True)
             return SharedMemoryOutgoing(name, folder=context.memory, stall_timeout_s=timeout_s)
         case Transport.BROADCAST:
-            return BroadcastOutgoing(name, context.address, stall_timeout_s=timeout_s)
+            return BroadcastOutgoing(
+                name,
+                context.address,
+                stall_timeout_s=timeout_s,
+                backend=link_backend(context.spec),
+                fallback=LinkBackend.GLOO if context.spec.rollout.sync.backend == "auto" else None,
+                pinned=context.spec.resources.gpus_per_node > 0,
+            )
+
+
+def link_backend(spec: RunSpec) -> LinkBackend:
+    """Library of the links to the engines: the one that ``rollout.sync.backend`` names, or NCCL where it can be."""
+    sync = spec.rollout.sync
+    if sync.backend != "auto":
+        return LinkBackend(sync.backend)
+    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # changes lie in main memory on both sides
+    return LinkBackend.NCCL if is_there else LinkBackend.GLOO
 
 
 def gather_along(model: PreTrainedModel, beat: Beat) -> None:

@@ -1,0 +1,91 @@
+"""The GPU of this process, for links over NCCL (on AMD: RCCL, by the same name). All of CUDA that they need is here.
+
+Not run on GPUs yet: the tests have a stand-in of the same methods in main memory, over gloo, in its place.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+_FOREVER = timedelta(days=1)
+"""Limit of a message for torch's watchdog, which would end the process; messages have limits of their own."""
+_NO_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Read where a group is made: at an error of this one the watchdog does nothing. By default it ends the process."""
+_MAKING = threading.Lock()
+
+
+def has_nccl() -> bool:
+    """True if this process sees a GPU, and torch was built with NCCL."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+class Gpu:
+    """The current GPU, with a stream beside the one that computes."""
+
+    def __init__(self) -> None:
+        """Raises:
+        RuntimeError: there is none.
+        """
+        if not has_nccl():
+            raise RuntimeError("found no GPU, or torch without NCCL")
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def identity(self) -> str:
+        """Name of the GPU, the same in every process that uses it."""
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    def group(self, store: Store, rank: int, connect_timeout_s: float) -> Any:
+        """Make a process group of two, which is connected by its first message.
+
+        Args:
+            connect_timeout_s: longest wait for the other end. Once a process: torch reads it once.
+        """
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _FOREVER
+        options.config.blocking = 0  # so that waiting for the other end has a limit, and an abort is possible
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(connect_timeout_s)))
+        with _MAKING, _variables(_NO_HANDLING):
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+    def empty(self, size: int) -> Tensor:
+        """Memory of this GPU, bytes ``[size]``."""
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def staging(self, size: int) -> Tensor:
+        """Main memory that this GPU copies to at the full speed of its link, bytes ``[size]``."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy_out(self, bucket: Tensor, staging: Tensor) -> None:
+        """Copy bytes of this GPU to main memory; they are there when this returns."""
+        staging.copy_(bucket, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Have what this thread does on the GPU wait for nothing that computes on it."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+
+@contextlib.contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
