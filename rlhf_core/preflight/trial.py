@@ -196,7 +196,7 @@ class Rung:
     """Id of the check that reports its result."""
     num_nodes: int
     engine_nodes: int = 0
-    """How many of them have rollout engines alone."""
+    """Those of them that have rollout engines alone."""
 
     @property
     def title(self) -> str:

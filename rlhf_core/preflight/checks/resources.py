@@ -77,9 +77,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources, there = facts.spec.resources, facts.inventory.gpus_per_node
     asked, ranks = resources.gpus_per_node, resources.ranks_per_node
-    engines = facts.spec.engines_beside_trainers
-    users = ranks + engines * facts.spec.rollout.gpus_per_engine
-    of_engines = facts.spec.engines_per_node * facts.spec.rollout.gpus_per_engine if facts.spec.rollout.nodes else asked
+    rollout, engines = facts.spec.rollout, facts.spec.engines_beside_trainers
+    users = ranks + engines * rollout.gpus_per_engine
+    of_engines = facts.spec.engines_per_node * rollout.gpus_per_engine
     if asked > there:
         yield blocked(
             f"resources.gpus_per_node = {asked}, the nodes have {there}",
@@ -99,13 +99,13 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             "as many ranks as GPUs",
             f"set resources.ranks_per_node={asked - users + ranks}, or resources.gpus_per_node={users}",
         )
-    elif asked > of_engines:
+    elif rollout.nodes and 0 < of_engines < asked:
         yield warning(
             f"resources.gpus_per_node = {asked}, and engines on {of_engines} of them on each of rollout.nodes = "
-            f"{facts.spec.rollout.nodes}: {asked - of_engines} GPUs idle",
+            f"{rollout.nodes}: {asked - of_engines} GPUs idle",
             "engines on all GPUs of their nodes",
-            f"set rollout.engines={asked // facts.spec.rollout.gpus_per_engine * facts.spec.rollout.nodes}, or "
-            "rollout.nodes=0 to place them beside the trainers",
+            f"set rollout.engines={asked // rollout.gpus_per_engine * rollout.nodes}, or rollout.nodes=0 to place them "
+            "beside the trainers",
         )
     elif not asked and there:
         yield warning(

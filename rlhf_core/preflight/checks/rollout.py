@@ -128,11 +128,8 @@ def engines(facts: Facts) -> Iterator[Finding]:
     else:
         where = f"{layout.per_node} on each of {layout.num_nodes} nodes" if layout.num_nodes > 1 else "on one node"
         trainers = f"{resources.ranks_per_node} trainer ranks"
-        beside = (
-            f"alone there; {trainers} on each of {spec.num_trainer_nodes} others"
-            if spec.rollout.nodes
-            else (f"beside {trainers}")
-        )
+        alone = f"alone there; {trainers} on each of {spec.num_trainer_nodes} others"
+        beside = alone if spec.rollout.nodes else f"beside {trainers}"
         yield passed(f"{asked} engines of their own{_of_gpus(facts)}, {where}, {beside}")
 
 
@@ -189,11 +186,8 @@ def sync(facts: Facts) -> Iterator[Finding]:
     if not spec.rollout.engines or layout is None:
         return
     if transport is Transport.SHARED_MEMORY and (layout.num_nodes > 1 or spec.rollout.nodes):
-        where = (
-            f"nodes of their own (rollout.nodes = {spec.rollout.nodes})"
-            if spec.rollout.nodes
-            else (f"{layout.num_nodes} nodes")
-        )
+        own = f"nodes of their own (rollout.nodes = {spec.rollout.nodes})"
+        where = own if spec.rollout.nodes else f"{layout.num_nodes} nodes"
         yield blocked(
             f'rollout.sync.transport = "{transport}", and engines on {where}',
             "engines on the node of trainer rank 0 alone",
