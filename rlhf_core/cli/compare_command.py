@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.history_commands import catch_up
+from rlhf_core.errors import BadInput
+from rlhf_core.render.series import finite
 
 Facts = Mapping[str, Any]
 
@@ -33,8 +36,6 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, evaluations with their intervals, metrics at the last common step, time and
     incidents. Runs of different algorithms and lengths may be compared."""
-    from rlhf_core.cli.history_commands import catch_up
-    from rlhf_core.errors import BadInput
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.compare import compare as compare_runs
@@ -62,7 +63,6 @@ def compare(
 
 
 def _write_page(compared: Facts, path: Path, show: bool) -> None:
-    from rlhf_core.errors import BadInput
     from rlhf_core.render.compare_page import write_comparison
 
     try:
@@ -151,8 +151,6 @@ def _print_metrics(compared: Facts) -> None:
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
     """Each curve as a line of bars, all on the same two axes; blank before its first step and after its last."""
-    from rlhf_core.render.series import finite
-
     known = [finite(curve) for curve in curves]
     points = [point for curve in known for point in curve]
     if not points:

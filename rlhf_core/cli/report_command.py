@@ -7,6 +7,7 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import RunArgument
+from rlhf_core.errors import BadInput, RlhfError
 
 
 def report(
@@ -21,7 +22,6 @@ def report(
 
     Works for a run in any state, also while it runs and after it has failed.
     """
-    from rlhf_core.errors import BadInput, RlhfError
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.run_page import write_report
