@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from process_tools import until
 
 from rlhf_core.worker import fork_server, processes
 from rlhf_core.worker.fork_server import ForkedWorker, ForkServer
@@ -44,13 +44,6 @@ orders, answers = (int(text) for text in sys.argv[-3:-1])
 sys.exit(fork_server_process.serve(orders, answers, become))
 """
 """A fork server without the imports of torch: what is tested here is the hand-over."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 @pytest.fixture
