@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_checkpoint_memory import end_after
 from test_loop_runs import SUPERVISED, final_state, told
 
@@ -174,12 +174,6 @@ def spoil(name: str, memory: Path) -> None:
         content = path.read_text(encoding="utf-8")
         assert ' 4",' in content
         path.write_text(content.replace(' 4",', ' 2",').replace('"step": 4', '"step": 2'), encoding="utf-8")
-
-
-def flip_last_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", WHENCE)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kill_points import Killed
 from rank_launcher import launch, make_context, tiny_spec
 
 from rlhf_core.checkpoint_dir import CheckpointDir, checksum
@@ -173,10 +174,6 @@ def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: R
     saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
     verify_checkpoint(saved, spec_with(), ranks)
-
-
-class Killed(BaseException):
-    """Like SIGKILL: nothing may catch it."""
 
 
 MOMENTS: dict[bool, list[tuple[Any, str]]] = {
