@@ -36,12 +36,13 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
     """Have this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
-    from rlhf_core.training import background_save, checkpoint_parts, tensor_files
+    from rlhf_core import checkpoint_dir
+    from rlhf_core.training import background_save, tensor_files
 
     places: dict[str, tuple[Any, str, int]] = {
         "copy": (tensor_files.TensorImage, "fill", 1),
         "write": (background_save, "write_files", 1),
-        "complete": (checkpoint_parts, "write_model", 0),
+        "complete": (checkpoint_dir, "write_model", 0),
     }
     owner, name, victim = places[moment]
     killed_here = memory.with_name("killed")

@@ -56,10 +56,11 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
     """Have a rank be killed in the transfer of the second save, and the other one be ended as its agent would."""
-    from rlhf_core.training import checkpoint_parts, memory_copies, peer_copies, peer_transfer
+    from rlhf_core import checkpoint_dir
+    from rlhf_core.training import memory_copies, peer_copies, peer_transfer
 
     killed_here = memory.with_name("killed")
-    plain_write, plain_send = checkpoint_parts.write_model, peer_copies.send_part
+    plain_write, plain_send = checkpoint_dir.write_model, peer_copies.send_part
     plain_publish = memory_copies.MemoryCopy.publish
 
     def die() -> None:
@@ -92,7 +93,7 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
         plain_publish(copy, part)
 
     if rank == 0:
-        checkpoint_parts.write_model = write_complete  # type: ignore[assignment]
+        checkpoint_dir.write_model = write_complete  # type: ignore[assignment]
         memory_copies.MemoryCopy.publish = publish  # type: ignore[method-assign]
     else:
         peer_copies.send_part = send
