@@ -128,7 +128,7 @@ def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) ->
     """The kernel knows its new parent: the agent, here a process of its own."""
     script = f"""
 import os, pathlib, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
 from rlhf_core.worker import fork_server, processes
 from rlhf_core.worker.fork_server import ForkServer
 import subprocess, test_worker_fork_server as tools
