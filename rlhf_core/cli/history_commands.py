@@ -310,17 +310,13 @@ def _print_evaluations(evaluations: Sequence[Facts]) -> None:
         rows.append(
             (
                 name,
-                _any(found)["metric"],
+                next(iter(found.values()))["metric"],
                 output.measured_text(before),
                 output.measured_text(after),
                 _change(before, after),
             )
         )
     _print_section("Evaluation (mean, confidence interval)", ("", "measure", "before", "after", "change"), rows)
-
-
-def _any(found: Mapping[str, Facts]) -> Facts:
-    return next(iter(found.values()))
 
 
 def _change(before: Facts | None, after: Facts | None) -> str:

@@ -49,7 +49,4 @@ def report(
     else:
         output.print_text(f"Report: {path}")
     if show:
-        import webbrowser
-
-        if not webbrowser.open(path.as_uri()):
-            output.warn("found no browser to open it with")
+        output.open_page(path)
