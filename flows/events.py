@@ -92,21 +92,23 @@ def publish_events(
 
 
 def _as_json(event: PrefectEvent, run_id: str, flow_run: FlowRunRef) -> dict[str, object]:
-    related = RelatedResource(
-        {
-            "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
-            "prefect.resource.role": "flow-run",
-            "prefect.resource.name": flow_run.name,
-        }
-    )
     return Event(
         id=event.id,
         event=event.name,
         occurred=event.occurred,
         resource=Resource({"prefect.resource.id": f"rlhf.run.{run_id}", "prefect.resource.name": run_id}),
-        related=[related] if flow_run.id else [],
+        related=[RelatedResource(flow_run_resource(flow_run.id, flow_run.name))] if flow_run.id else [],
         payload=dict(event.payload),
     ).model_dump(mode="json")
+
+
+def flow_run_resource(id: object, name: str) -> dict[str, str]:
+    """A flow run as an event names one that it is related to."""
+    return {
+        "prefect.resource.id": f"prefect.flow-run.{id}",
+        "prefect.resource.role": "flow-run",
+        "prefect.resource.name": name,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

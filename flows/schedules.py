@@ -27,6 +27,7 @@ from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
+from flows.events import flow_run_resource
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
@@ -120,13 +121,7 @@ def tell(flow_run: FlowRun, why: str) -> None:
             "prefect.resource.id": f"prefect.deployment.{flow_run.deployment_id}",
             "prefect.resource.role": "deployment",
         },
-        related=[
-            {
-                "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
-                "prefect.resource.role": "flow-run",
-                "prefect.resource.name": flow_run.name,
-            }
-        ],
+        related=[flow_run_resource(flow_run.id, flow_run.name)],
         payload={"why": why, "due": f"{flow_run.expected_start_time or ''}"},
     )
 

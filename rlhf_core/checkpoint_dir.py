@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import CheckpointCorrupt
-from rlhf_core.files import open_regular, read_document
+from rlhf_core.files import bring_to_disk, open_regular, read_document
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
-from rlhf_core.whole_files import read_model
+from rlhf_core.whole_files import read_model, remove_tree, write_model
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """File of an adapter's weights in the folder of a model, as peft names it."""
@@ -50,6 +50,18 @@ class CheckpointDir:
             return read_model(self.complete, CheckpointManifest)
         except OSError:
             return None  # an unreadable checkpoint cannot be resumed from; the one before it can
+
+    def put_in_place(self, final: "CheckpointDir", manifest: CheckpointManifest) -> None:
+        """Have this checkpoint count under another name: its files are on the disk, and ``COMPLETE`` comes last.
+
+        Raises:
+            OSError: the file system does not take it.
+        """
+        write_model(self.complete, manifest)
+        bring_to_disk(self.root)
+        remove_tree(final.root)  # an older one of the same step, when training went back
+        self.root.rename(final.root)
+        bring_to_disk(final.root.parent)
 
     def damage(self) -> list[str]:
         """Problems of the files, by size and hash; empty for a sound checkpoint. Reads every byte."""

@@ -9,6 +9,7 @@ block or exhaust a reader.
 import contextlib
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import RunDirError
 from rlhf_core.files import UnfitFile, read_document
 from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
+from rlhf_core.whole_files import remove_tree
 
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
 _ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
@@ -225,6 +227,12 @@ class RunDir:
     def newest_checkpoint(self) -> CheckpointDir | None:
         """The complete checkpoint of the highest step, if there is any."""
         return next(reversed(self.checkpoints()), None)
+
+    def remove_checkpoints_but(self, steps: Collection[int]) -> None:
+        """Remove the complete checkpoints of other steps."""
+        for checkpoint in self.checkpoints():
+            if checkpoint.step not in steps:
+                remove_tree(checkpoint.root)
 
     def evaluation(self, when: str, name: str) -> Path:
         """One evaluation report."""

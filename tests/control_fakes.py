@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from made_reports import checkpoint_manifest, evaluation_report, incident_of, rank_status
+
 from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.launch.journal import Journal
@@ -14,19 +16,10 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind, Incident
 from rlhf_core.schemas.probe import ProbeReport
-from rlhf_core.schemas.reports import (
-    AgentEvent,
-    AgentStatus,
-    AttemptOutcome,
-    EvaluationReport,
-    MetricsLine,
-    Phase,
-    RankStatus,
-)
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Inventory, Role, Submission, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.whole_files import write_model
@@ -211,22 +204,7 @@ class FakeAgent:
     def status(self, role: Role = Role.TRAINER, step: int = 0, sequence: int = 1) -> None:
         """Publish a status."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
-        ranks = tuple(
-            RankStatus(
-                role=role,
-                rank=rank,
-                local_rank=rank,
-                pid=1000 + rank,
-                sequence=1,
-                collectives=1,
-                in_collective=False,
-                step=step,
-                phase=Phase.TRAIN,
-                age_s=0.1,
-                process_state="R",
-            )
-            for rank in (0, 1)
-        )
+        ranks = tuple(rank_status(rank, role=role, step=step, process_state="R") for rank in (0, 1))
         status = AgentStatus(
             node=NODE,
             node_index=0,
@@ -247,34 +225,12 @@ class FakeAgent:
 
     def checkpoint(self, step: int, num_ranks: int = 2) -> None:
         """A complete checkpoint without files."""
-        manifest = CheckpointManifest(
-            step=step,
-            loop="grpo",
-            loop_finished=False,
-            num_ranks=num_ranks,
-            spec_hash="x",
-            files={},
-            time=utc_now(),
-        )
+        manifest = checkpoint_manifest(step, loop="grpo", num_ranks=num_ranks)
         write_model(self.run_dir.checkpoint(step).complete, manifest)
 
     def evaluation(self, when: str, name: str, value: float) -> None:
         """One evaluation report."""
-        report = EvaluationReport(
-            name=name,
-            when=when,
-            metric="exact_match",
-            value=value,
-            ci_low=value - 0.1,
-            ci_high=value + 0.1,
-            num_prompts=8,
-            num_samples=8,
-            checkpoint_step=2 if when == "before" else 10,
-            seconds=1.0,
-            time=utc_now(),
-            samples=(),
-        )
-        write_model(self.run_dir.evaluation(when, name), report)
+        write_model(self.run_dir.evaluation(when, name), evaluation_report(when, name, value))
 
     def probe(self, unfit: str) -> None:
         """Build the probe report that agent 0 writes if a node is too slow."""
@@ -285,15 +241,13 @@ class FakeAgent:
     def incident(self, kind: FailureKind, fingerprint: str = "", health_rule: str = "") -> Incident:
         """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
-        incident = Incident(
-            attempt=self.attempt,
-            restart=self.restart,
-            failure_kind=kind,
-            message=f"it was {kind.value}",
+        incident = incident_of(
+            kind,
+            self.attempt,
+            self.restart,
             step=3,
             suspect_ranks=(1,),
             suspect_nodes=(NODE,),
-            seen_at=utc_now(),
             fingerprint=fingerprint,
             health_rule=health_rule,
             evidence_dir=str(folder.evidence_dir.relative_to(self.run_dir.root)),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_reports import checkpoint_manifest, decision_of, evaluation_report, incident_of, rank_status, stored_spec
 from sqlalchemy import Engine, create_engine, text
 
 from rlhf_core.appended_files import LineWriter
@@ -28,10 +29,10 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.data import DataSpec
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.journal import (
     AttemptMoved,
     AttemptPlanned,
@@ -51,16 +52,12 @@ from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
     AttemptOutcome,
-    EvaluationReport,
     EvaluationSample,
     MetricsLine,
-    Phase,
-    RankStatus,
     TelemetryLine,
 )
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.whole_files import write_model
 
@@ -97,16 +94,16 @@ class RunFiles:
             data=DataSpec(train="train.jsonl"),
             loops=small_loops(8, 2),
         )
-        stored = StoredSpec(
-            run_id=self.run_id,
-            created_at=at(created),
+        stored = stored_spec(
+            self.run_id,
+            spec,
+            at(created),
             owner="anna",
             config_source="sort.toml",
             overrides=("train.num_steps=8",),
             package_version="0.1.0",
             trial_of=trial_of,
             tags=("nightly", name),
-            spec=spec,
         )
         write_model(self.dir.spec, stored)
 
@@ -149,19 +146,7 @@ class RunFiles:
 
     def status(self, attempt: int, restart: int, sequence: int, node: str = "n1", step: int = 1) -> None:
         """Build the status that an agent publishes."""
-        rank = RankStatus(
-            role=Role.TRAINER,
-            rank=0,
-            local_rank=0,
-            pid=4711,
-            sequence=9 * sequence,
-            collectives=3,
-            in_collective=False,
-            step=step,
-            phase=Phase.TRAIN,
-            age_s=0.2,
-            process_state="R",
-        )
+        rank = rank_status(0, pid=4711, sequence=9 * sequence, collectives=3, step=step, age_s=0.2, process_state="R")
         status = AgentStatus(
             node=node,
             node_index=int(node[1:]) - 1,
@@ -183,10 +168,10 @@ class RunFiles:
     def incident(self, attempt: int, restart: int, kind: FailureKind, seconds: float, **more: Any) -> Incident:
         """Agent 0 found an incident."""
         facts = {"suspect_ranks": (1,), "suspect_nodes": ("n2",), "step": 4, "phase": "rollout", **more}
-        incident = Incident(
-            attempt=attempt,
-            restart=restart,
-            failure_kind=kind,
+        incident = incident_of(
+            kind,
+            attempt,
+            restart,
             message=f"{kind.value} in {attempt}.{restart}",
             seen_at=at(seconds),
             evidence_dir=f"attempts/{attempt}/restarts/{restart}/incident",
@@ -197,15 +182,7 @@ class RunFiles:
 
     def decision(self, attempt: int, restart: int, action: Action, seconds: float, number: int = 0) -> None:
         """Agent 0 decided."""
-        decision = Decision(
-            attempt=attempt,
-            restart=restart,
-            number=number,
-            action=action,
-            reason="one restart is left",
-            decided_by=DecidedBy.AGENT,
-            decided_at=at(seconds),
-        )
+        decision = decision_of(action, attempt, restart, number=number, decided_at=at(seconds))
         write_model(self.dir.attempt(attempt).restart(restart).decision(number), decision)
 
     def planned(self, attempt: int, seconds: float, resumed_from: int = 0, num_nodes: int = 1) -> None:
@@ -247,15 +224,7 @@ class RunFiles:
             "model/model.safetensors": FileChecksum(bytes=1000, sha256=weights),
             "trainer_state/rank-0.pt": FileChecksum(bytes=500, sha256="11"),
         }
-        manifest = CheckpointManifest(
-            step=step,
-            loop="grpo",
-            loop_finished=False,
-            num_ranks=2,
-            spec_hash="feed",
-            files=files,
-            time=at(seconds),
-        )
+        manifest = checkpoint_manifest(step, loop="grpo", num_ranks=2, spec_hash="feed", files=files, time=at(seconds))
         write_model(self.dir.checkpoint(step).complete, manifest)
 
     def evaluation(self, when: Any, name: Any, value: float, seconds: float) -> None:
@@ -266,16 +235,14 @@ class RunFiles:
             )
             for i in range(3)
         )
-        report = EvaluationReport(
-            name=name,
-            when=when,
-            metric="exact_match",
-            value=value,
+        report = evaluation_report(
+            when,
+            name,
+            value,
             ci_low=value - 0.05,
             ci_high=value + 0.05,
             num_prompts=512,
             num_samples=512,
-            checkpoint_step=2 if when == "before" else 10,
             seconds=1.5,
             time=at(seconds),
             samples=samples,

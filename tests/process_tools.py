@@ -25,13 +25,21 @@ class Finished:
         return json.loads(self.stdout)
 
 
-def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0, *, interval_s: float = 0.1) -> Any:
+def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0, *, interval_s: float = 0.05) -> Any:
     """Wait for a condition to hold, and return its value; ``what`` names it where it never does."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what or 'a condition'}"
         time.sleep(interval_s)
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process is there and not just a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from typer.core import TyperCommand
 
 from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.errors import BadInput
 from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -48,7 +50,6 @@ def init(
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter_config import starter_config
-    from rlhf_core.errors import BadInput
 
     target = folder / f"{preset}.toml"
     text = starter_config(preset, str(target))
@@ -86,8 +87,6 @@ def check(
 
 
 def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    import tempfile
-
     from rlhf_core.control.baseline import read_baseline_of_site
     from rlhf_core.control.controller import resolve
     from rlhf_core.control.site_names import for_site

@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.history_commands import catch_up, open_history
+from rlhf_core.errors import BadInput
+from rlhf_core.render.series import finite
 
 Facts = Mapping[str, Any]
 
@@ -35,16 +38,12 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, evaluations with their intervals, metrics at the last common step, time and
     incidents. Runs of different algorithms and lengths may be compared."""
-    from rlhf_core.cli.history_commands import catch_up
-    from rlhf_core.errors import BadInput
     from rlhf_core.history import queries
-    from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.compare import compare as compare_runs
-    from rlhf_core.site_config import load_site
 
     if show and html is None:
         raise BadInput("--open needs a page to open: give --html FILE")
-    with HistoryStore(load_site().database_url) as store:
+    with open_history() as store:
         run_ids = [queries.resolve_run(store, run) for run in runs]
         for run_id in run_ids:
             catch_up(store, run_id)
@@ -64,7 +63,6 @@ def compare(
 
 
 def _write_page(compared: Facts, path: Path, show: bool) -> None:
-    from rlhf_core.errors import BadInput
     from rlhf_core.render.compare_page import write_comparison
 
     try:
@@ -72,10 +70,7 @@ def _write_page(compared: Facts, path: Path, show: bool) -> None:
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror}; choose another file with --html") from None
     if show:
-        import webbrowser
-
-        if not webbrowser.open(path.as_uri()):
-            output.warn("found no browser to open it with")
+        output.open_page(path)
 
 
 def _print_runs(runs: Sequence[Facts]) -> None:
@@ -153,8 +148,6 @@ def _print_metrics(compared: Facts) -> None:
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
     """Each curve as a line of bars, all on the same two axes; blank before its first step and after its last."""
-    from rlhf_core.render.series import finite
-
     known = [finite(curve) for curve in curves]
     points = [point for curve in known for point in curve]
     if not points:

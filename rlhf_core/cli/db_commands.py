@@ -10,6 +10,7 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import open_history
+from rlhf_core.errors import BadInput
 from rlhf_core.formatting import count
 
 
@@ -67,7 +68,6 @@ def reader(
     `rlhf sql` runs statements as this role, and Grafana logs in as it. After `rlhf db upgrade`, pipe the script into
     psql as a superuser, in the database of the history: rlhf db reader | psql -d DATABASE. You can run it again.
     """
-    from rlhf_core.errors import BadInput
     from rlhf_core.history import database, read_only
     from rlhf_core.site_config import load_site
 

@@ -13,6 +13,8 @@ import typer
 from rlhf_core.cli import output
 from rlhf_core.cli.check_commands import ConfigArgument, SetOption
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.errors import BadInput, RunCancelled, RunFailed, RunNotBegun
+from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
     from flows.deployments import Submitted
@@ -138,7 +140,6 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
     """
     from rlhf_core import config as configs
     from rlhf_core import config_problems
-    from rlhf_core.errors import BadInput
 
     if not or_deployment or Path(config).is_file():
         configs.load(config, overrides)
@@ -161,9 +162,7 @@ def _site_in_prefect() -> "Site":
 
 def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
     from rlhf_core.cli.watching import watch_run
-    from rlhf_core.errors import RunCancelled, RunFailed
     from rlhf_core.run_dir import RunDir
-    from rlhf_core.schemas.attempts import RunState
 
     run_dir = RunDir.of(site.runs_dir, asked.run_id)
     _await_beginning(lambda: run_dir.spec.is_file(), asked, begin_within_s)
@@ -191,7 +190,6 @@ def _await_beginning(
     """
     from flows.queue import what_it_waits_for
     from rlhf_core.cli.progress import person_at_terminal
-    from rlhf_core.errors import RunNotBegun
 
     timeout_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
     started, stuck_since, said = clock(), None, ""

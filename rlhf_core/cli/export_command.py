@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.history_commands import catch_up
 
 
 class Target(StrEnum):
@@ -47,7 +48,6 @@ def export(
     folder or on a server. tensorboard: event files. wandb: an offline run, to be sent with `wandb sync`; this command
     sends nothing.
     """
-    from rlhf_core.cli.history_commands import catch_up
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb

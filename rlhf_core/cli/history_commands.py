@@ -5,12 +5,16 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhf_core.accounts import attributed_here
 from rlhf_core.cli import output, pending_requests
+from rlhf_core.errors import BadInput, RlhfError
 from rlhf_core.formatting import attributed, count
+from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
@@ -119,8 +123,6 @@ def nodes(
     with repeated strikes for six hours. New attempts on Slurm avoid these nodes as long as enough others are available.
     With --clear, previous strikes no longer count; the history keeps them.
     """
-    from rlhf_core.accounts import attributed_here
-    from rlhf_core.errors import BadInput
     from rlhf_core.schemas.base import utc_now
     from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.node_records import clear_node, node_records
@@ -182,9 +184,6 @@ def _cleared(one: "NodeRecord") -> str:
 
 def catch_up(store: "HistoryStore", run_id: str) -> None:
     """Update the history from the run directory: the controller may be gone while the agents continue."""
-    from pathlib import Path
-
-    from rlhf_core.errors import RlhfError
     from rlhf_core.history import queries
     from rlhf_core.run_dir import RunDir
     from rlhf_core.watchdog.ingest import sync
@@ -288,8 +287,6 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
 
 
 def _print_timeline(shown: Facts) -> None:
-    from pathlib import Path
-
     from rlhf_core.render.timeline import timeline_from_rows
     from rlhf_core.run_dir import RunDir
 
@@ -312,17 +309,13 @@ def _print_evaluations(evaluations: Sequence[Facts]) -> None:
         rows.append(
             (
                 name,
-                _any(found)["metric"],
+                next(iter(found.values()))["metric"],
                 output.measured_text(before),
                 output.measured_text(after),
                 _change(before, after),
             )
         )
     _print_section("Evaluation (mean, confidence interval)", ("", "measure", "before", "after", "change"), rows)
-
-
-def _any(found: Mapping[str, Facts]) -> Facts:
-    return next(iter(found.values()))
 
 
 def _change(before: Facts | None, after: Facts | None) -> str:
@@ -357,8 +350,6 @@ def _print_metrics(metrics: Mapping[str, Facts]) -> None:
 
 
 def _print_time(shown: Facts) -> None:
-    from rlhf_core.render.weight_syncs import weight_sync_text
-
     goodput, syncs = shown["goodput"], weight_sync_text(shown["weight_syncs"])
     if syncs:
         output.print_text(f"\nWeight syncs: {syncs}.")

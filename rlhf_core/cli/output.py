@@ -210,6 +210,14 @@ def _private_place(folder: Path | None) -> Path:
     return folder
 
 
+def open_page(path: Path) -> None:
+    """Open a page in a browser, and say so where there is none."""
+    import webbrowser
+
+    if not webbrowser.open(path.as_uri()):
+        warn("found no browser to open it with")
+
+
 def seconds_text(seconds: float | None) -> str:
     """A duration for people; ``-`` when not known."""
     return "-" if seconds is None else duration(seconds)

@@ -7,7 +7,9 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.check_commands import ConfigArgument, SetOption
+from rlhf_core.cli.history_commands import open_history
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.errors import BadInput, HistoryError
 
 if TYPE_CHECKING:
     from rlhf_core.control.run_plan import Proposal, RunPlan
@@ -31,10 +33,8 @@ def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = F
 
 
 def _plan(config: str, overrides: list[str]) -> "RunPlan":
-    from rlhf_core.cli.history_commands import open_history
     from rlhf_core.config import load
     from rlhf_core.control.run_plan import plan_run
-    from rlhf_core.errors import BadInput, HistoryError
     from rlhf_core.history import queries
     from rlhf_core.preflight.gather_facts import inspect_model, model_config
     from rlhf_core.scheduler import get_scheduler

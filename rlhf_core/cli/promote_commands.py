@@ -4,9 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhf_core.accounts import attributed_here
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.cli.run_commands import find_run
+from rlhf_core.errors import PromotionFailed
+from rlhf_core.schemas.attempts import PromotionState
 
 if TYPE_CHECKING:
     from rlhf_core.control.approval import Verdict
@@ -39,12 +43,8 @@ def refuse(
 
 
 def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
-    from rlhf_core.accounts import attributed_here
-    from rlhf_core.cli.run_commands import find_run
     from rlhf_core.control.approval import answer_promotion
-    from rlhf_core.errors import PromotionFailed
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.schemas.attempts import PromotionState
     from rlhf_core.site_config import load_site
 
     site = load_site()

@@ -9,6 +9,7 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
 
 if TYPE_CHECKING:
     from rlhf_core.diagnosis.reconcile import ReconcileAction
@@ -22,7 +23,6 @@ def reconcile(
     continuously. Exit code 1 if an action failed."""
     from flows.daemon import flow_runs_of
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once
-    from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.site_config import load_site
 

@@ -7,6 +7,7 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import RunArgument
+from rlhf_core.errors import BadInput, RlhfError
 
 
 def report(
@@ -21,7 +22,6 @@ def report(
 
     Works for a run in any state, including active and failed runs.
     """
-    from rlhf_core.errors import BadInput, RlhfError
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.run_page import write_report
@@ -49,7 +49,4 @@ def report(
     else:
         output.print_text(f"Report: {path}")
     if show:
-        import webbrowser
-
-        if not webbrowser.open(path.as_uri()):
-            output.warn("found no browser to open it with")
+        output.open_page(path)

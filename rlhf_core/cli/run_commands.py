@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhf_core.accounts import account
 from rlhf_core.cli import output
 from rlhf_core.cli.check_commands import ConfigArgument, SetOption
 from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_output import print_plan, print_summary
+from rlhf_core.errors import HistoryError, UnknownRun
+from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
     from rlhf_core.control.controller import Controller
@@ -74,7 +77,6 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.launch.journal import read_record
     from rlhf_core.launch.lease import refuse_if_driven
-    from rlhf_core.schemas.attempts import RunState
     from rlhf_core.site_config import load_site
     from rlhf_core.watchdog.watcher import record
 
@@ -101,10 +103,7 @@ def cancel(
 ) -> None:
     """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request that
     no worker has started."""
-    from rlhf_core.accounts import account
     from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
-    from rlhf_core.errors import UnknownRun
-    from rlhf_core.schemas.attempts import RunState
     from rlhf_core.site_config import load_site
 
     site = load_site()
@@ -130,7 +129,6 @@ def cancel(
 @contextmanager
 def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
     """Open the history; None, with a warning, if it cannot be used: a run can be ended without it."""
-    from rlhf_core.errors import HistoryError
     from rlhf_core.history.store import HistoryStore
 
     store: HistoryStore | None = None
@@ -166,7 +164,6 @@ def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
     Raises:
         UnknownRun: there is none, or its directory is gone.
     """
-    from rlhf_core.errors import UnknownRun
     from rlhf_core.history import queries
     from rlhf_core.run_dir import RunDir
 

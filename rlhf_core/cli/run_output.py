@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.cli import output
+from rlhf_core.errors import BadInput
 
 if TYPE_CHECKING:
     from rlhf_core.preflight.predictions import Predictions
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     """Print the placement and the batch script of a run that is not started."""
     from rlhf_core.allocation.planner import plan
-    from rlhf_core.errors import BadInput
     from rlhf_core.launch.start import job_request
     from rlhf_core.preflight.gather_facts import inspect_model, model_config
     from rlhf_core.preflight.predictions import predict

@@ -7,6 +7,8 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.errors import HistoryError
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
     from rlhf_core.site_config import Site
@@ -80,7 +82,6 @@ def password(as_json: JsonOption = False) -> None:
 def down(services: ServicesArgument = None) -> None:
     """Stop the services that `rlhf up` started. The jobs of runs continue; the next `rlhf up` adopts the runs again."""
     from flows.services import down as stop
-    from rlhf_core.errors import HistoryError
     from rlhf_core.site_config import load_site
 
     site = load_site()
@@ -127,7 +128,6 @@ def _active_runs(site: "Site") -> list[str]:
     """Ids of the runs that have not ended, as the history knows them; empty where there is no history yet."""
     from rlhf_core.history import database, migrate, queries
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 
     file = database.sqlite_file(database.parse_url(site.database_url))
     if file is not None and migrate.is_new(file):

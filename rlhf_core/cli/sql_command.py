@@ -11,6 +11,9 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import open_history
+from rlhf_core.cli.query_deadline import enforce_deadline
+from rlhf_core.errors import BadInput
+from rlhf_core.history.sql_limits import WorkClock
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import SqlResult
@@ -59,10 +62,7 @@ def sql(
     runs), interruptions, run_lost_time, incident_lost_time, run_recoveries, run_step_time,
     node_health, node_figures (telemetry over time), node_imbalance (what stood out).
     """
-    from rlhf_core.cli.query_deadline import enforce_deadline
-    from rlhf_core.errors import BadInput
     from rlhf_core.history import read_only, saved_queries
-    from rlhf_core.history.sql_limits import WorkClock
 
     if listed:
         _list_queries(as_json)
@@ -127,8 +127,6 @@ def _named(values: Sequence[str]) -> dict[str, str]:
     Raises:
         BadInput: one has no name.
     """
-    from rlhf_core.errors import BadInput
-
     named = {}
     for given in values:
         name, separator, value = given.partition("=")

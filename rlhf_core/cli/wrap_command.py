@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.errors import BadInput
+from rlhf_core.files import read_document
+from rlhf_core.shell_words import FOLDER_OF_SCRIPT
 
 if TYPE_CHECKING:
     from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine
@@ -53,7 +56,6 @@ def wrap(
 
     For a script with arguments: rlhf wrap -o my.toml --steps 500 grpo.sh
     """
-    from rlhf_core.errors import BadInput
     from rlhf_core.launch.wrap.wrapping import WrapOptions
 
     if str(out) != "-" and out.exists():
@@ -77,10 +79,8 @@ def wrap(
 
 
 def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
-    from rlhf_core.errors import BadInput
     from rlhf_core.launch.wrap.draft import WrapSurroundings
     from rlhf_core.launch.wrap.wrapping import wrap_line, wrap_script
-    from rlhf_core.shell_words import FOLDER_OF_SCRIPT
 
     folder = Path.cwd()
     active = _active_environment()
@@ -111,8 +111,6 @@ def _active_environment() -> str:
 
 
 def _read_file(path: str) -> str | None:
-    from rlhf_core.files import read_document
-
     try:
         text = read_document(Path(path).expanduser(), _MAX_FILE, follow_link=True).decode("utf-8")
     except (OSError, ValueError):
@@ -121,8 +119,6 @@ def _read_file(path: str) -> str | None:
 
 
 def _write(file: Path, text: str) -> None:
-    from rlhf_core.errors import BadInput
-
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as opened:

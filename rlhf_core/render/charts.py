@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rlhf_core.render import plots
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, SPEED, LinePlot
-from rlhf_core.render.markup import Markup, join, number, tag, words
+from rlhf_core.render.markup import Markup, figure, join, number, tag, words
 from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
 from rlhf_core.schemas.reports import EVALUATIONS
 
@@ -86,7 +86,7 @@ def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
         from_zero=plot.from_zero,
         span=(series[0].curve[0][0], series[0].curve[-1][0]) if plot.stage else None,
     )
-    return _figure(plot.title, svg, caption), ""
+    return figure(plot.title, svg, caption), ""
 
 
 def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
@@ -136,7 +136,7 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
         description=f"{title}: "
         + "; ".join(f"{item.label} {point.value:.3f} at step {point.step}" for item in series for point in item.points),
     )
-    return _figure(title, svg, caption), ""
+    return figure(title, svg, caption), ""
 
 
 def _phase_times(record: ReportData) -> tuple[Markup | None, str]:
@@ -158,7 +158,7 @@ def _phase_times(record: ReportData) -> tuple[Markup | None, str]:
         name="phases",
         description=f"{title}. {caption}",
     )
-    return _figure(title, svg, caption), ""
+    return figure(title, svg, caption), ""
 
 
 def _percent(share: float) -> str:
@@ -175,10 +175,6 @@ def _times(record: ReportData) -> dict[str, Curve]:
                 left[step] = left.get(step, value) - value
     times["other"] = [(step, max(0.0, value)) for step, value in sorted(left.items())]
     return times
-
-
-def _figure(title: str, svg: str, caption: str) -> Markup:
-    return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
 
 
 def _plots(record: ReportData, made: Sequence[tuple[Markup | None, str]]) -> Markup:

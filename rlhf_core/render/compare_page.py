@@ -14,6 +14,7 @@ from rlhf_core.render.markup import (
     badges,
     code,
     duration,
+    figure,
     join,
     moment,
     section,
@@ -158,7 +159,7 @@ def _evaluation_plots(compared: Facts) -> Markup:
                 name=f"evaluation-{position}",
                 description=title,
             )
-            figures.append(_figure(title, svg, "Before and after training, with confidence intervals."))
+            figures.append(figure(title, svg, "Before and after training, with confidence intervals."))
     return tag("div", *figures, class_="plots") if figures else Markup("")
 
 
@@ -182,14 +183,10 @@ def _curves(compared: Facts) -> Markup:
             smooth=True,
         )
         caption = f"Bold: mean over up to {window} steps; faint: single steps." if window > 1 else ""
-        figures.append(_figure(key, svg, caption))
+        figures.append(figure(key, svg, caption))
     if not figures:
         return tag("p", "None of the runs made a step.", class_="note")
     return tag("div", *figures, class_="plots")
-
-
-def _figure(title: str, svg: str, caption: str) -> Markup:
-    return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
 
 
 def _marks(runs: Sequence[Facts]) -> Marks:

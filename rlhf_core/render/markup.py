@@ -66,6 +66,11 @@ def fold(summary: object, *content: object, is_open: bool = False) -> Markup:
     return tag("details", tag("summary", summary), *content, open="open" if is_open else None)
 
 
+def figure(title: str, svg: str, caption: str) -> Markup:
+    """A drawing with its title and, where there is one, a caption."""
+    return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
+
+
 def code(text: object) -> Markup:
     """A name or a path, in the font for such."""
     return tag("code", text)

@@ -70,7 +70,7 @@ def page(record: ReportData) -> str:
         *([history, plotted] if record.state == "failed" else [plotted, history]),
         *_written(record),
         _settings(record),
-        _footer(record),
+        tag("footer", f"Made {moment(utc_now())} by rlhf-flows {__version__} from the history of {record.run_id}."),
     )
 
 
@@ -317,7 +317,3 @@ def _all_metrics(record: ReportData) -> Markup:
         rows.append([code(name), len(curve), curve[0][1], curve[-1][1], *extremes, len(curve) - len(values)])
     headers = ["metric", "steps", "first", "last", "lowest", "highest", "not finite"]
     return fold(f"All {count(len(rows), 'metric')}", table(headers, rows))
-
-
-def _footer(record: ReportData) -> Markup:
-    return tag("footer", f"Made {moment(utc_now())} by rlhf-flows {__version__} from the history of {record.run_id}.")

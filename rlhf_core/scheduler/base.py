@@ -44,8 +44,6 @@ class JobStatus:
     """The scheduler's own name of the state, for instance ``NODE_FAIL``; the classifier reads it."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes of a job that ended because of them."""
-    expected_start: str = ""
-    """Expected start of a waiting job, as the scheduler prints it; empty if it does not say."""
 
 
 @dataclass(frozen=True)

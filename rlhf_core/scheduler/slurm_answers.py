@@ -48,7 +48,7 @@ def status_of(row: QueuedJob) -> JobStatus:
         start = "" if row.start == "N/A" else row.start
         why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
         reason = f"{why}, expected to start {start}" if start else why
-        return JobStatus(JobState.PENDING, reason, scheduler_state=word, expected_start=start)
+        return JobStatus(JobState.PENDING, reason, scheduler_state=word)
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
 
 

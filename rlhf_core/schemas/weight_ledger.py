@@ -40,11 +40,6 @@ class WeightSyncLine(Schema):
     """Limit of the links of all senders together; null where it is not known."""
 
     @property
-    def is_acknowledged(self) -> bool:
-        """True if every engine has the version in force."""
-        return self.acknowledged >= self.engines
-
-    @property
     def gb_per_s(self) -> float | None:
         """Bytes over all seconds, in GB/s; None before the answers."""
         return self.bytes / 1e9 / self.seconds if self.seconds else None

@@ -20,7 +20,7 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoint_soundness import spec_hash, training_part
 from rlhf_core.training.checkpoint_state import Progress
-from rlhf_core.whole_files import is_disk_full, remove_tree, write_model
+from rlhf_core.whole_files import is_disk_full
 
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 
@@ -103,12 +103,9 @@ class CheckpointPublication:
         for folder in (partial.trainer_state, partial.model, partial.critic):
             if folder.is_dir():
                 bring_to_disk(folder)
-        write_model(partial.complete, manifest)
-        bring_to_disk(partial.root)
-        remove_tree(final.root)  # an older one of the same step, when training went back
-        partial.root.rename(final.root)
-        bring_to_disk(self._run_dir.checkpoints_dir)
-        self._remove_old(manifest.step)
+        partial.put_in_place(final, manifest)
+        steps = [checkpoint.step for checkpoint in self._run_dir.checkpoints()]
+        self._run_dir.remove_checkpoints_but(kept_steps(steps, manifest.step, self._spec))
 
     def failure(self, step: int, problem: str, *, disk_full: bool) -> WorkerError:
         """The error of a checkpoint that could not be written, the same on every rank.
@@ -122,14 +119,6 @@ class CheckpointPublication:
                 f"({problem}). Older checkpoints are untouched; make room, then resume the run"
             )
         return WorkerError(f"checkpoint {step} could not be written: {problem}")
-
-    def _remove_old(self, newest_step: int) -> None:
-        """Only ever called when the checkpoint of ``newest_step`` is complete."""
-        complete = self._run_dir.checkpoints()
-        kept = kept_steps([checkpoint.step for checkpoint in complete], newest_step, self._spec)
-        for checkpoint in complete:
-            if checkpoint.step not in kept:
-                remove_tree(checkpoint.root)
 
 
 def in_words(error: Exception) -> str:

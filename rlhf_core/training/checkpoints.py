@@ -21,7 +21,6 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -235,7 +234,7 @@ class CheckpointWriter:
         needed = _tensor_bytes(part.state) + SMALL_FILES_BYTES
         if self._ranks.is_first:
             needed += sum(whole_bytes(model) + SMALL_FILES_BYTES for model in part.weights.values())
-        free = _free_bytes(self._run_dir.root) if self._ranks.is_first else 0
+        free = shutil.disk_usage(self._run_dir.root).free if self._ranks.is_first else 0
         needed_by_all, free_for_all, without = self._ranks.sum([needed, free, float(not has_snapshot)])
         if needed_by_all > free_for_all:
             raise DiskFull(
@@ -348,10 +347,6 @@ def _tensor_bytes(content: Any) -> int:
     if isinstance(content, list | tuple):
         return sum(_tensor_bytes(value) for value in content)
     return 0
-
-
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
 
 
 def _readable(num_bytes: float) -> str:

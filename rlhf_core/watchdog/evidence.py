@@ -1,7 +1,7 @@
 """Evidence of an attempt: its files in the run directory, and the output of its job."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -227,9 +227,5 @@ def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, finge
             break
         fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
-    seen = {incident.fingerprint for attempt in earlier for incident in _last(ending_incidents(attempt))}
+    seen = {incident.fingerprint for attempt in earlier for incident in ending_incidents(attempt)[-1:]}
     return EarlierAttempts(len(fruitless), bool(fingerprint) and fingerprint in seen)
-
-
-def _last(found: Sequence[Incident]) -> Sequence[Incident]:
-    return found[-1:]

@@ -176,12 +176,8 @@ def _describe(process: psutil.Process) -> str:
 
 def oom_kills() -> int:
     """Processes killed by the kernel for want of memory: in this control group if that is counted, else on the node."""
-    for path, key in ((_memory_events(), "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
+    for path, key in ((control_group() / "memory.events", "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
         with contextlib.suppress(OSError, KeyError, ValueError):
             pairs = (line.split() for line in path.read_text().splitlines())
             return int({pair[0]: pair[1] for pair in pairs if len(pair) == 2}[key])
     return 0
-
-
-def _memory_events() -> Path:
-    return control_group() / "memory.events"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_reports import rank_status
 
 from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker, judge
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
@@ -27,20 +28,8 @@ def rank(
     sequence: int = 0,
     warm: bool = True,
 ) -> RankStatus:
-    return RankStatus(
-        role=Role.TRAINER,
-        rank=number,
-        local_rank=number,
-        pid=1000 + number,
-        sequence=sequence,
-        collectives=collectives,
-        in_collective=inside,
-        step=7,
-        phase=phase,
-        age_s=age_s,
-        process_state=state,
-        warm=warm,
-    )
+    given = {"sequence": sequence, "collectives": collectives, "phase": phase, "age_s": age_s, "warm": warm}
+    return rank_status(number, in_collective=inside, step=7, process_state=state, **given)
 
 
 def make_tracker() -> GapTracker:

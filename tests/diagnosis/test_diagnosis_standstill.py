@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_reports import rank_status
 
 from rlhf_core.diagnosis.liveness import GapTracker, Suspect, judge, suspect
 from rlhf_core.diagnosis.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
@@ -15,7 +16,6 @@ from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 
 SILENT_S = 11.0
@@ -25,22 +25,8 @@ WAITS_FOR_TIME_OR_OUTSIDE = (Wait.TIME, Wait.OUTSIDE, Wait.KERNEL, Wait.RUNNING,
 def rank(number: int, **changes: Any) -> RankStatus:
     """A rank of a warm run, silent for longer than usual; rank 0 waits in collective 41, the others have left 40."""
     inside = changes.get("in_collective", number == 0)
-    fields: dict[str, Any] = {
-        "role": Role.TRAINER,
-        "node": f"node{number}",
-        "rank": number,
-        "local_rank": 0,
-        "pid": 1000 + number,
-        "sequence": 500,
-        "collectives": 41 if inside else 40,
-        "in_collective": inside,
-        "step": 21,
-        "phase": Phase.TRAIN,
-        "age_s": SILENT_S,
-        "process_state": "S",
-        "warm": True,
-    }
-    return RankStatus.model_validate(fields | changes)
+    plain = {"node": f"node{number}", "local_rank": 0, "sequence": 500, "step": 21, "age_s": SILENT_S, "warm": True}
+    return rank_status(number, **{**plain, "collectives": 41 if inside else 40, "in_collective": inside, **changes})
 
 
 def looked(status: RankStatus, at_s: float, main: Wait = Wait.LOCK, **changes: Any) -> Inspection:

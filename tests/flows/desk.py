@@ -4,12 +4,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
-from control_fakes import Clock, FakeScheduler, make_run
+import pytest
+from control_fakes import Clock, FakeAgent, FakeScheduler, make_run
+from kill_points import Killed
 
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.promotion import Question
+from rlhf_core.control.steps import drive
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.site_config import Site
 from rlhf_core.watchdog.watcher import AttemptSnapshot
@@ -58,6 +65,40 @@ class Desk:
     def run(self, spec: RunSpec | None = None) -> RunDir:
         """A new run."""
         return make_run(self.site.runs_dir, spec)
+
+    def runs_well(self, run_dir: RunDir) -> None:
+        """Have every job of a run that is submitted from now on do all it should."""
+
+        def works(request: JobRequest) -> None:
+            FakeAgent(run_dir, request.placement.attempt).whole_run(request.placement.resumed_from_step)
+
+        self.scheduler.on_submit = works
+
+    def completed(self, carry_out: Callable[[Controller], object] = drive) -> RunDir:
+        """A run that is completed."""
+        run_dir = self.run()
+        self.runs_well(run_dir)
+        carry_out(self.controller(run_dir))
+        return run_dir
+
+    def killed_in_training(self) -> RunDir:
+        """A run in training whose controller was killed."""
+        run_dir = self.run()
+        self.notes.looks.clear()
+
+        def killed() -> None:
+            FakeAgent(run_dir).begin()
+            FakeAgent(run_dir).role(Role.TRAINER)
+            if len(self.notes.looks) == 2:
+                raise Killed
+
+        self.scheduler.on_status = killed
+        with pytest.raises(Killed):
+            drive(self.controller(run_dir))
+        self.scheduler.on_status = lambda: None
+        self._stack.close()
+        assert read_record(run_dir).state is RunState.TRAINING
+        return run_dir
 
     def controller(self, run_dir: RunDir, *, resumed: bool = False, ask: Ask | None = None) -> Controller:
         """A controller of a run; let go of at the end of the test, or by the next one."""

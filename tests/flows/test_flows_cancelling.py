@@ -8,38 +8,13 @@ from desk import Desk
 
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
 from rlhf_core.control.jobs import CANCEL_TIMEOUT_S
-from rlhf_core.control.steps import drive
 from rlhf_core.errors import SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import Role
 from rlhf_core.whole_files import read_model
-
-
-class Killed(BaseException):
-    """The controller is killed here."""
-
-
-def left_alone(desk: Desk) -> RunDir:
-    """A run in training whose controller was killed; its lease is free again."""
-    run_dir = desk.run()
-
-    def killed() -> None:
-        FakeAgent(run_dir).begin()
-        FakeAgent(run_dir).role(Role.TRAINER)
-        if len(desk.notes.looks) == 2:
-            raise Killed
-
-    desk.scheduler.on_status = killed
-    with pytest.raises(Killed):
-        drive(desk.controller(run_dir))
-    desk.scheduler.on_status = lambda: None
-    desk._stack.close()
-    assert read_record(run_dir).state is RunState.TRAINING
-    return run_dir
 
 
 def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, list[str]]:
@@ -64,7 +39,7 @@ def follows_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("follows_orders")
 def test_without_a_controller_it_is_done_from_here(desk: Desk) -> None:
-    run_dir = left_alone(desk)
+    run_dir = desk.killed_in_training()
     found, said = cancelled(desk, run_dir)
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
     assert "from here" in said[0]
@@ -76,7 +51,7 @@ def test_without_a_controller_it_is_done_from_here(desk: Desk) -> None:
 
 
 def test_a_living_controller_is_asked(desk: Desk) -> None:
-    run_dir = left_alone(desk)
+    run_dir = desk.killed_in_training()
     desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
     asked = []
 
@@ -97,7 +72,7 @@ def test_a_living_controller_is_asked(desk: Desk) -> None:
 
 
 def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Desk) -> None:
-    run_dir = left_alone(desk)
+    run_dir = desk.killed_in_training()
     desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
     found, _ = cancelled(desk, run_dir)
     assert desk.scheduler.cancelled == ["101"]
@@ -107,7 +82,7 @@ def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Des
 
 @pytest.mark.usefixtures("follows_orders")
 def test_a_job_that_does_not_end_is_an_error(desk: Desk) -> None:
-    run_dir = left_alone(desk)
+    run_dir = desk.killed_in_training()
     desk.scheduler.stubborn = True
     with pytest.raises(SchedulerError, match="could not be ended"):
         cancelled(desk, run_dir)
@@ -115,9 +90,7 @@ def test_a_job_that_does_not_end_is_an_error(desk: Desk) -> None:
 
 
 def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     desk._stack.close()
     desk.scheduler.end_all()
     before = run_dir.control.read_bytes()
@@ -129,9 +102,7 @@ def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:
 
 def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
     """Negative control of the proof: it comes from the scheduler, not from having asked."""
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     desk._stack.close()
     found, _ = cancelled(desk, run_dir)
     assert not found.job_ended
@@ -141,7 +112,7 @@ def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
 @pytest.mark.usefixtures("follows_orders")
 @pytest.mark.parametrize("save", [True, False])
 def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save: bool) -> None:
-    run_dir = left_alone(desk)
+    run_dir = desk.killed_in_training()
     agent = FakeAgent(run_dir)
 
     def obeys() -> None:
@@ -159,7 +130,7 @@ def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save:
 
 def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(desk: Desk) -> None:
     """It must not be waited for as if it had."""
-    run_dir = left_alone(desk)
+    run_dir = desk.killed_in_training()
     desk.scheduler.jobs["101"].state = JobState.PENDING
     began = desk.clock.now
     session = desk.controller(run_dir)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from uuid import UUID
 
 import pytest
-from control_fakes import FakeAgent
 from desk import Desk
 from sites import Site
 
@@ -103,7 +102,7 @@ def test_who_waits_for_an_approval_keeps_no_other_run_waiting(desk: Desk) -> Non
 @pytest.mark.usefixtures("limit")
 def test_a_run_that_is_completed_already_takes_no_place(desk: Desk) -> None:
     run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    desk.runs_well(run_dir)
     controller = desk.controller(run_dir)
     drive(controller)
     with run_slot(controller):

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
+from made_reports import decision_of
+from prefect.artifacts import Artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.events import emit_event
 from prefect.exceptions import FailedRun
+from prefect.flow_engine import run_flow
+from prefect.logging.loggers import flow_run_logger
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.states import Crashed
 from sites import START_TIMEOUT_S, Site
 
 from flows import artifacts, publisher
@@ -31,9 +42,8 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
-from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.whole_files import write_model
@@ -106,30 +116,23 @@ def server(server: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def state_of(flow_run: str) -> str:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-
     with get_client(sync_client=True) as client:
         (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
         return found.state_name or ""
 
 
-def task_runs(flow_run: str) -> dict[str, str]:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-
+def task_runs_of(flow_run: str) -> list[TaskRun]:
     with get_client(sync_client=True) as client:
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
-        return {one.name: one.state_name for one in found}
+        return client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
+
+
+def task_runs(flow_run: str) -> dict[str, str]:
+    return {one.name: one.state_name for one in task_runs_of(flow_run)}
 
 
 @pytest.mark.usefixtures("server")
 def test_a_run_is_seen_in_prefect_stage_by_stage(desk: Desk) -> None:
-    from prefect.artifacts import Artifact
-
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = desk.completed(run_in_prefect)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert state_of(run_dir.run_id) == "Completed"
     artifact = Artifact.get(artifact_key(run_dir.run_id, "result"))
@@ -172,7 +175,7 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, m
     from flows import tasks
 
     run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    desk.runs_well(run_dir)
     as_task_run = tasks.as_task_run
 
     def lost_at_training(step: Step) -> None:
@@ -222,10 +225,6 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
 @contextmanager
 def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
     """Name and message of the state, and the log, of the newest flow run that was due, as the server has them."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterFlowRunId
-    from prefect.client.schemas.sorting import FlowRunSort
-    from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
     def read() -> tuple[str, str, str]:
         for _ in range(200):  # the log comes in batches, some seconds late
@@ -249,10 +248,6 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
 
 def as_a_worker_does(given: dict[str, Any]) -> None:
     """Make a flow run and carry it out as the process that a worker starts: with Prefect's engine, and what it logs."""
-    from prefect.client.orchestration import get_client
-    from prefect.flow_engine import run_flow
-    from prefect.logging.loggers import flow_run_logger
-
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(rlhf_run, parameters=given)
     run_flow(rlhf_run, flow_run=flow_run, error_logger=flow_run_logger(flow_run))  # type: ignore[arg-type]
@@ -387,8 +382,6 @@ def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:
     """Events about a run, as the server gives them back."""
-    from prefect.client.orchestration import get_client
-
     wanted = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}, "limit": 50}
     with get_client(sync_client=True) as client:
         found: list[dict[str, Any]] = client.request("POST", "/events/filter", json=wanted).json()["events"]
@@ -414,9 +407,6 @@ def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[st
 
 @pytest.mark.usefixtures("server")
 def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefect.artifacts import Artifact
-    from prefect.events import emit_event
-
     run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
     fails_once(desk, run_dir)
     without_node3(monkeypatch)
@@ -467,11 +457,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
 @pytest.mark.usefixtures("server")
 def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Desk) -> None:
     """Negative control of the test before."""
-    from prefect.artifacts import Artifact
-
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = desk.completed(run_in_prefect)
     assert Artifact.get(artifact_key(run_dir.run_id, "incidents")) is None
     page = Artifact.get(artifact_key(run_dir.run_id, "checks"))
     assert page is not None
@@ -483,11 +469,7 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
 
 @pytest.mark.usefixtures("server", "drawn_curves")
 def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk) -> None:
-    from prefect.artifacts import Artifact
-
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = desk.completed(run_in_prefect)
     page, curves = (Artifact.get(artifact_key(run_dir.run_id, what)) for what in ("progress", "curves"))
     assert page is not None
     assert (page.type, page.data) == ("progress", 100.0)
@@ -499,8 +481,6 @@ def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk) -> None:
 
 
 def versions(run_dir: RunDir, what: str) -> list[Any]:
-    from prefect.client.orchestration import get_client
-
     wanted = {"artifacts": {"key": {"any_": [artifact_key(run_dir.run_id, what)]}}}
     with get_client(sync_client=True) as client:
         found: list[Any] = client.request("POST", "/artifacts/filter", json=wanted).json()
@@ -510,8 +490,6 @@ def versions(run_dir: RunDir, what: str) -> list[Any]:
 @pytest.mark.usefixtures("server")
 def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None:
     """It happens in the middle of a stage, which goes on and ends well."""
-    from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
-
     run_dir = desk.run()
 
     def restarts(request: JobRequest) -> None:
@@ -520,14 +498,7 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
         agent.role(Role.TRAINER)
         agent.step(1)
         agent.incident(FailureKind.HANG)
-        made = Decision(
-            attempt=1,
-            restart=0,
-            action=Action.RESTART_IN_PLACE,
-            reason="it may go well {this} time",
-            decided_by=DecidedBy.AGENT,
-            decided_at=utc_now(),
-        )
+        made = decision_of(Action.RESTART_IN_PLACE, reason="it may go well {this} time")
         write_model(run_dir.attempt(1).restart(0).decision(0), made)
         FakeAgent(run_dir, restart=1).whole_run()
 
@@ -543,23 +514,15 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
     runs = task_runs(run_dir.run_id)
     assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"
     assert runs["train attempt 1"] == "Completed"
-    number = num_task_runs(run_dir.run_id)
+    number = len(task_runs_of(run_dir.run_id))
     publish_again(desk, run_dir)
-    assert num_task_runs(run_dir.run_id) == number, "publishing twice makes one task run"
+    assert len(task_runs_of(run_dir.run_id)) == number, "publishing twice makes one task run"
     lines = log_of(run_dir.run_id, "run is completed")
     assert "begins: train attempt 1" in lines
     assert "hang: it was hang" in lines
     assert any(line.startswith("decision: restart in place (by the agent): it may go well") for line in lines)
     states = [line for line in lines if line.startswith("run is ")]
     assert [line.split()[2] for line in states] == ["preflight:", "queued:", "evaluating:", "completed:"]
-
-
-def num_task_runs(flow_run: str) -> int:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-
-    with get_client(sync_client=True) as client:
-        return len(client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run]))))
 
 
 def publish_again(desk: Desk, run_dir: RunDir) -> None:
@@ -572,9 +535,6 @@ def publish_again(desk: Desk, run_dir: RunDir) -> None:
 
 def log_of(flow_run: str, last: str) -> list[str]:
     """Lines of the log of a flow run; they are sent in batches, some seconds late."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
-
     lines: list[str] = []
     with get_client(sync_client=True) as client:
         (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
@@ -599,16 +559,8 @@ def test_the_task_run_of_a_failed_stage_says_why(desk: Desk) -> None:
     desk.scheduler.on_submit = fails
     with pytest.raises(RunFailed):
         run_in_prefect(desk.controller(run_dir))
-    assert task_messages(run_dir.run_id)["train attempt 1"] == "rank 1 brought 3 rows, rank 0 4"
-
-
-def task_messages(flow_run: str) -> dict[str, str]:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-
-    with get_client(sync_client=True) as client:
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
-        return {one.name: str(one.state.message) for one in found if one.state is not None}
+    messages = {one.name: one.state.message for one in task_runs_of(run_dir.run_id) if one.state is not None}
+    assert messages["train attempt 1"] == "rank 1 brought 3 rows, rank 0 4"
 
 
 @pytest.mark.usefixtures("server")
@@ -619,9 +571,7 @@ def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(desk: Desk, mo
     for reader in (publisher, progress):
         monkeypatch.setattr(reader, "read_timeline", unreadable)
     monkeypatch.setattr(publisher, "LAST_RETRY_INTERVAL_S", 0.05)
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = desk.completed(run_in_prefect)
     assert state_of(run_dir.run_id) == "Completed"
     assert any("stale file handle" in text for text in desk.notes.sayings)
 
@@ -629,8 +579,6 @@ def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(desk: Desk, mo
 @pytest.mark.usefixtures("server")
 def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the state given back instead of raised, a task run that was never begun must not look like one that was."""
-    from prefect.states import Crashed
-
     monkeypatch.setattr("flows.tasks._task", lambda *arguments: lambda return_state: Crashed(message="no slot"))
     done, said = [], []
     TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
@@ -641,11 +589,7 @@ def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("server")
 def test_the_server_is_asked_which_events_it_has(desk: Desk) -> None:
     """It forgets within minutes that it has seen an event, and would let an automation fire again."""
-    from prefect.client.orchestration import get_client
-
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     nobody = FlowRunRef("", "")
     found = events_of(read_timeline(run_dir), run_dir.read_spec(), nobody)
     with get_client(sync_client=True) as client:
@@ -659,8 +603,6 @@ def test_the_server_is_asked_which_events_it_has(desk: Desk) -> None:
 def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefect.artifacts import Artifact
-
     upsert = artifacts._upsert
 
     def refuses(client: Any, publication: Any, artifact: artifacts.RunArtifact, newest: Any) -> list[str]:
@@ -671,9 +613,7 @@ def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
     monkeypatch.setattr(artifacts, "_upsert", refuses)
     monkeypatch.setattr(publisher, "RETRY_INTERVAL_S", 0.05)
     monkeypatch.setattr(publisher, "LAST_RETRY_INTERVAL_S", 0.05)
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    run_in_prefect(desk.controller(run_dir))
+    run_dir = desk.completed(run_in_prefect)
     assert Artifact.get(artifact_key(run_dir.run_id, "checks")) is None
     assert Artifact.get(artifact_key(run_dir.run_id, "result")) is not None
     assert "rlhf.run.completed" in events_when_all_are_there(run_dir, 4)
@@ -682,8 +622,6 @@ def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
 def test_a_server_that_takes_connections_and_never_answers_changes_nothing(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", 0.2)
     plain = journal_of(desk, drive)
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -705,8 +643,6 @@ def drive_with_a_publisher(controller: Controller) -> None:
 def test_what_a_server_that_was_away_missed_is_published_when_it_is_back(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefect.artifacts import Artifact
-
     tries = []
     publish = publisher.publish
 
@@ -741,8 +677,6 @@ def journal_of(desk: Desk, run: Callable[[Controller], None]) -> list[str]:
 
 def test_a_dead_server_changes_nothing(desk: Desk) -> None:
     """Nothing listens at the address: the run is the same, line by line, as without Prefect."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     plain = journal_of(desk, drive)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert journal_of(desk, run_in_prefect) == plain

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
+from kill_points import Killed
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.control.controller import Controller
@@ -31,11 +32,6 @@ def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:
     return FakeAgent(run_dir, attempt=request.placement.attempt)
 
 
-def runs_well(desk: Desk, run_dir: RunDir) -> None:
-    """Every job that is submitted from now on does all it should."""
-    desk.scheduler.on_submit = lambda request: agent_of(request, run_dir).whole_run(request.placement.resumed_from_step)
-
-
 def stages_of(desk: Desk, run_dir: RunDir) -> list[tuple[str, int, str]]:
     shown = queries.show_run(desk.store, run_dir.run_id)
     return [(stage["name"], stage["attempt"], stage["state"]) for stage in shown["stages"]]
@@ -50,9 +46,7 @@ FOUR_STAGES = [
 
 
 def test_a_run_without_trouble_has_four_stages_and_one_attempt(desk: Desk) -> None:
-    run_dir = desk.run()
-    runs_well(desk, run_dir)
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     assert stages_of(desk, run_dir) == FOUR_STAGES
     shown = queries.show_run(desk.store, run_dir.run_id)
     assert shown["run"]["state"] == "completed"
@@ -109,9 +103,7 @@ def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monke
         raise DatabaseUnavailable("the database is away")
 
     monkeypatch.setattr(queries, "seconds_per_step", away)
-    run_dir = desk.run()
-    runs_well(desk, run_dir)
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     assert read_record(run_dir).state is RunState.COMPLETED
     assert any("nothing is compared with earlier runs: the database is away" in text for text in desk.notes.sayings)
 
@@ -257,13 +249,11 @@ def lost_node(desk: Desk, run_dir: RunDir, times: int, kind: FailureKind = Failu
 def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
     first = desk.run()
-    runs_well(desk, first)
+    desk.runs_well(first)
     lost_node(desk, first, times=1)
     drive(desk.controller(first))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
-    second = desk.run()
-    runs_well(desk, second)
-    drive(desk.controller(second))
+    desk.completed()
     placement = desk.scheduler.submitted[-1].placement
     assert placement.excluded_nodes == ("n1",)
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
@@ -272,22 +262,18 @@ def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
 def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
     first = desk.run()
-    runs_well(desk, first)
+    desk.runs_well(first)
     lost_node(desk, first, times=1)
     drive(desk.controller(first))
     clear_node(desk.store, desk.site.runs_dir, "n1", "bea", "new cable", utc_now())
-    second = desk.run()
-    runs_well(desk, second)
-    drive(desk.controller(second))
+    desk.completed()
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
     third = desk.run()
-    runs_well(desk, third)
+    desk.runs_well(third)
     lost_node(desk, third, times=1)
     drive(desk.controller(third))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted[-2:]] == [(), ("n1",)]
-    fourth = desk.run()
-    runs_well(desk, fourth)
-    drive(desk.controller(fourth))
+    desk.completed()
     placement = desk.scheduler.submitted[-1].placement
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
 
@@ -295,7 +281,7 @@ def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) 
 def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2")
     run_dir = desk.run()
-    runs_well(desk, run_dir)
+    desk.runs_well(run_dir)
     lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
     drive(desk.controller(run_dir))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
@@ -312,7 +298,7 @@ def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
 def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
     """Other suspects are used again then; this one would only be found unfit again."""
     run_dir = desk.run()
-    runs_well(desk, run_dir)
+    desk.runs_well(run_dir)
     lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
     with pytest.raises(PreflightBlocked, match="no other node can take the place of n1") as error:
         drive(desk.controller(run_dir))
@@ -323,7 +309,7 @@ def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
 
 def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:
     run_dir = desk.run()
-    runs_well(desk, run_dir)
+    desk.runs_well(run_dir)
     lost_node(desk, run_dir, times=1)
     drive(desk.controller(run_dir))
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
@@ -345,7 +331,7 @@ def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytes
 
 def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
     run_dir = desk.run()
-    runs_well(desk, run_dir)
+    desk.runs_well(run_dir)
     well = desk.scheduler.on_submit
 
     def behave(request: JobRequest) -> None:
@@ -448,17 +434,13 @@ def test_a_cancelled_run_can_be_resumed(desk: Desk) -> None:
         drive(desk.controller(run_dir))
     desk.notes.stop = lambda: False
     write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="old", time=utc_now()))
-    runs_well(desk, run_dir)
+    desk.runs_well(run_dir)
     drive(desk.controller(run_dir, resumed=True))
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Controllers that die
-
-
-class Killed(BaseException):
-    """The controller is killed here."""
 
 
 def dies_at_line(journal: Journal, number: int, after: bool) -> None:
@@ -534,9 +516,7 @@ def test_a_controller_that_comes_after_the_end_adopts_the_outcome(desk: Desk) ->
 
 
 def test_a_completed_run_is_left_alone(desk: Desk) -> None:
-    run_dir = desk.run()
-    runs_well(desk, run_dir)
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     before = story(run_dir)
     drive(desk.controller(run_dir, resumed=True))
     assert story(run_dir) == [*before, "controller_started"]
@@ -582,7 +562,7 @@ def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> Non
 
 def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = desk.run()
-    runs_well(desk, run_dir)
+    desk.runs_well(run_dir)
     controller = desk.controller(run_dir)
     away = True
 

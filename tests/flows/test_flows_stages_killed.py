@@ -304,7 +304,7 @@ def away(number: int) -> Callable[[], None]:
 
 def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) -> None:
     run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    desk.runs_well(run_dir)
     controller = desk.controller(run_dir)
     controller.lease.require = away(3)  # type: ignore[method-assign]
     before = desk.clock.now

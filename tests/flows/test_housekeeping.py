@@ -29,16 +29,12 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import Role, Submission
+from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.site import RetentionSite
 from rlhf_core.whole_files import write_model
 
 DEAD = f"anna@{os.uname().nodename}:{psutil.pids()[-1]}:1.00"
 """A process of this machine that is known to be gone: nobody was there at the beginning of 1970."""
-
-
-class Killed(BaseException):
-    """The controller is killed here."""
 
 
 @pytest.fixture
@@ -69,22 +65,8 @@ def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
 
 def training(desk: Desk) -> RunDir:
     """A run in training whose controller was killed: its lease names a process that is gone."""
-    run_dir = desk.run()
-    desk.notes.looks.clear()
-
-    def killed() -> None:
-        FakeAgent(run_dir).begin()
-        FakeAgent(run_dir).role(Role.TRAINER)
-        if len(desk.notes.looks) == 2:
-            raise Killed
-
-    desk.scheduler.on_status = killed
-    with pytest.raises(Killed):
-        drive(desk.controller(run_dir))
-    desk.scheduler.on_status = lambda: None
-    desk._stack.close()
+    run_dir = desk.killed_in_training()
     desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
-    assert read_record(run_dir).state is RunState.TRAINING
     return run_dir
 
 
@@ -142,7 +124,7 @@ def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_ad
 ) -> None:
     """Its promotion is not in the history yet: only its spec says that somebody is to be asked."""
     run_dir = desk.run(make_spec(promote={"when": "approved"}))
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    desk.runs_well(run_dir)
 
     for step in steps(desk.controller(run_dir)):
         if step.name == StageName.PROMOTE:

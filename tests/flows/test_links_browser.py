@@ -5,7 +5,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from control_fakes import FakeAgent
 from desk import Desk
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
@@ -23,7 +22,7 @@ def run_id(desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> s
     """A run that has completed as a flow run, and whose site is that of `rlhf show`."""
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    desk.runs_well(run_dir)
     # As `rlhf run` opens it: the flow run tells the journal who drives.
     with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller:
         controller.clock, controller.sleep = desk.clock, desk.clock.sleep

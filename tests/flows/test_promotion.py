@@ -15,6 +15,7 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Ask, Desk
 from kill_points import Killed, Points
+from made_reports import checkpoint_manifest
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.checkpoint_dir import checksum
@@ -31,7 +32,6 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.journal import JournalLine, PromotionMoved
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.reports import EvaluationReport
@@ -49,16 +49,8 @@ def checkpoint_with_model(run_dir: RunDir, step: int = 10) -> None:
     files = {"model/config.json": "{}", "model/model.safetensors": f"weights of step {step}", "trainer_state/a": "x"}
     for name, text in files.items():
         write_text(checkpoint.root / name, text)
-    manifest = CheckpointManifest(
-        step=step,
-        loop="grpo",
-        loop_finished=True,
-        num_ranks=2,
-        spec_hash="abc",
-        files={name: checksum(checkpoint.root / name) for name in files},
-        time=utc_now(),
-    )
-    write_model(checkpoint.complete, manifest)
+    checksums = {name: checksum(checkpoint.root / name) for name in files}
+    write_model(checkpoint.complete, checkpoint_manifest(step, loop="grpo", loop_finished=True, files=checksums))
 
 
 def completes(desk: Desk, run_dir: RunDir) -> None:

@@ -8,7 +8,6 @@ from control_fakes import NODE, FakeAgent, make_run, make_spec
 from desk import Desk
 
 from rlhf_core.control.progress import RunReader, StepTimer, progress_of_poll
-from rlhf_core.control.steps import drive
 from rlhf_core.control.timeline import read_timeline
 from rlhf_core.render.markdown import progress_markdown
 from rlhf_core.run_dir import RunDir
@@ -94,9 +93,7 @@ def test_a_trial_makes_no_step_of_its_run(desk: Desk) -> None:
 
 
 def test_the_end_says_how(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     snapshot = RunReader(run_dir).read()
     assert snapshot.progress.percent == 100.0
     text = progress_markdown(snapshot.progress, snapshot.timeline)

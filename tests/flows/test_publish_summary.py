@@ -1,18 +1,14 @@
 """The result of a run, from its directory alone."""
 
-from control_fakes import FakeAgent
 from desk import Desk
 
-from rlhf_core.control.steps import drive
 from rlhf_core.control.summary import summarise
 from rlhf_core.render.summary import interval, signed, summary_markdown
 from rlhf_core.schemas.attempts import RunState
 
 
 def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     summary = summarise(run_dir)
     assert summary.state is RunState.COMPLETED
     assert (summary.steps, summary.num_attempts, summary.num_restarts) == (10, 1, 0)
@@ -27,9 +23,7 @@ def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
 
 
 def test_steps_without_metrics_are_said(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    drive(desk.controller(run_dir))
+    run_dir = desk.completed()
     assert summarise(run_dir).missing_steps == ""
     metrics = run_dir.attempt(1).restart(0).metrics
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:4]))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
+from kill_points import Killed
 
 from rlhf_core.allocation.planner import plan
 from rlhf_core.launch.journal import Journal
@@ -13,10 +14,6 @@ from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.whole_files import read_model
-
-
-class Killed(BaseException):
-    """The controller was killed here."""
 
 
 @pytest.fixture

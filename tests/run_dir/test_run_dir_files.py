@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from made_reports import checkpoint_manifest
 
 from rlhf_core.appended_files import LineWriter, read_blocks, read_lines, read_models, read_tail
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.whole_files import RESERVE_BYTES, Reserve, claim, write_model
 
@@ -87,10 +87,7 @@ def test_the_newest_checkpoint_is_the_complete_one_of_the_highest_step(tmp_path:
     run = RunDir(tmp_path)
     assert run.newest_checkpoint() is None
     for step in (999_999, 20, 1_000_000):
-        manifest = CheckpointManifest(
-            step=step, loop="sft", loop_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
-        )
-        write_model(run.checkpoint(step).complete, manifest)
+        write_model(run.checkpoint(step).complete, checkpoint_manifest(step))
     run.checkpoint(2_000_000).root.mkdir()  # without COMPLETE it does not count
     newest = run.newest_checkpoint()
     assert newest is not None

@@ -1,6 +1,5 @@
 """One set of behaviours, three schedulers: the fake of the control-plane tests, this machine, a real Slurm."""
 
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import FakeScheduler
+from job_requests import job_request, run_id_of
 from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
@@ -15,7 +15,7 @@ from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler import JobRequest, JobState, Scheduler
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order, job_marker
+from rlhf_core.schemas.resources import Submission, job_marker
 
 pytestmark = pytest.mark.end_to_end
 
@@ -33,23 +33,14 @@ class Site:
 
     @property
     def run_id(self) -> str:
-        """One run per test: jobs are found by their run, and other tests may be running."""
-        return f"toy-20260101-000000-{zlib.crc32(str(self.folder).encode()):06x}"
+        return run_id_of(self.folder)
 
     def request(self, shell: str, attempt: int = 1, num_nodes: int = 1, run_id: str = "") -> JobRequest:
-        return JobRequest(
+        return job_request(
+            self.folder / "run" / "attempts" / str(attempt) / "scheduler",
+            *("sh", "-c", shell),
             run_id=run_id or self.run_id,
-            placement=Placement(
-                attempt=attempt,
-                num_nodes=num_nodes,
-                phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, num_nodes)),
-            ),
-            scheduler_dir=self.folder / "run" / "attempts" / str(attempt) / "scheduler",
-            command=("sh", "-c", shell),
-            cpus_per_node=1,
-            memory_gb=0.0,
-            time_limit_s=600,
-            environment={},
+            placed={"attempt": attempt, "num_nodes": num_nodes},
         )
 
     def submit(self, shell: str = LONG, attempt: int = 1, run_id: str = "") -> Submission:

@@ -7,18 +7,18 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from process_tools import until
+from job_requests import job_request, run_id_of
+from process_tools import is_alive, until
 
 from rlhf_core.errors import BadInput, SubmissionFailed
 from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
 from rlhf_core.scheduler.local import LocalScheduler
-from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, Submission, in_order
+from rlhf_core.schemas.resources import JOB_VARIABLE, Submission
 from rlhf_core.whole_files import read_model
 
 pytestmark = pytest.mark.end_to_end
@@ -44,28 +44,12 @@ time.sleep(0.0 if "short" in sys.argv else 60.0)
 """
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def run_id_of(folder: Path) -> str:
-    """One run per test: jobs are found by their run, and other tests may be running."""
-    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()):06x}"
-
-
 def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int = 1, attempt: int = 1) -> JobRequest:
-    return JobRequest(
+    return job_request(
+        folder / "scheduler",
+        *(sys.executable, "-c", AGENT, str(folder), *ways),
         run_id=run_id_of(folder),
-        placement=Placement(
-            attempt=attempt, num_nodes=nodes, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, nodes))
-        ),
-        scheduler_dir=folder / "scheduler",
-        command=(sys.executable, "-c", AGENT, str(folder), *ways),
-        cpus_per_node=1,
-        memory_gb=0.0,
+        placed={"attempt": attempt, "num_nodes": nodes},
         time_limit_s=time_limit_s,
         environment={"EXTRA": "1"},
     )

@@ -4,11 +4,11 @@ their children."""
 import re
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_requests import job_request, run_id_of
 from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
@@ -19,7 +19,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler import JobRequest, JobState, slurm, slurm_queue
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
+from rlhf_core.schemas.resources import Submission
 
 pytestmark = [
     pytest.mark.end_to_end,
@@ -36,21 +36,13 @@ def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     cluster.command("scancel", f"--name={run_id_of(tmp_path)}", check=False)
 
 
-def run_id_of(folder: Path) -> str:
-    """One run per test: jobs are found by their run, and the cluster is shared."""
-    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()) & 0xFFFFFF:06x}"
-
-
 def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **placed: object) -> JobRequest:
-    placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))
     run_dir = RunDir.of(folder / "runs", run_id_of(folder))
-    return JobRequest(
+    return job_request(
+        run_dir.attempt(1).scheduler_dir,
+        *("sh", "-c", shell),
         run_id=run_dir.run_id,
-        placement=placement.model_copy(update=placed),
-        scheduler_dir=run_dir.attempt(1).scheduler_dir,
-        command=("sh", "-c", shell),
-        cpus_per_node=1,
-        memory_gb=0.0,
+        placed=placed,
         time_limit_s=3600,
         environment={"EXTRA": "a b"},
         slurm=slurm or SlurmSpec(),

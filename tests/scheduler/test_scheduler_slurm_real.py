@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from job_requests import job_request
 from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
@@ -14,7 +15,7 @@ from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
+from rlhf_core.schemas.resources import Submission
 
 pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)]
 
@@ -30,20 +31,11 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def request(folder: Path, shell: str, num_nodes: int = 1, run_id: str = "toy-1", **slurm: object) -> JobRequest:
-    placement = Placement(
-        attempt=1,
-        num_nodes=num_nodes,
-        phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, num_nodes)),
-        gpus_per_node=0,
-    )
-    return JobRequest(
+    return job_request(
+        folder / run_id / "attempts" / "1" / "scheduler",
+        *("/bin/sh", "-c", shell),
         run_id=run_id,
-        placement=placement,
-        scheduler_dir=folder / run_id / "attempts" / "1" / "scheduler",
-        command=("/bin/sh", "-c", shell),
-        cpus_per_node=1,
-        memory_gb=0,
-        time_limit_s=600,
+        placed={"num_nodes": num_nodes},
         environment={"GREETING": "hello 'you'"},
         slurm=SlurmSpec.model_validate(slurm),
     )

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from control_fakes import make_run
+from process_tools import is_alive, until
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-from agent_runs import is_alive, wait_for
 
 from rlhf_core.cli.main import app
 from rlhf_core.control.controller import Controller, opened
@@ -55,7 +55,7 @@ class Case:
         command = (sys.executable, "-c", JOB, str(pids))
         request = replace(request, command=command)
         assert submit_once(self.run_dir, request, self.controller.scheduler, self.controller.journal) is not None
-        wait_for((pids / "up").exists)
+        until((pids / "up").exists)
         record(self.run_dir, store)
         self.aside = site.runs_dir.parent / "aside"
         self.run_dir.root.rename(self.aside)

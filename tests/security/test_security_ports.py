@@ -20,9 +20,10 @@ from typing import Any
 
 import psutil
 import pytest
+from process_tools import is_alive, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-from agent_runs import AgentRun, is_alive, toy_runs, wait_for
+from agent_runs import AgentRun, toy_runs
 
 from rlhf_core.schemas.agent_messages import AgreedStep, GroupOrders, NodeState, Orders
 from rlhf_core.schemas.attempts import AttemptState
@@ -103,7 +104,7 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent
     run = agent_run(train={"num_steps": 5})
     run.roles = "meeting_roles"
     run.start(PYTHONPATH=os.pathsep.join([str(TARGETS), str(Path(__file__).parents[2])]), GLOO_SOCKET_IFNAME="eth0")
-    wait_for(lambda: (run.run_dir.root / "met").exists() or run.agents[0].poll() is not None)
+    until(lambda: (run.run_dir.root / "met").exists() or run.agents[0].poll() is not None)
     places = listening(run)
     assert [place for place in places if place[0] != "127.0.0.1"] == []
     # What is left are the sockets of gloo. They accept no orders and list no keys.
@@ -154,7 +155,7 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
 def store_of(run: AgentRun) -> Any:
     """The store of the agents, as a stranger finds it."""
     ports = candidate_ports(job_marker(run.run_dir.run_id, run.attempt))
-    (port,) = wait_for(lambda: [port for host, port in listening(run) if port in ports])
+    (port,) = until(lambda: [port for host, port in listening(run) if port in ports])
     (store,) = stores_at([("127.0.0.1", port)])
     return store
 
@@ -196,16 +197,16 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
     store, bomb = store_of(run), tmp_path / "exploded"
     assert {place for place, _ in listening(run)} == {"127.0.0.1"}, "the address of the allocation, nothing else"
     assert stat.S_IMODE(run.dir.key.stat().st_mode) == 0o600
-    wait_for(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
+    until(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
     keys = store.list_keys()
     assert "orders" in keys, "the stranger does see and reach the store"
     forge(store, run, bomb)
     # A start of the workers under the eyes of the stranger, with all its agreements.
     os.kill(run.pids(0)[0], signal.SIGKILL)
-    wait_for(lambda: run.restart(0).incident(1).exists())
+    until(lambda: run.restart(0).incident(1).exists())
     forge(store, run, bomb)
-    replay = wait_for(lambda: store.get("state/1"))
-    wait_for(lambda: len(run.pids(1)) == 4 and run.reached(1, 2))
+    replay = until(lambda: store.get("state/1"))
+    until(lambda: len(run.pids(1)) == 4 and run.reached(1, 2))
     store.set("state/1", replay)
     forge(store, run, bomb)
     assert run.finish_all() == [0, 0], run.printed(0) + run.printed(1)
@@ -223,7 +224,7 @@ def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path
     run.program = ("-c", CREDULOUS)
     run.start_all(2)
     store = store_of(run)
-    wait_for(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
+    until(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
     workers = run.pids(0)
     forge(store, run, tmp_path / "exploded")
     assert run.finish_all() == [1, 1]

@@ -13,6 +13,7 @@ from typing import Any
 
 import hostile
 import pytest
+from job_requests import job_request
 from pydantic import ValidationError
 
 from rlhf_core import config
@@ -22,7 +23,6 @@ from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.script_quoting import one_line
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 
 OPTIONS = ("partition", "account", "qos", "constraint", "gpu_type", "gres", "reservation")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -58,22 +58,13 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def request(folder: Path, slurm: SlurmSpec, **changes: Any) -> JobRequest:
-    placement = Placement(
-        attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)), gpus_per_node=2
-    )
-    return replace(
-        JobRequest(
-            run_id="toy-20260301-120000-aaaaaa",
-            placement=placement,
-            scheduler_dir=folder / "runs" / "toy" / "attempts" / "1" / "scheduler",
-            command=(sys.executable, "-c", "pass"),
-            cpus_per_node=1,
-            memory_gb=1,
-            time_limit_s=600,
-            environment={},
-            slurm=slurm,
-        ),
-        **changes,
+    return job_request(
+        folder / "runs" / "toy" / "attempts" / "1" / "scheduler",
+        *(sys.executable, "-c", "pass"),
+        run_id="toy-20260301-120000-aaaaaa",
+        placed={"gpus_per_node": 2},
+        slurm=slurm,
+        **{"memory_gb": 1, **changes},
     )
 
 

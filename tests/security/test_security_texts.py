@@ -14,6 +14,7 @@ import pytest
 import yaml
 from control_fakes import FakeAgent, make_run, make_spec
 from history_tools import whole_run
+from made_reports import decision_of
 from markdown_it import MarkdownIt
 from rich.console import Console
 
@@ -45,7 +46,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample
 from rlhf_core.site_config import load_site
@@ -158,17 +159,8 @@ def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
 
 
 def decision(text: str) -> Decision:
-    return Decision(
-        attempt=1,
-        restart=0,
-        action=Action.RESTART_IN_PLACE,
-        reason=text,
-        excluded_nodes=(text,),
-        config_diff={text: text},
-        resume_checkpoint=text,
-        decided_by=DecidedBy.AGENT,
-        decided_at=utc_now(),
-    )
+    texts = {"reason": text, "excluded_nodes": (text,), "config_diff": {text: text}, "resume_checkpoint": text}
+    return decision_of(Action.RESTART_IN_PLACE, **texts)
 
 
 def pages(run_dir: RunDir) -> dict[str, str]:

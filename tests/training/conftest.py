@@ -2,6 +2,7 @@
 slow."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
 settings.register_profile("training", deadline=None)
 settings.load_profile("training")
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for the runs of a module."""
+    return tmp_path_factory.mktemp(request.module.__name__)
 
 
 @pytest.fixture(scope="module")

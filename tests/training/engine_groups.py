@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from core_models import QWEN, char_tokenizer, tiny_model
 from fork_server import fork_server
+from process_tools import until
 from rank_launcher import make_context, tiny_spec
 
 from rlhf_core.run_dir import RunDir
@@ -105,7 +106,7 @@ class EngineGroup:
         before = self.address(rank)
         self.kill(rank)
         self.start(rank)
-        wait_for(lambda: self.address(rank) != before)
+        until(lambda: self.address(rank) != before)
 
     def gate(self, place: str, rank: int) -> "Gate":
         """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
@@ -212,12 +213,3 @@ def _obey_files(root: Path, rank: int) -> None:
     EngineWorker._progressed = gated_progress  # type: ignore[method-assign]
     TransformersSampler.load = gated_load  # type: ignore[method-assign]
     Receiver.receive = gated_receive  # type: ignore[method-assign]
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """Wait until a condition holds, and return its value."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value

@@ -9,13 +9,15 @@ in front of its own is a program of its own, this file.
 import importlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -225,6 +227,73 @@ def make_context(
         node="here",
         reporter=reporter or NullReporter(),
     )
+
+
+@dataclass
+class TrainingGroup:
+    """A process group in which a scenario makes runs of seconds, one after the other."""
+
+    folder: str
+    """Parent of the run directories."""
+    ranks: Any
+
+    def train(
+        self,
+        name: str,
+        spec: dict[str, Any],
+        restart: int = 0,
+        reporter: Any = None,
+        *,
+        damaged: frozenset[str] = frozenset(),
+    ) -> str:
+        """One start of a run; its result, or ``Class: message`` of what it raised."""
+        from rlhf_core.training.trainers import run as run_module
+
+        ranks = self.ranks
+        context = make_context(f"{self.folder}/{name}", spec, ranks.rank, ranks.num_ranks, restart, reporter)
+        context = replace(context, damaged=damaged)
+        try:
+            result = str(run_module.train_run(context, replace(ranks, reporter=context.reporter)))
+        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
+            result = f"{type(error).__name__}: {error}"
+        ranks.barrier()
+        return result
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy a run, once for all ranks."""
+        if self.ranks.is_first:
+            shutil.copytree(f"{self.folder}/{source}", f"{self.folder}/{target}")
+        self.ranks.barrier()
+
+    def damage(self, path: Path) -> None:
+        """Change the last bit of a file, once for all ranks."""
+        if self.ranks.is_first:
+            flip_last_bit(path)
+        self.ranks.barrier()
+
+
+@contextmanager
+def training_group(rank: int, num_ranks: int, folder: str, spec: dict[str, Any]) -> Iterator[TrainingGroup]:
+    """The group of all ranks of a scenario."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+
+    ranks = init_process_group(make_context(folder, spec, rank, num_ranks))
+    yield TrainingGroup(folder, ranks)
+    leave_process_group(ranks)
+
+
+def flip_last_bit(path: Path) -> None:
+    """Damage a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def whole_role(rank: int, num_ranks: int, run_dir: str, spec: dict[str, Any], restart: int = 0) -> str:
+    """Scenario: the role trainer as an agent starts it."""
+    from rlhf_core.training.trainers.run import run_trainer
+
+    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart)))
 
 
 def main(target: str, arguments: str, result: str) -> int:

@@ -1,14 +1,13 @@
 """Runs that train an adapter, on two real processes: every loop and stage, exact resume, and what is promoted."""
 
 import contextlib
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values
 from test_loop_runs import Interrupting, final_state, interrupt, told
 from test_preference_runs import IPO, RANKER, WARM, spec_of
 from test_promoted_model import origin
@@ -54,34 +53,24 @@ RESUMED = ("stage-0", "ranker", "grpo", "ppo")
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    with training_group(rank, num_ranks, folder, RUNS["grpo"]) as group:
+        return runs_of(group)
+
+
+def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training import evaluation
-    from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.trainers import run as run_module
 
-    ranks = init_process_group(make_context(folder, RUNS["grpo"], rank, num_ranks))
+    train = group.train
     results: dict[str, Any] = {}
-
-    def train(name: str, spec: dict[str, Any], restart: int = 0, reporter: Any = None) -> str:
-        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart, reporter)
-        try:
-            result = str(run_module.train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
-        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
-            result = f"{type(error).__name__}: {error}"
-        ranks.barrier()
-        return result
-
     for name, spec in RUNS.items():
         results[name] = train(name, spec)
     for name in RESUMED:
         train(f"{name}-ended", RUNS[name], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
         results[f"{name}-ended"] = train(f"{name}-ended", RUNS[name], restart=1)
     # Negative control: the adapter on another base model.
-    if ranks.is_first:
-        shutil.copytree(f"{folder}/stage-1", f"{folder}/other-base")
-        weights = RunDir(Path(folder) / "other-base").initial_model / "model.safetensors"
-        content = weights.read_bytes()
-        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    ranks.barrier()
+    group.copy("stage-1", "other-base")
+    group.damage(RunDir(Path(group.folder) / "other-base").initial_model / "model.safetensors")
     results["other base"] = train("other-base", RUNS["stage-1"], restart=1)
     # Negative control: a resume that starts from a fresh adapter.
     train("forgetful", RUNS["stage-1"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
@@ -93,7 +82,6 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     with mock.patch.object(evaluation, "in_evaluation_mode", contextlib.nullcontext):
         train("with-dropout", EVALUATED)
     train("for-one", RUNS["stage-3"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
-    leave_process_group(ranks)
     return results
 
 
@@ -110,11 +98,6 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
     for name in ("grpo", "ranker", "warm"):
         results.append(str(run_evaluator(make_context(f"{folder}/{name}", RUNS[name], rank, num_ranks))))
     return results
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
 
 
 @pytest.fixture(scope="module")

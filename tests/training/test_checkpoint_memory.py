@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_loop_runs import SUPERVISED, final_state, told
 
 from rlhf_core.appended_files import read_models
@@ -36,12 +36,13 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
     """Have this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
-    from rlhf_core.training import background_save, checkpoint_parts, tensor_files
+    from rlhf_core import checkpoint_dir
+    from rlhf_core.training import background_save, tensor_files
 
     places: dict[str, tuple[Any, str, int]] = {
         "copy": (tensor_files.TensorImage, "fill", 1),
         "write": (background_save, "write_files", 1),
-        "complete": (checkpoint_parts, "write_model", 0),
+        "complete": (checkpoint_dir, "write_model", 0),
     }
     owner, name, victim = places[moment]
     killed_here = memory.with_name("killed")
@@ -99,10 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert -signal.SIGKILL in [result.exit_code for result in ended], ended
     for part in ("", "-memory"):
         shutil.copytree(folder / f"write{part}", folder / f"damaged{part}")
-    copy = folder / "damaged-memory" / "node-1" / "trainer_state" / "rank-00001.safetensors"
-    content = bytearray(copy.read_bytes())
-    content[-1] ^= 1
-    copy.write_bytes(content)
+    flip_last_bit(folder / "damaged-memory" / "node-1" / "trainer_state" / "rank-00001.safetensors")
     for result in values(launch(resumed, 2, folder / "resumed", folder=str(folder))):
         assert result == dict.fromkeys(["straight", *MOMENTS, "damaged"], "done")
     return folder

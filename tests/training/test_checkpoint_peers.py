@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_checkpoint_memory import end_after
 from test_loop_runs import SUPERVISED, final_state, told
 
@@ -56,10 +56,11 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
     """Have a rank be killed in the transfer of the second save, and the other one be ended as its agent would."""
-    from rlhf_core.training import checkpoint_parts, memory_copies, peer_copies, peer_transfer
+    from rlhf_core import checkpoint_dir
+    from rlhf_core.training import memory_copies, peer_copies, peer_transfer
 
     killed_here = memory.with_name("killed")
-    plain_write, plain_send = checkpoint_parts.write_model, peer_copies.send_part
+    plain_write, plain_send = checkpoint_dir.write_model, peer_copies.send_part
     plain_publish = memory_copies.MemoryCopy.publish
 
     def die() -> None:
@@ -92,7 +93,7 @@ def kill_at(moment: str, rank: int, memory: Path) -> None:
         plain_publish(copy, part)
 
     if rank == 0:
-        checkpoint_parts.write_model = write_complete  # type: ignore[assignment]
+        checkpoint_dir.write_model = write_complete  # type: ignore[assignment]
         memory_copies.MemoryCopy.publish = publish  # type: ignore[method-assign]
     else:
         peer_copies.send_part = send
@@ -174,12 +175,6 @@ def spoil(name: str, memory: Path) -> None:
         content = path.read_text(encoding="utf-8")
         assert ' 4",' in content
         path.write_text(content.replace(' 4",', ' 2",').replace('"step": 4', '"step": 2'), encoding="utf-8")
-
-
-def flip_last_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", WHENCE)

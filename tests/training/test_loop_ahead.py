@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from engine_groups import EngineGroup, engine_group, no_beat
+from process_tools import until
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import Interrupting, final_state, interrupt, told
@@ -118,13 +119,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def results(folder: Path, engines: EngineGroup) -> list[dict[str, str]]:
-    wait_for(lambda: all(engines.address(rank) for rank in range(engines.num)))
+    until(lambda: all(engines.address(rank) for rank in range(engines.num)))
     addresses = str(RunDir(engines.root).attempt(1).engines)
     return values(launch(every_scenario, 2, folder / "launch", 400, folder=str(folder), engines=addresses))
 
@@ -220,8 +216,8 @@ def test_what_is_left_when_all_engines_are_lost_is_sampled_with_the_next_weights
         seeds = [[sample_seed(0, 2, str(prompt), index) for index in range(4)] for prompt in PROMPTS]
         gate = group.gate("decode", 1).close()
         trainer.ahead.begin(PROMPTS, seeds, sampling, 1)
-        wait_for(gate.reached.exists)
-        wait_for(lambda: trainer.ahead.peek())
+        until(gate.reached.exists)
+        until(lambda: trainer.ahead.peek())
         for rank in range(2):
             group.kill(rank)
         gate.open()

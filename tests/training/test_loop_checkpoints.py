@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from rank_launcher import launch, make_context, tiny_spec
 
+from rlhf_core import checkpoint_dir
 from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, FileSystemStalled, ResumeMismatch, WorkerError
@@ -30,7 +31,6 @@ torch = pytest.importorskip("torch")
 
 from rlhf_core.training import (  # noqa: E402 - needs torch
     background_save,
-    checkpoint_parts,
     checkpoints,
     direct_save,
     host_buffers,
@@ -175,16 +175,12 @@ def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: R
     verify_checkpoint(saved, spec_with(), ranks)
 
 
-class Killed(BaseException):
-    """Like SIGKILL: nothing may catch it."""
-
-
 MOMENTS: dict[bool, list[tuple[Any, str]]] = {
     False: [
         (direct_save, "write_tensors"),
         (direct_save, "checksum"),
-        (checkpoint_parts, "write_model"),
-        (checkpoint_parts, "remove_tree"),
+        (checkpoint_dir, "write_model"),
+        (checkpoint_dir, "remove_tree"),
     ],
     True: [
         (tensor_files.TensorImage, "fill"),
@@ -192,11 +188,15 @@ MOMENTS: dict[bool, list[tuple[Any, str]]] = {
         (background_save, "write_files"),
         (background_save, "bring_to_disk"),
         (checkpoints, "awaited"),
-        (checkpoint_parts, "write_model"),
-        (checkpoint_parts, "remove_tree"),
+        (checkpoint_dir, "write_model"),
+        (checkpoint_dir, "remove_tree"),
     ],
 }
 """Moments of a save in their order: while the step waits, and in the background."""
+
+
+class Killed(BaseException):
+    """Like SIGKILL: nothing may catch it."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -314,11 +314,6 @@ def plain_torch(folder: Path) -> tuple[list[float], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engine")
-
-
-@pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
     return values(launch(every_scenario, 2, folder / "two", run_dir=str(folder / "run"), micro_batch_sizes=[1, 4, 6]))
 

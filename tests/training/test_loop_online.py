@@ -12,10 +12,9 @@ from unittest import mock
 
 import pytest
 from rank_launcher import launch, make_context, tiny_spec, values
-from test_loop_runs import Counting, Interrupting, final_state, kill_once_saved, told
+from test_loop_runs import Counting, final_state, killed_for_real, told
 
 from rlhf_core.schemas.algorithms import specs
-from rlhf_core.schemas.reports import Phase
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -88,14 +87,6 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
     return results
 
 
-def killed(rank: int, num_ranks: int, run_dir: str, name: str) -> str:
-    """Rank 1 is killed with SIGKILL in the updates of step 5."""
-    from rlhf_core.training.trainers.run import run_trainer
-
-    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if rank == 1 else None
-    return str(run_trainer(make_context(run_dir, RUNS[name], rank, num_ranks, reporter=kill)))
-
-
 def resumed(rank: int, num_ranks: int, folder: str) -> list[str]:
     """The killed runs as the agent starts them again, and one that takes up a new value model."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
@@ -112,11 +103,6 @@ def resumed(rank: int, num_ranks: int, folder: str) -> list[str]:
             results.append(str(run_module.train_run(context, ranks)))
     leave_process_group(ranks)
     return results
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("online")
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +210,8 @@ def test_a_step_may_have_nothing_to_train_on(two_ranks: list[dict[str, Any]], fo
 @pytest.fixture(scope="module")
 def killed_and_resumed(two_ranks: list[dict[str, Any]], folder: Path) -> None:
     for name in KILLED:
-        ended = launch(killed, 2, folder / f"launch-{name}", run_dir=str(folder / f"killed {name}"), name=name)
+        run: dict[str, Any] = {"run_dir": str(folder / f"killed {name}"), "spec": RUNS[name]}
+        ended = launch(killed_for_real, 2, folder / f"launch-{name}", **run)
         assert ended[1].exit_code == -signal.SIGKILL
     shutil.copytree(folder / "killed critic", folder / "killed forgetful")
     assert values(launch(resumed, 2, folder / "launch-again", folder=str(folder))) == [["done"] * 3] * 2

@@ -1,9 +1,7 @@
 """Whole runs on real processes: resume is exact, ranks act together, and the comparison catches what it should."""
 
-import dataclasses
 import math
 import os
-import shutil
 import signal
 import time
 from collections import Counter
@@ -14,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values, whole_role
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.run_dir import RunDir
@@ -100,31 +98,23 @@ def interrupt() -> None:
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """Runs of seconds, one after the other in one process group."""
+    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
+        return runs_of(group)
+
+
+def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training import background_save
-    from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.health_state import HealthState
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
 
-    ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    rank, folder, copy = group.ranks.rank, group.folder, group.copy
     results: dict[str, Any] = {}
 
     def train(
         name: str, restart: int = 0, reporter: Any = None, damaged: frozenset[str] = frozenset(), **sections: Any
     ) -> str:
-        context = make_context(f"{folder}/{name}", tiny_spec(**sections), rank, num_ranks, restart, reporter)
-        context = dataclasses.replace(context, damaged=damaged)
-        try:
-            result = str(run_module.train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
-        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
-            result = f"{type(error).__name__}: {error}"
-        ranks.barrier()
-        return result
-
-    def copy(source: str, target: str) -> None:
-        if ranks.is_first:
-            shutil.copytree(f"{folder}/{source}", f"{folder}/{target}")
-        ranks.barrier()
+        return group.train(name, tiny_spec(**sections), restart, reporter, damaged=damaged)
 
     counting = Counting()
     results["straight"] = train("straight", reporter=counting)
@@ -165,11 +155,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     results["straight longer"] = train("straight-longer", train={"num_steps": 6})
 
     copy("again", "damaged")
-    if ranks.is_first:
-        weights = RunDir(Path(folder) / "damaged").checkpoint(6).model / "model.safetensors"
-        content = weights.read_bytes()
-        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    ranks.barrier()
+    group.damage(RunDir(Path(folder) / "damaged").checkpoint(6).model / "model.safetensors")
     results["damaged"] = train("damaged", restart=1)
     # As another node may see it for a while: to rank 1 nothing is there but the damaged one.
     late = mock.patch.object(RunDir, "saved_checkpoints", lambda run_dir: [run_dir.checkpoint(6)])
@@ -204,7 +190,6 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     failing = {"functions": ["hostile_rewards:failing_on_rank_1"], "timeout_s": 60, "on_failure": "zero"}
     results["failing rewards"] = train("failing-rewards", reward=failing)
     runs_of_every_stage(train, results)
-    leave_process_group(ranks)
     return results
 
 
@@ -229,21 +214,12 @@ def runs_of_every_stage(train: Callable[..., str], results: dict[str, Any]) -> N
     results["for one rank"] = train("for-one", reporter=Interrupting(Phase.TRAIN, 5, interrupt), **for_one)
 
 
-def killed_for_real(rank: int, num_ranks: int, run_dir: str, zero_stage: int) -> str:
+def killed_for_real(rank: int, num_ranks: int, run_dir: str, spec: dict[str, Any]) -> str:
     """Rank 1 is killed with SIGKILL in the update of step 5."""
     from rlhf_core.training.trainers.run import run_trainer
 
     kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if rank == 1 else None
-    spec = tiny_spec(trainer={"zero_stage": zero_stage})
     return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, reporter=kill)))
-
-
-def resumed(rank: int, num_ranks: int, run_dir: str, zero_stage: int) -> str:
-    """The role as the agent starts it again."""
-    from rlhf_core.training.trainers.run import run_trainer
-
-    spec = tiny_spec(trainer={"zero_stage": zero_stage})
-    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart=1)))
 
 
 def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
@@ -262,11 +238,6 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
@@ -578,12 +549,12 @@ def test_a_rank_killed_for_real_and_the_run_resumed(
     results: list[dict[str, Any]], folder: Path, zero_stage: int, straight: str
 ) -> None:
     name = f"killed-{zero_stage}"
-    run: dict[str, Any] = {"run_dir": str(folder / name), "zero_stage": zero_stage}
+    run: dict[str, Any] = {"run_dir": str(folder / name), "spec": tiny_spec(trainer={"zero_stage": zero_stage})}
     ended = launch(killed_for_real, 2, folder / f"{name}-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
     assert ended[0].exit_code == 1, "the other rank finds its peer gone"
     assert set(told(folder, name)) == {1, 2, 3, 4}
-    assert values(launch(resumed, 2, folder / f"{name}-resumed", **run)) == ["done", "done"]
+    assert values(launch(whole_role, 2, folder / f"{name}-resumed", restart=1, **run)) == ["done", "done"]
     assert told(folder, name) | told(folder, name, restart=1) == told(folder, straight)
     assert final_state(folder, name) == final_state(folder, straight)
 

@@ -1,14 +1,14 @@
 """Runs that learn from pairs, on two real processes: resume is exact, what is frozen is found, pairs are ranked."""
 
-import dataclasses
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import launch, make_context, tiny_spec, values
-from test_loop_runs import Interrupting, final_state, interrupt, kill_once_saved, told
+from rank_launcher import launch, make_context, tiny_spec, training_group, values, whole_role
+from test_loop_runs import Interrupting, final_state, interrupt, killed_for_real, told
 
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import EvaluationReport, Phase
@@ -52,6 +52,7 @@ def spec_of(algorithm: dict[str, Any], warm: bool = False, zero_stage: int = 1, 
 
 
 OTHERS = ("cpo", "simpo", "orpo")
+DPO = {"name": "dpo"}
 RANKER = {"name": "reward_model", "centring_coefficient": 0.01}
 IPO = {"name": "dpo", "loss": "ipo"}
 WARM = {"data": {"generator": "rlhf_core.training.tasks:sorted_pairs"}, "evaluate": {"every_num_steps": 3}}
@@ -65,25 +66,17 @@ KTO = spec_of(
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    with training_group(rank, num_ranks, folder, spec_of(DPO)) as group:
+        return runs_of(group.train)
+
+
+def runs_of(train: Callable[..., str]) -> dict[str, Any]:
     from rlhf_core.training.trainers import context as trainers_context
     from rlhf_core.training.trainers import offline
     from rlhf_core.training.trainers.engine import Engine
-    from rlhf_core.training.trainers.run import train_run
 
-    dpo = {"name": "dpo"}
-    ranks = init_process_group(make_context(folder, spec_of(dpo), rank, num_ranks))
+    dpo = DPO
     results: dict[str, Any] = {}
-
-    def train(name: str, spec: dict[str, Any], restart: int = 0, reporter: Any = None) -> str:
-        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart, reporter)
-        try:
-            result = str(train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
-        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
-            result = f"{type(error).__name__}: {error}"
-        ranks.barrier()
-        return result
-
     results["straight"] = train("straight", spec_of(dpo))
     results["warm"] = train("warm", spec_of(IPO, warm=True, **WARM))
     with mock.patch.object(Engine, "step", return_value=1.0):
@@ -121,7 +114,6 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     results["ranker"] = train("ranker", ranker)
     results["interrupted ranker"] = train("again", ranker, 0, Interrupting(Phase.TRAIN, 5, interrupt))
     results["resumed ranker"] = train("again", ranker, 1)
-    leave_process_group(ranks)
     return results
 
 
@@ -130,31 +122,6 @@ def evaluated(rank: int, num_ranks: int, run_dir: str) -> str:
 
     algorithm = RANKER if run_dir.endswith("ranker") else IPO
     return str(run_evaluator(make_context(run_dir, spec_of(algorithm, warm=True, **WARM), rank, num_ranks)))
-
-
-def killed(rank: int, num_ranks: int, run_dir: str) -> str:
-    """Rank 1 is killed with SIGKILL in the update of step 5."""
-    from rlhf_core.training.trainers.run import run_trainer
-
-    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if rank == 1 else None
-    return str(run_trainer(make_context(run_dir, spec_of({"name": "dpo"}), rank, num_ranks, reporter=kill)))
-
-
-def resumed(rank: int, num_ranks: int, run_dir: str) -> str:
-    from rlhf_core.training.trainers.run import run_trainer
-
-    return str(run_trainer(make_context(run_dir, spec_of({"name": "dpo"}), rank, num_ranks, restart=1)))
-
-
-def alone(rank: int, num_ranks: int, run_dir: str) -> str:
-    from rlhf_core.training.trainers.run import run_trainer
-
-    return str(run_trainer(make_context(run_dir, spec_of({"name": "dpo"}), rank, num_ranks)))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("preference")
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +160,18 @@ def test_every_stage_of_zero_learns_the_same_and_resumes_bitwise(
 
 
 def test_a_rank_killed_for_real_and_the_run_resumed_bitwise(results: list[dict[str, Any]], folder: Path) -> None:
-    run_dir = folder / "killed"
-    ended = launch(killed, 2, folder / "killed-launch", run_dir=str(run_dir))
+    run: dict[str, Any] = {"run_dir": str(folder / "killed"), "spec": spec_of(DPO)}
+    ended = launch(killed_for_real, 2, folder / "killed-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
     assert set(told(folder, "killed")) == {1, 2, 3, 4}
-    assert values(launch(resumed, 2, folder / "resumed-launch", run_dir=str(run_dir))) == ["done", "done"]
+    assert values(launch(whole_role, 2, folder / "resumed-launch", restart=1, **run)) == ["done", "done"]
     assert told(folder, "killed") | told(folder, "killed", restart=1) == told(folder, "straight")
     assert final_state(folder, "killed") == final_state(folder, "straight")
 
 
 def test_one_rank_makes_the_steps_of_two(results: list[dict[str, Any]], folder: Path) -> None:
-    assert values(launch(alone, 1, folder / "one-launch", run_dir=str(folder / "one"))) == ["done"]
+    run: dict[str, Any] = {"run_dir": str(folder / "one"), "spec": spec_of(DPO)}
+    assert values(launch(whole_role, 1, folder / "one-launch", **run)) == ["done"]
     one, two = told(folder, "one"), told(folder, "straight")
     for name in ("train/loss", "train/grad_norm", "train/num_tokens", "preference/accuracy"):
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-6), name

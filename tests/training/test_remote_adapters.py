@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from engine_groups import EngineGroup, engine_group, no_beat
+from process_tools import until
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import told
@@ -132,7 +133,7 @@ def test_an_engine_with_another_base_model_does_not_serve(
     peer = TransformersEngine(char_tokenizer())
     peer.load(model, 1, no_beat)
     expected = tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat))
-    wait_for(
+    until(
         lambda: (
             tokens_of(remote.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == expected and weights_of(group, 1) is not None
         )
@@ -172,7 +173,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str, engines: str, base: s
 
 def test_grpo_trains_an_adapter_with_engines(group: EngineGroup, tmp_path: Path) -> None:
     """Under ZeRO 3, with the metrics of a run that samples with the trainers' own model."""
-    wait_for(lambda: all(group.address(rank) for rank in range(group.num)))
+    until(lambda: all(group.address(rank) for rank in range(group.num)))
     run_dir = RunDir(group.root)
     launched = launch(
         every_scenario,

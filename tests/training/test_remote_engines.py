@@ -14,7 +14,8 @@ import httpx
 import pytest
 import torch
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import EngineGroup, engine_group, no_beat, wait_for
+from engine_groups import EngineGroup, engine_group, no_beat
+from process_tools import until
 from rank_launcher import launch, make_context, values
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
@@ -138,7 +139,7 @@ def test_prompts_of_an_engine_that_fails_in_mid_rollout_go_to_the_others(
     gate = group.gate("decode", 1).close()
     with ThreadPoolExecutor() as pool:
         made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
-        wait_for(gate.reached.exists)
+        until(gate.reached.exists)
         group.signal(1, number)
         gate.open()
         assert tokens_of(made.result()) == in_process()
@@ -170,7 +171,7 @@ def test_a_rollout_waits_for_engines_that_are_restarted(group: EngineGroup, trai
     with ThreadPoolExecutor() as pool:
         made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
         for rank, gate in enumerate(gates):
-            wait_for(gate.reached.exists)
+            until(gate.reached.exists)
             group.kill(rank)
             gate.open()
         group.start(0)
@@ -222,7 +223,7 @@ def test_an_engine_that_skips_two_updates_in_a_row_ends_to_be_started_again(
     skip.open()
     before = group.address(1)
     group.start(1)
-    wait_for(lambda: group.address(1) != before)
+    until(lambda: group.address(1) != before)
     trainer.load(tiny_model(seed=6), 6, no_beat)
     assert weights_of(group, 1) == 6
 
@@ -253,7 +254,7 @@ def test_an_engine_that_fails_in_mid_sync_is_left_behind(
     gate = group.gate(place, 1).close()
     with ThreadPoolExecutor() as pool:
         loaded = pool.submit(trainer.load, tiny_model(seed=5), 2, no_beat)
-        wait_for(gate.reached.exists)
+        until(gate.reached.exists)
         group.signal(1, number)
         loaded.result()
     assert weights_of(group, 0) == 2
@@ -264,7 +265,7 @@ def test_an_engine_that_fails_in_mid_sync_is_left_behind(
     peer = TransformersEngine(char_tokenizer())
     peer.load(tiny_model(seed=5), 2, no_beat)
     expected = tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
-    wait_for(lambda: tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected and weights_of(group, 1))
+    until(lambda: tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected and weights_of(group, 1))
 
 
 def test_a_sync_that_fails_leaves_the_old_version_in_force(
@@ -327,7 +328,7 @@ def test_ranks_share_the_engines(group: EngineGroup, tmp_path: Path) -> None:
                 spec=group.spec,
                 restart=restart,
             )
-            wait_for(gate.reached.exists)
+            until(gate.reached.exists)
             for rank in killed:
                 group.kill(rank)
             gate.open()
@@ -365,12 +366,12 @@ def test_engines_follow_weights_that_are_split(group: EngineGroup, tmp_path: Pat
             restart=next(STARTS),
             go_on=str(go_on),
         )
-        wait_for(lambda: gate.reached.exists() or made.done())
+        until(lambda: gate.reached.exists() or made.done())
         group.kill(1)
         gate.open()
-        wait_for(lambda: weights_of(group, 0) == 1 or made.done())
+        until(lambda: weights_of(group, 0) == 1 or made.done())
         group.start(1)
-        wait_for(lambda: generation_of(group, 1) == group.generation - 1 or made.done())
+        until(lambda: generation_of(group, 1) == group.generation - 1 or made.done())
         assert weights_of(group, 1) is None
         go_on.touch()
         parts = values(made.result())
@@ -406,7 +407,7 @@ def follow_split_weights(
             engine.load(policy.causal_lm, version, no_beat)
             drawn, greedy = (engine.sample(prompts, seeds, how, version, no_beat) for how in (DRAWN, GREEDY))
             found[name].append(tokens_of([*drawn, *greedy]))
-        wait_for(Path(go_on).exists)
+        until(Path(go_on).exists)
     distributed.leave_process_group(ranks)
     return found
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from core_models import char_tokenizer, tiny_model
-from engine_groups import EngineGroup, no_beat, wait_for
+from engine_groups import EngineGroup, no_beat
+from process_tools import until
 from rank_launcher import launch, make_context, values
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
 
@@ -69,7 +70,7 @@ def follow(
         assert gathering.is_split(policy.causal_lm) == (zero_stage == 3)
         if version == VERSIONS[-1]:
             Path(f"{go_on}-{rank}").touch()
-            wait_for(Path(go_on).exists)
+            until(Path(go_on).exists)
         trainer.load(policy.causal_lm, version, no_beat)
         made.append(tokens_of(trainer.sample(ranks.deal(PROMPTS), ranks.deal(SEEDS), DRAWN, version, no_beat)))
     distributed.leave_process_group(ranks)
@@ -95,13 +96,13 @@ def follow_with(
     with ThreadPoolExecutor() as pool:
         running = pool.submit(launch, follow, 2, folder, root=str(group.root), **arguments)
         if kill:
-            wait_for(lambda: all(gate.reached.exists() for gate in gates) or running.done())
+            until(lambda: all(gate.reached.exists() for gate in gates) or running.done())
             group.kill(1)
             gates[1].open()
             group.start(1)
-            wait_for(lambda: weights_of(group, 1) == VERSIONS[0] or running.done())
+            until(lambda: weights_of(group, 1) == VERSIONS[0] or running.done())
             gates[0].open()
-        wait_for(lambda: all(Path(f"{go_on}-{rank}").exists() for rank in range(2)) or running.done())
+        until(lambda: all(Path(f"{go_on}-{rank}").exists() for rank in range(2)) or running.done())
         group.restart(0)
         go_on.touch()
         return values(running.result())

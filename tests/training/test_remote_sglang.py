@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 from core_models import char_tokenizer, tiny_model
-from engine_groups import STAND_IN, EngineGroup, engine_group, no_beat, wait_for
+from engine_groups import STAND_IN, EngineGroup, engine_group, no_beat
+from process_tools import until
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, STARTS, follows_the_trainer, is_diverse, tokens_of
 
 from rlhf_core.errors import StaleWeights, WorkerError
@@ -45,7 +46,7 @@ def test_an_engine_ends_with_its_server(group: EngineGroup) -> None:
     """Its agent sees what has ended the server, and starts both anew."""
     (server,) = psutil.Process(group.processes[0].pid).children()
     server.send_signal(signal.SIGKILL)
-    wait_for(lambda: not group.processes[0].is_alive())
+    until(lambda: not group.processes[0].is_alive())
     assert group.processes[0].exitcode == -signal.SIGKILL
 
 
@@ -72,7 +73,7 @@ def test_what_the_server_refuses_is_an_error(sampler: SglangSampler) -> None:
     assert sampler.num_waiting == 0
     sampler.submit(SamplerRequest(2, PROMPTS[0], [1], replace(DRAWN, temperature=-1.0)))
     with pytest.raises(WorkerError, match="SGLang has not completed a prompt"):
-        wait_for(lambda: sampler.step(no_beat))
+        until(lambda: sampler.step(no_beat))
     sampler._http.headers["Authorization"] = "Bearer wrong"
     with pytest.raises(WorkerError, match="401"):
         sampler.score(PROMPTS[0])

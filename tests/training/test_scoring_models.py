@@ -12,7 +12,7 @@ import pytest
 import torch
 from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
-from rank_launcher import launch, make_context, tiny_spec, values
+from rank_launcher import TrainingGroup, flip_last_bit, launch, tiny_spec, training_group, values
 from test_loop_runs import Interrupting, final_state, interrupt, told
 from transformers import (
     AutoConfig,
@@ -236,10 +236,7 @@ def test_other_weights_than_those_of_the_checkpoint_are_refused(tmp_path: Path) 
     folder = make_reward_model(tmp_path / "model")
     before = load(folder).states["good"]
     assert load(folder, before).states["good"] == before, "negative control: the same are taken"
-    weights = folder / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_last_bit(folder / "model.safetensors")
     with pytest.raises(ResumeMismatch, match=r"reward.models.good: .* holds other files than those that"):
         load(folder, before)
 
@@ -335,21 +332,15 @@ def run_sections(folder: str, **settings: Any) -> dict[str, Any]:
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    with training_group(rank, num_ranks, folder, tiny_spec()) as group:
+        return runs_of(group)
+
+
+def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.trainers import run as run_module
 
-    group = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    folder, train = group.folder, group.train
     results: dict[str, Any] = {}
-
-    def train(name: str, spec: dict[str, Any], restart: int = 0, reporter: Any = None) -> str:
-        context = make_context(f"{folder}/{name}", spec, rank, num_ranks, restart, reporter)
-        try:
-            result = str(run_module.train_run(context, dataclasses.replace(group, reporter=context.reporter)))
-        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
-            result = f"{type(error).__name__}: {error}"
-        group.barrier()
-        return result
-
     spec = tiny_spec(**run_sections(folder))
     results["straight"] = train("straight", spec)
     for name in ("ended", "forgetful", "changed"):
@@ -369,19 +360,12 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     split = {**tiny_spec(**run_sections(folder)), "trainer": {"micro_batch_size": 5, "zero_stage": 3}}
     split["train"] = {name: value for name, value in split["train"].items() if name == "num_steps"}
     results["stage 3"] = train("stage-3", split)
-    group.barrier()
-    if rank == 0:
+    if group.ranks.is_first:
         make_reward_model(Path(folder) / "new")
         shutil.copy(f"{folder}/zero.safetensors", f"{folder}/good/model.safetensors")
-    group.barrier()
+    group.ranks.barrier()
     results["changed"] = train("changed", spec, 1)
-    leave_process_group(group)
     return results
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scoring")
 
 
 @pytest.fixture(scope="module")

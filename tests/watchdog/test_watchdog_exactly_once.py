@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, dump, new_sqlite, remove_run, whole_run
+from kill_points import Killed
 from sqlalchemy import event
 
 from rlhf_core.errors import IllegalMove
@@ -24,10 +25,6 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.ingest import rebuild, sync
 from rlhf_core.watchdog.ingest_reader import IngestReader
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing catches it."""
 
 
 @contextmanager

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, at, dump, whole_run
+from made_reports import decision_of, incident_of
 
 from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.schemas.attempts import AttemptState, RunState
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
 from rlhf_core.schemas.resources import Role, Submission
 from rlhf_core.watchdog import ingest_reader
@@ -391,15 +392,11 @@ def test_an_adopted_job_is_said_to_be_submitted_again(store: HistoryStore, runs:
 
 def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
-    incident = Incident(
-        attempt=2, restart=0, failure_kind=FailureKind.NODE_LOST, message="gone", seen_at=at(41), suspect_nodes=("n7",)
-    )
+    incident = incident_of(FailureKind.NODE_LOST, 2, seen_at=at(41), suspect_nodes=("n7",))
     run.journal(IncidentFound(incident=incident), 60)
-    decision = Decision(
-        attempt=2,
-        restart=0,
-        action=Action.NEW_ATTEMPT,
-        reason="a node was lost",
+    decision = decision_of(
+        Action.NEW_ATTEMPT,
+        2,
         decided_by=DecidedBy.CONTROLLER,
         decided_at=at(61),
         excluded_nodes=("n7",),

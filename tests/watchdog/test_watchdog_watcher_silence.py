@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import FakeAgent, make_run, make_spec
+from made_reports import incident_of
 
 from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import SchedulerError
@@ -256,14 +257,7 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
 
 
 def agent_killed(run_dir: RunDir, attempt: int) -> Incident:
-    return Incident(
-        attempt=attempt,
-        restart=0,
-        failure_kind=FailureKind.AGENT_KILLED,
-        message=f"task of node3 was killed in attempt {attempt}",
-        suspect_nodes=("node3",),
-        seen_at=utc_now(),
-    )
+    return incident_of(FailureKind.AGENT_KILLED, attempt, suspect_nodes=("node3",))
 
 
 def test_what_the_controller_finds_is_a_strike_too(world: World) -> None:

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from forked_agents import ForkedAgent
+from made_reports import stored_spec
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.attempt_dir import AttemptDir, RestartDir
@@ -23,7 +22,6 @@ from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker.heartbeat import slots_folder
 
@@ -215,15 +213,7 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
 
     def make(*, evaluator: bool = False, num_nodes: int = 1, rollouts: int = 0, **sections: Any) -> AgentRun:
         run_dir = RunDir.of(folder, new_run_id("toy"))
-        spec = StoredSpec(
-            run_id=run_dir.run_id,
-            created_at=utc_now(),
-            owner="tester",
-            config_source="",
-            package_version="0",
-            spec=make_spec(**sections),
-        )
-        write_model(run_dir.spec, spec)
+        write_model(run_dir.spec, stored_spec(run_dir.run_id, make_spec(**sections)))
         trainers = GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes)
         phases = [(trainers,)]
         if rollouts:
@@ -244,20 +234,3 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
         # An agent that was killed leaves its slots behind; the next one of the run would remove them.
         for path in slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"):
             path.unlink()
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
-    """Wait until a condition holds and return its value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value
-
-
-def is_alive(pid: int) -> bool:
-    """True if a process is there and not just a zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -7,6 +7,7 @@ import textwrap
 import time
 
 import pytest
+from process_tools import until
 
 from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.agent_messages import AgreedStep, Ready
@@ -88,22 +89,15 @@ def _two(shared: MemoryAgentStore) -> tuple[AgentChannel, AgentChannel]:
     return first, second
 
 
-def _wait(condition: object) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_team_hears_tells_and_parts() -> None:
     first, second = _two(MemoryAgentStore())
     second.send("hello", AgreedStep(action="end", message="from b"))
     first.send("hello", AgreedStep(action="end", message="from a"))
-    _wait(lambda: len(first.received("hello", AgreedStep)) == 2)
+    until(lambda: len(first.received("hello", AgreedStep)) == 2)
     assert [step.message for _, step in sorted(first.received("hello", AgreedStep).items())] == ["from a", "from b"]
     assert second.published("word", AgreedStep) is None
     first.publish("word", AgreedStep(action="end", message="all"))
-    _wait(lambda: second.published("word", AgreedStep))
+    until(lambda: second.published("word", AgreedStep))
     second.close()
     first.close()
 

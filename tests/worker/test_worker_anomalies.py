@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_reports import rank_status
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.reports import AgentEvent, Phase, RankStatus
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.worker.anomalies import Anomalies, NodeReading
 from rlhf_core.worker.event_log import EventLog
 
@@ -24,19 +24,7 @@ def log(tmp_path: Path) -> Iterator[tuple[EventLog, Path]]:
 
 
 def reading(node: str, number: int, busy: float, work: str = "") -> NodeReading:
-    rank = RankStatus(
-        role=Role.TRAINER,
-        rank=0,
-        local_rank=0,
-        pid=1,
-        sequence=number,
-        collectives=number,
-        in_collective=False,
-        step=number,
-        phase=Phase.TRAIN,
-        age_s=0.0,
-        process_state="R",
-    )
+    rank = rank_status(0, sequence=number, collectives=number, step=number, age_s=0.0, process_state="R")
     return NodeReading(node, number, {"cpu_percent": busy}, (rank,), work)
 
 

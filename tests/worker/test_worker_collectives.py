@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from agent_runs import wait_for
+from made_reports import rank_status
+from process_tools import until
 
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.reports import Phase, RankStatus
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
 from rlhf_core.worker.heartbeat import SlotFile
 
@@ -38,11 +38,8 @@ with beat.collective():
 
 
 def _rank(rank: int, **changes: object) -> RankStatus:
-    status = RankStatus(
-        role=Role.TRAINER, node="n1", rank=rank, local_rank=rank, pid=1, sequence=9, collectives=5, in_collective=True,
-        step=3, phase=Phase.TRAIN, age_s=9.0, process_state="S",
-    )  # fmt: skip
-    return status.model_copy(update=changes)
+    at = {"node": "n1", "pid": 1, "sequence": 9, "collectives": 5, "in_collective": True, "step": 3, "age_s": 9.0}
+    return rank_status(rank, **{**at, **changes})
 
 
 @pytest.mark.training
@@ -58,7 +55,7 @@ def test_real_ranks_say_where_they_wait(
     command = [sys.executable, "-c", PROGRAM, str(slots.path), str(tmp_path / "store")]
     workers = [subprocess.Popen([*command, str(rank), fault]) for rank in range(2)]
     try:
-        wait_for(lambda: all(slots.read(index).entered == 1 for index in range(2)))
+        until(lambda: all(slots.read(index).entered == 1 for index in range(2)))
         ranks = [_rank(index) for index in range(2)]
 
         def ask() -> list[RankStatus]:
@@ -66,7 +63,7 @@ def test_real_ranks_say_where_they_wait(
             return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
         # A rank marks itself as inside a moment before it is.
-        wait_for(lambda: ask()[0].collective_sequence == 2)
+        until(lambda: ask()[0].collective_sequence == 2)
         verdict = blame(ask())
         assert (verdict.kind, verdict.ranks, verdict.collective_sequence) == (kind, to_blame, 2)
         assert "gloo:all_reduce" in verdict.reason

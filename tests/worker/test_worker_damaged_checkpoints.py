@@ -6,13 +6,12 @@ from typing import Any, cast
 
 import pytest
 from agent_runs import AgentRun
+from made_reports import checkpoint_manifest
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.whole_files import write_model
@@ -130,7 +129,4 @@ def test_what_cannot_be_moved_is_passed_over(tmp_path: Path) -> None:
 
 
 def save_empty(run_dir: RunDir, step: int) -> None:
-    manifest = CheckpointManifest(
-        step=step, loop="sft", loop_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
-    )
-    write_model(run_dir.checkpoint(step).complete, manifest)
+    write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step))

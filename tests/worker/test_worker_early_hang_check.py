@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from made_reports import rank_status
 
 from rlhf_core.diagnosis.liveness import GapTracker, Suspect
 from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection, Wait
-from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.early_hang_check import (
@@ -24,17 +25,15 @@ from rlhf_core.worker.heartbeat import SlotFile
 
 
 def rank(number: int, age_s: float, *, inside: bool = False, state: str = "S") -> RankStatus:
-    return RankStatus(
-        role=Role.TRAINER,
+    return rank_status(
+        number,
         node=f"node{number}",
-        rank=number,
         local_rank=0,
         pid=os.getpid(),
         sequence=7,
         collectives=3 if inside else 2,
         in_collective=inside,
         step=20,
-        phase=Phase.TRAIN,
         age_s=age_s,
         process_state=state,
         warm=True,

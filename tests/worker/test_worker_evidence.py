@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_runs import wait_for
+from made_reports import rank_status
+from process_tools import until
 
 from rlhf_core.schemas.reports import Phase, RankStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.worker import evidence, processes
 
 PRELUDE = """
@@ -34,25 +34,11 @@ def still_process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tu
     with log.open("wb") as file:
         command = [sys.executable, "-c", f"{PRELUDE}{request.param}()"]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    wait_for(lambda: log.read_bytes())
+    until(lambda: log.read_bytes())
     if request.param == "stops_itself":
-        wait_for(lambda: processes.process_state(process.pid) == "T")
-    yield (
-        RankStatus(
-            role=Role.TRAINER,
-            rank=3,
-            local_rank=0,
-            pid=process.pid,
-            sequence=1,
-            collectives=0,
-            in_collective=False,
-            step=4,
-            phase=Phase.REWARD,
-            age_s=9.0,
-            process_state=processes.process_state(process.pid),
-        ),
-        log,
-    )
+        until(lambda: processes.process_state(process.pid) == "T")
+    at = {"local_rank": 0, "pid": process.pid, "collectives": 0, "step": 4, "phase": Phase.REWARD, "age_s": 9.0}
+    yield rank_status(3, process_state=processes.process_state(process.pid), **at), log
     process.kill()
     process.wait()
 
@@ -92,7 +78,7 @@ def test_evidence_that_cannot_be_had_is_said_and_raises_nothing(
 ) -> None:
     rank, log = still_process
     os.kill(rank.pid, signal.SIGKILL)
-    wait_for(lambda: processes.process_state(rank.pid) == "Z")
+    until(lambda: processes.process_state(rank.pid) == "Z")
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     missing = evidence.collect([rank], {0: log}, tmp_path / "file" / "incident", "here")
     assert any("py-spy" in line for line in missing)

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from agent_runs import is_alive
+from process_tools import is_alive
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from process_tools import until
 
 from rlhf_core.worker import fork_server, processes
 from rlhf_core.worker.fork_server import ForkedWorker, ForkServer
@@ -44,13 +44,6 @@ orders, answers = (int(text) for text in sys.argv[-3:-1])
 sys.exit(fork_server_process.serve(orders, answers, become))
 """
 """A fork server without the imports of torch: what is tested here is the hand-over."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -135,7 +128,7 @@ def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) ->
     """The kernel knows its new parent: the agent, here a process of its own."""
     script = f"""
 import os, pathlib, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
 from rlhf_core.worker import fork_server, processes
 from rlhf_core.worker.fork_server import ForkServer
 import subprocess, test_worker_fork_server as tools

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_runs import AgentRun, is_alive, wait_for
+from agent_runs import AgentRun
+from process_tools import is_alive, until
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.attempts import AttemptState
@@ -100,7 +101,7 @@ def test_a_trainer_that_waits_for_a_rollout_worker_is_not_called_hung(
         (tmp_path / "agent.py").write_text(NOBODY_WAITS)
         run.program = (str(tmp_path / "agent.py"),)
     run.start()
-    wait_for(lambda: longest_silence_s(run) > 4 * limit_s if waits else Role.TRAINER in blamed(run))
+    until(lambda: longest_silence_s(run) > 4 * limit_s if waits else Role.TRAINER in blamed(run))
     (run.run_dir.root / "go").touch()
     code, output = run.finish()
     assert code == 0, output
@@ -126,7 +127,7 @@ def test_trainers_are_restarted_while_rollout_workers_live_on(agent_run: MakeRun
     run = agent_run(evaluator=True, rollouts=2, train={"num_steps": STEPS}, supervise=SUPERVISE)
     run.script({"restart": 0, "rank": 1, "step": 8, "do": "kill"})
     run.start()
-    wait_for(lambda: run.reached(1, 3))
+    until(lambda: run.reached(1, 3))
     ((generation, pids),) = run.beside()
     assert (generation, len(pids)) == (0, 2)
     assert all(map(is_alive, pids.values())), "the same processes, beside new trainers"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_runs import REPOSITORY, wait_for
+from agent_runs import REPOSITORY
+from made_reports import rank_status
+from process_tools import until
 
 from rlhf_core.diagnosis.standstill import movement
 from rlhf_core.schemas.inspections import Inspection, Wait
-from rlhf_core.schemas.reports import Phase, RankStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.inspection import inspect_workers
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -94,20 +94,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def look(*pids: int, in_collective: bool = False) -> list[Inspection]:
     ranks = [
-        RankStatus(
-            role=Role.TRAINER,
-            node="here",
-            rank=number,
-            local_rank=number,
-            pid=pid,
-            sequence=1,
-            collectives=1,
-            in_collective=in_collective,
-            step=20,
-            phase=Phase.TRAIN,
-            age_s=11.0,
-            process_state="S",
-        )
+        rank_status(number, node="here", pid=pid, in_collective=in_collective, step=20, age_s=11.0)
         for number, pid in enumerate(pids)
     ]
     return inspect_workers(ranks, {})
@@ -123,7 +110,7 @@ def look_until(pid: int, wait: Wait) -> Inspection:
         rests = wait is Wait.RUNNING or before.switches == after.switches
         return after if rests and (before.main, after.main) == (wait, wait) else None
 
-    found = wait_for(settled)
+    found = until(settled)
     assert isinstance(found, Inspection)
     return found
 
@@ -140,14 +127,14 @@ def test_a_deadlock_moves_in_nothing_and_work_moves_in_something(start: Start) -
     stands, computes, has_child = start(DEADLOCK), start("while True: pass"), start(WORKING_CHILD)
     for process, wait in ((stands, Wait.LOCK), (computes, Wait.RUNNING), (has_child, Wait.OUTSIDE)):
         look_until(process.pid, wait)
-    wait_for(lambda: look(has_child.pid)[0].num_children == 1)
+    until(lambda: look(has_child.pid)[0].num_children == 1)
     before = look(stands.pid, computes.pid, has_child.pid)
 
     def moved() -> list[str]:
         after = look(stands.pid, computes.pid, has_child.pid)
         return [movement(one, other) for one, other in zip(before, after, strict=True)]
 
-    wait_for(lambda: moved() == ["", "processor time", "processor time of child processes"])
+    until(lambda: moved() == ["", "processor time", "processor time of child processes"])
 
 
 def test_a_stopped_process_is_told_from_one_that_a_debugger_holds(start: Start) -> None:
@@ -172,7 +159,7 @@ def test_a_stopped_process_is_told_from_one_that_a_debugger_holds(start: Start) 
 def test_a_thread_that_the_main_thread_waits_for_is_seen(start: Start, helper: str, wait: Wait) -> None:
     """The main thread waits for a thread of its own, and that one for time, or for the outside."""
     process = start(HELPED.format(helper.replace("read(0,", "read(__import__('os').pipe()[0],")))
-    wait_for(lambda: wait in look(process.pid)[0].others)
+    until(lambda: wait in look(process.pid)[0].others)
     assert look_until(process.pid, Wait.LOCK).others == {wait: 1}
 
 
@@ -189,9 +176,9 @@ def test_a_thread_that_answers_questions_about_collectives_is_left_out(start: St
     found = look_until(named.pid, Wait.LOCK)
     assert found.others == {}
     plain = start(POLLING_THREAD.format(""))
-    wait_for(lambda: look(plain.pid)[0].others.get(Wait.TIME) == 1 and look(plain.pid)[0].main is Wait.LOCK)
+    until(lambda: look(plain.pid)[0].others.get(Wait.TIME) == 1 and look(plain.pid)[0].main is Wait.LOCK)
     before = look(plain.pid)[0]
-    wait_for(lambda: movement(before, look(plain.pid)[0]) == "context switches")
+    until(lambda: movement(before, look(plain.pid)[0]) == "context switches")
 
 
 def test_a_peer_and_a_service_are_told_apart_by_the_other_end_of_the_connection(start: Start) -> None:
@@ -206,7 +193,7 @@ def test_a_peer_and_a_service_are_told_apart_by_the_other_end_of_the_connection(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = start(PEER, port)
-    wait_for(lambda: _listens(port))
+    until(lambda: _listens(port))
     client = start(RECEIVE, port, 0)
     waits = look_until(client.pid, Wait.CONNECTION)
     peer = look_until(server.pid, Wait.CONNECTION)
@@ -230,7 +217,7 @@ connection.sendall(bytes(64 << 20))
         process = start(program, service.getsockname()[1])
         connection, _ = service.accept()
         with connection:
-            wait_for(lambda: look(process.pid)[0].unsent_bytes > 0)
+            until(lambda: look(process.pid)[0].unsent_bytes > 0)
 
 
 def test_a_worker_that_cannot_be_looked_at_says_so() -> None:

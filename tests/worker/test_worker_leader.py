@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from agent_runs import make_spec
+from made_reports import checkpoint_manifest
 
 from rlhf_core.appended_files import LineWriter
 from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.whole_files import read_model, write_model, write_text
@@ -31,10 +31,7 @@ def _outcome() -> AttemptOutcome:
 
 
 def _complete(run_dir: RunDir, step: int) -> None:
-    manifest = CheckpointManifest(
-        step=step, loop="sft", loop_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
-    )
-    write_model(run_dir.checkpoint(step).complete, manifest)
+    write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step))
 
 
 def test_an_attempt_has_one_owner(run_dir: RunDir) -> None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from agent_runs import AgentRun, is_alive, wait_for
+from agent_runs import AgentRun
+from process_tools import is_alive, until
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.attempts import AttemptState
@@ -56,10 +57,10 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
         checkpoint={"every_num_steps": 5},
     )
     run.start_all(2)
-    wait_for(lambda: started(run, 0, 4))
+    until(lambda: started(run, 0, 4))
     killed = rank_on(run, 0, "node2")
     os.kill(run.pids(0)[killed], signal.SIGKILL)
-    wait_for(lambda: started(run, 1, 4))
+    until(lambda: started(run, 1, 4))
     stopped = rank_on(run, 1, "node2")
     os.kill(run.pids(1)[stopped], signal.SIGSTOP)
     assert run.finish_all() == [0, 0], run.printed(0)
@@ -89,7 +90,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
 def test_an_agent_that_is_not_heard_any_more_is_a_lost_node(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(2)
-    wait_for(lambda: started(run, 0, 4))
+    until(lambda: started(run, 0, 4))
     workers = run.pids(0)
     run.agents[1].send_signal(signal.SIGSTOP)
     assert run.agents[0].wait(60) == 1
@@ -107,7 +108,7 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(agent_run: Ma
     """Slurm would end the rest at once; without it agent 0 finds out by itself."""
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(2)
-    wait_for(lambda: started(run, 0, 4))
+    until(lambda: started(run, 0, 4))
     workers = run.pids(0)
     run.agents[1].kill()
     assert run.agents[0].wait(60) == 1
@@ -118,7 +119,7 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(agent_run: Ma
 def test_without_agent_0_the_others_end_their_workers(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 5000})
     run.start_all(2)
-    wait_for(lambda: started(run, 0, 4))
+    until(lambda: started(run, 0, 4))
     workers = run.pids(0)
     run.agents[0].kill()
     assert run.agents[1].wait(60) == 1
@@ -129,9 +130,9 @@ def test_without_agent_0_the_others_end_their_workers(agent_run: MakeRun) -> Non
 def test_orders_and_signals_reach_all_nodes(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
     run.start_all(2)
-    wait_for(lambda: started(run, 0, 4))
+    until(lambda: started(run, 0, 4))
     run.order("save")
-    wait_for(lambda: run.run_dir.checkpoints())
+    until(lambda: run.run_dir.checkpoints())
     # As Slurm does when the time limit is near; here only one of them gets it.
     run.agents[1].send_signal(signal.SIGUSR2)
     assert run.finish_all() == [0, 0], run.printed(0)
@@ -143,7 +144,7 @@ def test_orders_and_signals_reach_all_nodes(agent_run: MakeRun) -> None:
 def test_cancel_ends_all_nodes(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 5000})
     run.start_all(2)
-    wait_for(lambda: started(run, 0, 4))
+    until(lambda: started(run, 0, 4))
     workers = run.pids(0)
     run.order("cancel")
     assert run.finish_all() == [1, 1]
@@ -180,7 +181,7 @@ def test_an_agent_that_cannot_go_on_is_heard(agent_run: MakeRun) -> None:
     path = run.dir.placement
     good = read_model(path, Placement)
     assert good is not None
-    wait_for(lambda: run.events(0, "agent_started"))
+    until(lambda: run.events(0, "agent_started"))
     write_model(path, good.model_copy(update={"num_nodes": 7}))
     run.start(1, 2)
     assert run.finish_all() == [1, 1]

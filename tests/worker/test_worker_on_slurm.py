@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_runs import REPOSITORY, TARGETS, AgentRun, is_alive, wait_for
+from agent_runs import REPOSITORY, TARGETS, AgentRun
+from process_tools import is_alive, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.appended_files import read_models
@@ -164,7 +165,7 @@ def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Su
     run = agent_run(num_nodes=3, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     own = ONE_CANNOT_START if when == "between two starts" else ""
     watcher = submit(run, own.replace("2.0", "300.0"))
-    wait_for(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
+    until(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
     kill_agent(run, "node3")
     look, failure = at_the_end(watcher, run)
     assert look.verdict.state is AttemptState.FAILED
@@ -176,7 +177,7 @@ def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Su
 def test_a_preemption_is_one(agent_run: MakeRun, submit: Submit, cluster: Cluster) -> None:
     run = agent_run(num_nodes=3, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
     watcher = submit(run)
-    wait_for(lambda: len(run.pids(0)) == 6 and run.reached(0, 3))
+    until(lambda: len(run.pids(0)) == 6 and run.reached(0, 3))
     cluster.command("sbatch", "--partition=first", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
     look, failure = at_the_end(watcher, run)
     assert (look.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
@@ -199,7 +200,7 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
         {"restart": 0, "rank": 3, "step": 40, "do": "kill"},
     )
     watcher = submit(run)
-    wait_for(lambda: run.reached(1, 5), 120.0)
+    until(lambda: run.reached(1, 5), timeout_s=120.0)
     live = {rank: pid for _, pids in run.beside() for rank, pid in pids.items()}
     assert all(map(is_alive, live.values())), "trainers were restarted, and they live on"
 
@@ -229,10 +230,10 @@ def test_an_engine_that_is_killed_is_restarted_beside_real_training(agent_run: M
     engines = on_each[1].model_copy(update={"restart": "alone"})
     write_model(run.dir.placement, Placement(attempt=1, num_nodes=2, phases=((on_each[0], engines),)))
     watcher = submit(run, native=True)
-    wait_for(lambda: run.reached(0, 5), 240.0)
+    until(lambda: run.reached(0, 5), timeout_s=240.0)
     pids = {rank: pid for _, by_rank in run.beside() for rank, pid in by_rank.items()}
     os.kill(pids[1], signal.SIGKILL)
-    address = wait_for(lambda: again if (again := engine_of(run, 1)) and again.generation > 0 else None, 240.0)
+    address = until(lambda: again if (again := engine_of(run, 1)) and again.generation > 0 else None, timeout_s=240.0)
     unharmed = engine_of(run, 0)
     assert unharmed is not None
     assert (unharmed.generation, address.rank) == (0, 1)
@@ -306,7 +307,7 @@ def at_its_end(watcher: Watcher) -> AttemptSnapshot:
         time.sleep(0.5)
         return one if one.ended else None
 
-    last: AttemptSnapshot = wait_for(look, 240.0)
+    last: AttemptSnapshot = until(look, timeout_s=240.0)
     return last
 
 

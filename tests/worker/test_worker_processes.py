@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_runs import REPOSITORY, is_alive, wait_for
+from agent_runs import REPOSITORY
+from process_tools import is_alive, until
 
 from rlhf_core.worker import processes
 
@@ -82,7 +83,7 @@ def test_daemons_are_ended_because_they_were_adopted(tmp_path: Path, adopts: boo
 
 def test_an_exit_is_seen_without_being_taken_away() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
-    assert wait_for(lambda: processes.peek_exit(child.pid)) == 3
+    assert until(lambda: processes.peek_exit(child.pid)) == 3
     assert processes.process_state(child.pid) == "Z"
     assert child.wait() == 3
     assert processes.peek_exit(child.pid) is None
@@ -92,17 +93,17 @@ def test_an_exit_is_seen_without_being_taken_away() -> None:
 def test_a_signal_is_a_negative_exit_and_a_stopped_group_can_be_killed() -> None:
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     os.kill(child.pid, signal.SIGSTOP)
-    wait_for(lambda: processes.process_state(child.pid) == "T")
+    until(lambda: processes.process_state(child.pid) == "T")
     assert processes.peek_exit(child.pid) is None
     processes.kill_group(child.pid)
-    assert wait_for(lambda: processes.peek_exit(child.pid)) == -signal.SIGKILL
+    assert until(lambda: processes.peek_exit(child.pid)) == -signal.SIGKILL
     child.wait()
     processes.kill_group(child.pid)  # harmless when it is gone
 
 
 def test_owned_children_are_not_reaped() -> None:
     owned, adopted = (subprocess.Popen(["true"]) for _ in range(2))
-    wait_for(lambda: {processes.process_state(child.pid) for child in (owned, adopted)} == {"Z"})
+    until(lambda: {processes.process_state(child.pid) for child in (owned, adopted)} == {"Z"})
     processes.reap_orphans({owned.pid})
     assert processes.process_state(owned.pid) == "Z"
     assert processes.process_state(adopted.pid) == "-"

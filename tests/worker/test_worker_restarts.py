@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from agent_runs import AgentRun, is_alive, wait_for
+from agent_runs import AgentRun
+from process_tools import is_alive, until
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.attempts import AttemptState
@@ -161,7 +162,7 @@ def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_r
     run = agent_run(supervise={"floor_s": 1e6, "setup_floor_s": 1e6, "suspect_s": 1e6})
     run.script({"rank": 0, "step": 3, "do": "children"}, {"rank": 1, "step": 5, "do": "stop"})
     agent = run.start()
-    wait_for(lambda: run.reached(0, 4))
+    until(lambda: run.reached(0, 4))
     time.sleep(4.0)  # as long as it takes to find the hang in the first test
     assert agent.poll() is None
     assert not run.restart(0).incident_files()
@@ -209,13 +210,13 @@ def test_endless_work_outside_a_collective_is_a_hang_of_that_rank(agent_run: Mak
 def test_save_goes_on_and_stop_saves_and_ends_as_preempted(agent_run: MakeRun) -> None:
     run = agent_run(evaluator=True, train={"num_steps": 2000}, checkpoint={"every_num_steps": 10_000})
     run.start()
-    wait_for(lambda: run.reached(0, 3))
+    until(lambda: run.reached(0, 3))
     for pid in run.pids(0).values():
         os.kill(pid, signal.SIGUSR2)  # some clusters send it to every process of a job; workers leave it to the agent
     run.order("save", 0)
-    wait_for(lambda: run.run_dir.checkpoints())
+    until(lambda: run.run_dir.checkpoints())
     saved = run.run_dir.checkpoints()[-1].step
-    wait_for(lambda: run.reached(0, saved + 5))
+    until(lambda: run.reached(0, saved + 5))
     assert len(run.run_dir.checkpoints()) == 1  # one order, one checkpoint
     run.agents[0].send_signal(signal.SIGUSR2)  # as a scheduler does ahead of the time limit
     code, _ = run.finish()
@@ -227,7 +228,7 @@ def test_save_goes_on_and_stop_saves_and_ends_as_preempted(agent_run: MakeRun) -
 def test_a_second_agent_leaves_and_a_killed_agent_takes_its_workers_along(agent_run: MakeRun) -> None:
     run = agent_run(train={"num_steps": 2000})
     first = run.start()
-    wait_for(lambda: run.reached(0, 2))
+    until(lambda: run.reached(0, 2))
     workers = run.pids(0)
 
     run.start()
@@ -239,7 +240,7 @@ def test_a_second_agent_leaves_and_a_killed_agent_takes_its_workers_along(agent_
 
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    wait_for(lambda: not any(is_alive(pid) for pid in workers.values()), 5.0)
+    until(lambda: not any(is_alive(pid) for pid in workers.values()), 5.0)
     assert not run.dir.outcome.exists()
 
 
@@ -247,7 +248,7 @@ def test_sigterm_ends_everything_and_leaves_an_outcome(agent_run: MakeRun) -> No
     run = agent_run(train={"num_steps": 2000})
     run.script({"rank": 1, "step": 2, "do": "children"})
     agent = run.start()
-    wait_for(lambda: run.reached(0, 3))
+    until(lambda: run.reached(0, 3))
     left = [int((run.run_dir.root / name).read_text(encoding="utf-8")) for name in ("child", "daemon")]
     workers = run.pids(0)
     agent.send_signal(signal.SIGTERM)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from agent_runs import REPOSITORY, make_spec
+from made_reports import stored_spec
 
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.whole_files import read_model, write_model, write_text
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
@@ -25,10 +24,7 @@ HEAD = (
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path / "toy-20260101-000000-abcdef")
-    spec = StoredSpec(
-        run_id=found.run_id, created_at=utc_now(), owner="t", config_source="", package_version="0", spec=make_spec()
-    )
-    write_model(found.spec, spec)
+    write_model(found.spec, stored_spec(found.run_id, make_spec()))
     phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 1))
     write_model(found.attempt(1).placement, Placement(attempt=1, num_nodes=1, phases=phases))
     return found

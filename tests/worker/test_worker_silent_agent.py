@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_runs import AgentRun, is_alive, wait_for
+from agent_runs import AgentRun
+from process_tools import is_alive, until
 
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
@@ -24,7 +25,7 @@ def training(agent_run: MakeRun, num_nodes: int = 2) -> AgentRun:
     """A run that trains on all its nodes for longer than any test takes."""
     run = agent_run(num_nodes=num_nodes, train={"num_steps": 50_000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(num_nodes)
-    wait_for(lambda: len(run.pids(0)) == 2 * num_nodes and run.reached(0, 2))
+    until(lambda: len(run.pids(0)) == 2 * num_nodes and run.reached(0, 2))
     return run
 
 
@@ -90,7 +91,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(agent_run: MakeRun) -> None:
     reached = len(run.restart(0).metrics.read_bytes().splitlines())
     for process in everything:
         process.resume()
-    wait_for(lambda: run.reached(0, reached + 20))
+    until(lambda: run.reached(0, reached + 20))
     assert not run.events(0, "peer") or all("are here" in event.message for event in run.events(0, "peer"))
     run.order("cancel")
     assert run.finish_all() == [1, 1]

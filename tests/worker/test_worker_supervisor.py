@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_runs import wait_for
 from given_process import GivenProcess
+from process_tools import until
 
 from rlhf_core.attempt_dir import AttemptDir
 from rlhf_core.diagnosis.liveness import GapTracker, judge
@@ -82,7 +82,7 @@ def test_a_hang_is_found_although_nothing_can_be_written(
     supervisor = _supervise(folder, slots, inbox, 0.5)
     watch = _watch(supervisor, folder, slots, silent_worker.pid)
     supervisor.start()
-    wait_for(lambda: watch.poll() or watch.exits, 10.0)
+    until(lambda: watch.poll() or watch.exits, timeout_s=10.0)
     supervisor.stop()
     assert watch.hang is not None
     assert watch.hang.verdict.kind is FailureKind.HANG
@@ -105,7 +105,7 @@ def test_one_stumble_does_not_end_supervision(
     supervisor._new_commands = stumble
     watch = _watch(supervisor, tmp_path, slots, silent_worker.pid)
     supervisor.start()
-    wait_for(lambda: watch.hang, 10.0)
+    until(lambda: watch.hang, timeout_s=10.0)
     supervisor.stop()
     assert (tmp_path / "restarts" / "0" / "agents" / "here.json").exists()
 
@@ -129,7 +129,7 @@ def test_a_worker_that_goes_on_while_evidence_is_collected_is_left_alone(
     monkeypatch.setattr("rlhf_core.worker.supervisor.evidence.collect", collect)
     supervisor.start()
     events = tmp_path / "restarts" / "0" / "events-here.jsonl"
-    wait_for(lambda: events.exists() and "withdrawn" in events.read_text(encoding="utf-8"), 10.0)
+    until(lambda: events.exists() and "withdrawn" in events.read_text(encoding="utf-8"), timeout_s=10.0)
     supervisor.stop()
     assert watch.hang is None
     assert silent_worker.poll() is None
@@ -142,7 +142,7 @@ def test_signals_become_orders_while_the_main_thread_is_busy(
     supervisor.start()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
-    wait_for(lambda: supervisor.asked.end, 5.0)
+    until(lambda: supervisor.asked.end, timeout_s=5.0)
     supervisor.stop()
     assert supervisor.asked.end == "SIGTERM"
     assert "SIGUSR2" in supervisor.asked.stop

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_runs import wait_for
+from process_tools import until
 
 from rlhf_core.worker import telemetry
 from rlhf_core.worker.gpu_telemetry import GpuTelemetry
@@ -63,7 +63,7 @@ def test_the_processor_use_of_workers_is_theirs_and_not_the_machines(reader: Tel
     try:
         reader.read([busy.pid])
         quiet.read([idle.pid])
-        assert wait_for(lambda: time.sleep(0.3) or reader.read([busy.pid])["workers_cpu_percent"] > 5)
+        assert until(lambda: time.sleep(0.3) or reader.read([busy.pid])["workers_cpu_percent"] > 5)
         assert quiet.read([idle.pid])["workers_cpu_percent"] <= 5
     finally:
         quiet.stop()
@@ -255,7 +255,7 @@ def test_without_a_driver_there_are_no_gpu_figures_and_it_is_said_once(monkeypat
     said: list[str] = []
     reads = Telemetry(said.append)
     try:
-        wait_for(lambda: reads.read([]) and said)
+        until(lambda: reads.read([]) and said)
         assert not any(name.startswith("gpu") for name in reads.read([]))
         assert said == ["no figures of GPUs: NVML: NVML Shared Library Not Found"]
     finally:
@@ -276,9 +276,9 @@ def test_a_driver_that_hangs_does_not_hold_supervision(nvml: Nvml, monkeypatch: 
     reads = Telemetry()
     try:
         assert "cpu_percent" in reads.read([])
-        assert wait_for(lambda: reads.read([]).get("slow_reading_age_s", 0.0) > 0.2)
+        assert until(lambda: reads.read([]).get("slow_reading_age_s", 0.0) > 0.2)
         freed.set()
-        assert wait_for(lambda: reads.read([]).get("gpu1_power_w") == 512.5), "control: it goes on when the driver does"
+        assert until(lambda: reads.read([]).get("gpu1_power_w") == 512.5), "control: it goes on when the driver does"
     finally:
         freed.set()
         reads.stop()

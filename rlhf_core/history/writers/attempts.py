@@ -10,10 +10,8 @@ from sqlalchemy import Connection, case, func, or_, update
 
 from rlhf_core.history.batch import IngestBatch, TelemetryEntry
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
-from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep, insert_or_replace, upsert
-from rlhf_core.schemas.attempts import (
-    AttemptState,
-)
+from rlhf_core.history.writers.upserts import Row, as_json, columns_of, insert_or_keep, insert_or_replace, upsert
+from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role
 
@@ -23,9 +21,7 @@ def write_placement(connection: Connection, run_id: str, placement: Placement, p
     row = {
         **blank_attempt(run_id, placement.attempt),
         "placement": as_json(placement),
-        "num_nodes": placement.num_nodes,
-        "resume_checkpoint": placement.resume_checkpoint,
-        "resumed_from_step": placement.resumed_from_step,
+        **columns_of(ATTEMPTS, placement),
         "planned_at": planned_at,
     }
     insert_or_replace(connection, ATTEMPTS, [row], keep=("state", "message", "scheduler"))
@@ -123,23 +119,8 @@ def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentSta
     """Write the newest status of each agent; the newest restart wins."""
     if not statuses:
         return
-    rows = []
-    for status in sorted(statuses, key=lambda status: status.restart):
-        content = as_json(status)
-        rows.append(
-            {
-                "run_id": run_id,
-                "attempt": status.attempt,
-                "node": status.node,
-                "node_index": status.node_index,
-                "restart": status.restart,
-                "role": _role(status).value,
-                "sequence": status.sequence,
-                "ranks": content["ranks"],
-                "telemetry": content["telemetry"],
-                "longest_gaps_s": content["longest_gaps_s"],
-            }
-        )
+    in_order = sorted(statuses, key=lambda status: status.restart)
+    rows = [{"run_id": run_id, **columns_of(NODES, status), "role": _role(status).value} for status in in_order]
     connection.execute(_newest_status(connection.dialect.name), rows)
 
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from sqlalchemy import Connection
 
 from rlhf_core.history.tables.sqlalchemy_core import CHECKS, SPEEDS
-from rlhf_core.history.writers.upserts import insert_or_replace
+from rlhf_core.history.writers.upserts import columns_of, insert_or_replace
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.probe import ProbeReport
 
@@ -21,12 +21,7 @@ def write_checks(
             "round": round,
             "check_index": index,
             "check_id": result.id,
-            "status": result.status.value,
-            "found": result.found,
-            "expected": result.expected,
-            "advice": result.advice,
-            "node": result.node,
-            "seconds": result.seconds,
+            **columns_of(CHECKS, result),
             "made_at": made_at,
             "attempt": attempt,
         }
@@ -46,10 +41,7 @@ def write_probes(connection: Connection, run_id: str, probes: Sequence[ProbeRepo
                 {
                     "run_id": run_id,
                     "attempt": probe.attempt,
-                    "node": speed.node,
-                    "device": speed.device,
-                    "matmul_tflops": speed.matmul_tflops,
-                    "core_share": speed.core_share,
+                    **columns_of(SPEEDS, speed),
                     "bandwidth_gb_s": max((pair.gb_s for pair in measured), default=0.0),
                     "latency_ms": min((pair.latency_ms for pair in measured), default=0.0),
                     "measured_at": probe.made_at,

@@ -1,14 +1,15 @@
 """Rows of events: of agents, of the site daemon, of the journal, and of what could not be stored."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection
 
 from rlhf_core.formatting import attributed
 from rlhf_core.history.batch import EventEntry, JournalEntry, SetAside
 from rlhf_core.history.tables.sqlalchemy_core import EVENTS
-from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep
+from rlhf_core.history.writers.upserts import Row, columns_of, insert_or_keep
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.journal import (
@@ -42,15 +43,10 @@ def write_events(connection: Connection, run_id: str, entries: Sequence[EventEnt
             "run_id": run_id,
             "source": entry.source,
             "position": entry.position,
-            "time": entry.event.time,
-            "kind": entry.event.kind,
             "attempt": entry.attempt,
             "restart": entry.restart,
-            "node": entry.event.node,
-            "role": entry.event.role.value if entry.event.role else None,
             "state": None,
-            "message": entry.event.message,
-            "data": as_json(entry.event)["data"],
+            **columns_of(EVENTS, entry.event),
         }
         for entry in entries
     ]
@@ -60,20 +56,16 @@ def write_events(connection: Connection, run_id: str, entries: Sequence[EventEnt
 def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, ReconcileNote]]) -> None:
     """Write the notes of the site daemon."""
     rows = [
-        {
-            "run_id": run_id,
-            "source": source,
-            "position": position,
-            "time": note.time,
-            "kind": f"reconcile_{note.kind}",
-            "attempt": note.attempt,
-            "restart": None,
-            "node": "",
-            "role": None,
-            "state": None,
-            "message": note.message,
-            "data": dict(note.data),
-        }
+        _event_row(
+            run_id,
+            source,
+            position,
+            note.time,
+            f"reconcile_{note.kind}",
+            note.message,
+            attempt=note.attempt,
+            data=dict(note.data),
+        )
         for position, note in notes
     ]
     insert_or_keep(connection, EVENTS, rows)
@@ -81,24 +73,15 @@ def write_notes(connection: Connection, run_id: str, source: str, notes: Sequenc
 
 def write_set_aside(connection: Connection, run_id: str, found: Sequence[SetAside]) -> None:
     """Write an event for each thing that could not be stored."""
-    rows: list[Row] = [
-        {
-            "run_id": run_id,
-            "source": one.source,
-            "position": one.position,
-            "time": one.found_at,
-            "kind": SET_ASIDE,
-            "attempt": None,
-            "restart": None,
-            "node": "",
-            "role": None,
-            "state": None,
-            "message": one.message,
-            "data": {},
-        }
-        for one in found
-    ]
+    rows = [_event_row(run_id, one.source, one.position, one.found_at, SET_ASIDE, one.message) for one in found]
     insert_or_keep(connection, EVENTS, rows)
+
+
+def _event_row(run_id: str, source: str, position: int, time: datetime, kind: str, message: str, **more: Any) -> Row:
+    """Make the row of an event; ``more`` are columns that its kind has something for."""
+    key = {"run_id": run_id, "source": source, "position": position}
+    nothing: Row = {"attempt": None, "restart": None, "node": "", "role": None, "state": None, "data": {}}
+    return {**key, "time": time, "kind": kind, "message": message, **nothing, **more}
 
 
 class _EventText(NamedTuple):
@@ -114,20 +97,18 @@ def journal_event_row(run_id: str, entry: JournalEntry) -> Row:
     """Make the event of a journal line."""
     line: JournalLine = entry.line
     text = _event_text(line.event)
-    return {
-        "run_id": run_id,
-        "source": "control.jsonl",
-        "position": entry.position,
-        "time": line.time,
-        "kind": line.event.kind,
-        "attempt": text.attempt,
-        "restart": text.restart,
-        "node": "",
-        "role": None,
-        "state": text.state,
-        "message": text.message,
-        "data": {"sequence": line.sequence, "token": line.token},
-    }
+    return _event_row(
+        run_id,
+        "control.jsonl",
+        entry.position,
+        line.time,
+        line.event.kind,
+        text.message,
+        attempt=text.attempt,
+        restart=text.restart,
+        state=text.state,
+        data={"sequence": line.sequence, "token": line.token},
+    )
 
 
 def _event_text(event: ControlEvent) -> _EventText:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, delete
 
 from rlhf_core.history.tables.sqlalchemy_core import DECISIONS, INCIDENTS, STRIKES
-from rlhf_core.history.writers.upserts import as_json, insert_or_replace
+from rlhf_core.history.writers.upserts import columns_of, insert_or_replace
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 
 NODE_FAILURES = frozenset(
@@ -37,34 +37,12 @@ def write_incidents(
     strikes = []
     for incident in incidents:
         identity = incident_id or _agent_identity(incident)
-        rows.append(
-            {
-                "run_id": run_id,
-                "incident_id": identity,
-                "attempt": incident.attempt,
-                "restart": incident.restart,
-                "found_by": found_by,
-                "failure_kind": incident.failure_kind.value,
-                "phase": incident.phase,
-                "step": incident.step,
-                "suspect_ranks": list(incident.suspect_ranks),
-                "suspect_nodes": list(incident.suspect_nodes),
-                "detected_after_s": incident.detected_after_s,
-                "seen_at": incident.seen_at,
-                "fingerprint": incident.fingerprint,
-                "evidence_dir": incident.evidence_dir,
-                "message": incident.message,
-                "collective": incident.collective,
-                "collective_sequence": incident.collective_sequence,
-                "number": incident.number,
-                "role": incident.role.value if incident.role is not None else None,
-            }
-        )
+        key = {"run_id": run_id, "incident_id": identity}
+        rows.append({**key, "found_by": found_by, **columns_of(INCIDENTS, incident)})
         if incident.failure_kind in NODE_FAILURES:
             strikes += [
                 {
-                    "run_id": run_id,
-                    "incident_id": identity,
+                    **key,
                     "node": node,
                     "attempt": incident.attempt,
                     "failure_kind": incident.failure_kind.value,
@@ -86,17 +64,7 @@ def write_decisions(connection: Connection, run_id: str, decisions: Sequence[Dec
         {
             "run_id": run_id,
             "decision_id": decision_id or _agent_identity(decision),
-            "attempt": decision.attempt,
-            "restart": decision.restart,
-            "action": decision.action.value,
-            "reason": decision.reason,
-            "decided_by": decision.decided_by.value,
-            "decided_at": decision.decided_at,
-            "delay_s": decision.delay_s,
-            "excluded_nodes": list(decision.excluded_nodes),
-            "config_diff": as_json(decision)["config_diff"],
-            "resume_checkpoint": decision.resume_checkpoint,
-            "number": decision.number,
+            **columns_of(DECISIONS, decision),
         }
         for decision in decisions
     ]

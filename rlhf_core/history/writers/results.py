@@ -1,7 +1,6 @@
 """Rows of checkpoints, weights and evaluations."""
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
@@ -15,7 +14,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     WEIGHT_SYNCS,
     WEIGHTS,
 )
-from rlhf_core.history.writers.upserts import Row, insert_or_replace
+from rlhf_core.history.writers.upserts import Row, columns_of, insert_or_replace
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import EvaluationReport
 
@@ -29,12 +28,8 @@ def write_checkpoints(
     rows = [
         {
             "run_id": run_id,
-            "step": manifest.step,
+            **columns_of(CHECKPOINTS, manifest),
             "path": path,
-            "loop": manifest.loop,
-            "loop_finished": manifest.loop_finished,
-            "num_ranks": manifest.num_ranks,
-            "spec_hash": manifest.spec_hash,
             "num_files": len(manifest.files),
             "bytes": min(sum(file.bytes for file in manifest.files.values()), _MAX_BYTES),
             "completed_at": manifest.time,
@@ -75,29 +70,18 @@ def _combined_sha256(hashes: Mapping[str, str]) -> str:
 def write_weight_syncs(connection: Connection, run_id: str, entries: Sequence[WeightSyncEntry]) -> None:
     """Write syncs of weights; of two lines about one the later counts."""
     newest = {(entry.attempt, entry.restart, entry.line.number): entry for entry in entries}
-    rows = [_weight_sync_row(run_id, entry) for entry in newest.values()]
+    rows = [
+        {
+            "run_id": run_id,
+            "attempt": entry.attempt,
+            "restart": entry.restart,
+            **columns_of(WEIGHT_SYNCS, entry.line),
+            "gb_per_s": entry.line.gb_per_s,
+            "share_of_limit": entry.line.share_of_limit,
+        }
+        for entry in newest.values()
+    ]
     insert_or_replace(connection, WEIGHT_SYNCS, rows)
-
-
-def _weight_sync_row(run_id: str, entry: WeightSyncEntry) -> Row:
-    line = entry.line
-    return {
-        "run_id": run_id,
-        "attempt": entry.attempt,
-        "restart": entry.restart,
-        "number": line.number,
-        "version": line.version,
-        "transport": line.transport,
-        "bytes": line.bytes,
-        "seconds": line.seconds,
-        "wire_s": line.wire_s,
-        "apply_s": line.apply_s,
-        "gb_per_s": line.gb_per_s,
-        "share_of_limit": line.share_of_limit,
-        "engines": line.engines,
-        "acknowledged": line.acknowledged,
-        "time": line.time,
-    }
 
 
 def write_removed_checkpoints(connection: Connection, run_id: str, removed: Mapping[int, datetime]) -> None:
@@ -113,20 +97,8 @@ def write_removed_checkpoints(connection: Connection, run_id: str, removed: Mapp
 def write_evaluations(connection: Connection, run_id: str, reports: Sequence[EvaluationReport]) -> None:
     """Write evaluations and their samples; one that was made again replaces the older one."""
     for report in reports:
-        row = {
-            "run_id": run_id,
-            "when_made": report.when,
-            "name": report.name,
-            "metric": report.metric,
-            "value": _finite_or_none(report.value),
-            "ci_low": _finite_or_none(report.ci_low),
-            "ci_high": _finite_or_none(report.ci_high),
-            "num_prompts": report.num_prompts,
-            "num_samples": report.num_samples,
-            "checkpoint_step": report.checkpoint_step,
-            "seconds": report.seconds,
-            "made_at": report.time,
-        }
+        key = {"run_id": run_id, "when_made": report.when, "name": report.name}
+        row = {**key, **columns_of(EVALUATIONS, report), "made_at": report.time}
         insert_or_replace(connection, EVALUATIONS, [row])
         connection.execute(
             delete(SAMPLES).where(
@@ -134,22 +106,6 @@ def write_evaluations(connection: Connection, run_id: str, reports: Sequence[Eva
             )
         )
         samples = [
-            {
-                "run_id": run_id,
-                "when_made": report.when,
-                "name": report.name,
-                "row_index": index,
-                "prompt_uid": sample.prompt_uid,
-                "sample_index": sample.sample_index,
-                "prompt": sample.prompt,
-                "completion": sample.completion,
-                "answer": sample.answer,
-                "score": _finite_or_none(sample.score),
-            }
-            for index, sample in enumerate(report.samples)
+            {**key, "row_index": index, **columns_of(SAMPLES, sample)} for index, sample in enumerate(report.samples)
         ]
         insert_or_replace(connection, SAMPLES, samples)
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -4,7 +4,7 @@ from sqlalchemy import Connection, bindparam, case, delete, insert, select, upda
 
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS
-from rlhf_core.history.writers.upserts import CHUNK, Row, as_json, insert_new, insert_or_keep, insert_or_replace
+from rlhf_core.history.writers.upserts import CHUNK, Row, columns_of, insert_new, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
@@ -35,8 +35,7 @@ def insert_run(connection: Connection, run_dir: str, stored: StoredSpec, stamp: 
         "journal_token": 0,
         "ingest_stamp": stamp,
     }
-    row = {"run_id": stored.run_id, **_run_columns(run_dir, stored), **initial}
-    inserted = insert_new(connection, RUNS, row)
+    inserted = insert_new(connection, RUNS, {**_run_columns(run_dir, stored), **initial})
     if inserted:
         _write_tags(connection, stored)
     return inserted
@@ -56,22 +55,13 @@ def _write_tags(connection: Connection, stored: StoredSpec) -> None:
 def _run_columns(run_dir: str, stored: StoredSpec) -> Row:
     spec = stored.spec
     return {
+        **columns_of(RUNS, stored),
         "name": spec.name,
-        "owner": stored.owner,
-        "owner_account": stored.owner_account,
         "seed": spec.seed,
         "algorithm": spec.algorithm,
         "total_steps": spec.total_steps,
-        "config_source": stored.config_source,
-        "overrides": list(stored.overrides),
-        "spec": as_json(spec),
         "shape": shape_key(spec),
-        "trial_of": stored.trial_of,
-        "tags": list(stored.tags),
-        "package_version": stored.package_version,
-        "code_revision": stored.code_revision,
         "run_dir": run_dir,
-        "created_at": stored.created_at,
     }
 
 

@@ -1,13 +1,17 @@
 """Upserts, the same for both databases."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from sqlalchemy import Connection, Table
 from sqlalchemy.dialects import postgresql, sqlite
+
+from rlhf_core.history.tables import CleanJson
 
 Row = dict[str, Any]
 
@@ -54,6 +58,21 @@ def _replacing(dialect: str, table: Table, columns: tuple[str, ...], keep: froze
     kept = {*key, *keep}
     changes = {name: statement.excluded[name] for name in columns if name not in kept}
     return statement.on_conflict_do_update(index_elements=key, set_=changes)
+
+
+def columns_of(table: Table, schema: BaseModel) -> Row:
+    """Fields of a schema that a table has columns for, as the columns take them: a float that is not finite is NULL,
+    which SQLite would make of NaN alone; in JSON it is text."""
+    names = type(schema).model_fields.keys() & table.columns.keys()
+    row = {name: _stored(value) for name, value in schema.model_dump(include=names).items()}
+    in_json = [name for name in row if isinstance(table.c[name].type, CleanJson)]
+    return row | {name: value for name, value in (as_json(schema) if in_json else {}).items() if name in in_json}
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.value if isinstance(value, Enum) else value
 
 
 def as_json(model: BaseModel) -> Any:

@@ -23,13 +23,12 @@ from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, WorkerError
 from rlhf_core.files import bring_to_disk
-from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.whole_files import remove_tree, write_model
+from rlhf_core.whole_files import remove_tree
 from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints, find_checkpoints
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 
@@ -182,24 +181,13 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
             files=files,
             time=utc_now(),
         )
-        write_model(partial.complete, manifest)
-        bring_to_disk(partial.root)
-        remove_tree(final.root)  # an older one of the same step, when training went back
-        partial.root.rename(final.root)
-        bring_to_disk(run_dir.checkpoints_dir)
+        partial.put_in_place(final, manifest)
     except BaseException:
         with contextlib.suppress(OSError):
             remove_tree(partial.root)
         raise
-    _remove_old(run_dir, context.spec, found.step)
-
-
-def _remove_old(run_dir: RunDir, spec: RunSpec, newest_step: int) -> None:
-    complete = run_dir.checkpoints()
-    kept = kept_steps([one.step for one in complete], newest_step, spec)
-    for one in complete:
-        if one.step not in kept:
-            remove_tree(one.root)
+    steps = [one.step for one in run_dir.checkpoints()]
+    run_dir.remove_checkpoints_but(kept_steps(steps, found.step, context.spec))
 
 
 def _link_tree(source: Path, target: Path) -> None:

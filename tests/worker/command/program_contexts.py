@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from agent_runs import make_spec
+from made_reports import stored_spec
 
 from rlhf_core.run_dir import RunDir, new_run_id
-from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.training.types import NullReporter, WorkerContext
 from rlhf_core.whole_files import write_model
 
@@ -23,9 +22,6 @@ def context_of(
     """The context of one worker; two ranks on every node."""
     run_dir = RunDir.of(folder, new_run_id("toy"))
     spec = make_spec(trainer={**MINIMAL, **trainer}, checkpoint={"every_num_steps": 10, "keep_last": 2})
-    stored = StoredSpec(
-        run_id=run_dir.run_id, created_at=utc_now(), owner="tester", config_source="", package_version="0", spec=spec
-    )
     phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes))
     placement = Placement(attempt=1, num_nodes=num_nodes, phases=phases, resume_checkpoint=resume)
     write_model(run_dir.attempt(1).placement, placement)
@@ -33,7 +29,7 @@ def context_of(
         run_dir=run_dir,
         attempt=1,
         restart=restart,
-        stored=stored,
+        stored=stored_spec(run_dir.run_id, spec),
         placement=placement,
         role=Role.TRAINER,
         rank=rank,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_runs import TARGETS, AgentRun, is_alive, wait_for
+from agent_runs import TARGETS, AgentRun
+from process_tools import is_alive, until
 
 from rlhf_core.appended_files import read_models
 from rlhf_core.schemas.attempts import AttemptState
@@ -158,7 +159,7 @@ def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_sign
     every = 1_000 if save_signal else 15
     run = agent_run(trainer=stranger("--every", str(every), steps=2_000, save_signal=save_signal))
     run.start(native=True)
-    wait_for(lambda: run.reached(0, 3))
+    until(lambda: run.reached(0, 3))
     run.order("stop_after_step")
     code, output = run.finish()
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
@@ -181,7 +182,7 @@ def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
 def test_ranks_that_torchrun_started_are_blamed_one_by_one(agent_run: MakeRun) -> None:
     run = agent_run(trainer=with_torchrun("2000", "0", "none"), supervise={"max_restarts": 0})
     run.start(native=True)
-    rank = wait_for(lambda: rank_of(run, 1))
+    rank = until(lambda: rank_of(run, 1))
     signal.pidfd_send_signal(rank, signal.SIGKILL)
     run.finish()
     incident = run.incident(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_runs import is_alive, wait_for
+from process_tools import is_alive, until
 
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, RankFile, own_file, rank_path
 from rlhf_core.worker.command.rank_process import RankProcess, find_rank
@@ -62,7 +62,7 @@ def test_a_rank_that_is_watched_has_its_exit_read_before_its_launcher_collects_i
         pid = int(parent.stdout.readline())
         watched, unwatched = RankProcess(pid), RankProcess(pid)
         watched.watch()
-        wait_for(lambda: not is_alive(pid) and not psutil.pid_exists(pid))
+        until(lambda: not is_alive(pid) and not psutil.pid_exists(pid))
         assert watched.poll()
         assert unwatched.poll()
         assert (watched.code, watched.has_failed) == (-9, True)
@@ -85,7 +85,7 @@ def test_a_rank_is_found_by_its_environment_or_by_what_it_says(tmp_path: Path) -
     assert find_rank(status, prefix, 1) is None
     sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, PATH_VARIABLE: prefix, "LOCAL_RANK": "1"})
     try:
-        assert wait_for(lambda: find_rank(status, prefix, 1)) == sleeper.pid
+        assert until(lambda: find_rank(status, prefix, 1)) == sleeper.pid
     finally:
         sleeper.kill()
         sleeper.wait()

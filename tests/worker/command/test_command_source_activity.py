@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from watched_programs import Start, wait_until, watched
+from process_tools import until
+from watched_programs import Start, watched
 
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.sources import activity
@@ -64,13 +65,13 @@ def test_it_is_blind_to_an_endless_loop(tmp_path: Path, start: Start) -> None:
 
 def test_work_of_a_child_is_life(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
-    wait_until((tmp_path / "child").exists)
+    until((tmp_path / "child").exists)
     assert samples(tmp_path, [program.pid]) == [True] * 3
 
 
 def test_work_of_a_child_is_no_life_of_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
-    wait_until((tmp_path / "child").exists)
+    until((tmp_path / "child").exists)
     program.stop()
     assert samples(tmp_path, [program.pid]) == [False] * 3
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from process_tools import until
+
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.worker.command.observation import Reading, Source, Watched
 
@@ -47,7 +49,7 @@ class Program:
     def stop(self) -> None:
         """SIGSTOP, and wait until it is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
-        wait_until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 Start = Callable[..., Program]
@@ -62,13 +64,6 @@ def started(code: str, *arguments: object) -> Iterator[Program]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def wait_until(is_true: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 def trainer(**changes: Any) -> CommandTrainer:
@@ -114,7 +109,7 @@ class Polls:
             found.append(self.poll())
             return found[-1].moved
 
-        wait_until(has_moved)
+        until(has_moved)
         return found[-1]
 
     def until_moved_again(self, times: int = 3) -> None:

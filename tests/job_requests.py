@@ -1,0 +1,45 @@
+"""Requests for jobs of one trainer rank on each node, as tests submit them."""
+
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+
+
+def run_id_of(folder: Path) -> str:
+    """One run per test: jobs are found by their run, and other tests may be running."""
+    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()) & 0xFFFFFF:06x}"
+
+
+def job_request(
+    scheduler_dir: Path,
+    *command: str,
+    run_id: str,
+    num_ranks: int = 1,
+    placed: dict[str, Any] | None = None,
+    **asked: Any,
+) -> JobRequest:
+    """A request for the time of some minutes.
+
+    Args:
+        command: what runs on each node.
+        num_ranks: ranks of each node.
+        placed: settings of the placement.
+        asked: other fields of the request.
+    """
+    given = {"attempt": 1, "num_nodes": 1, **(placed or {})}
+    phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, num_ranks, given["num_nodes"]))
+    plain = JobRequest(
+        run_id=run_id,
+        placement=Placement(phases=phases, **given),
+        scheduler_dir=scheduler_dir,
+        command=command,
+        cpus_per_node=1,
+        memory_gb=0.0,
+        time_limit_s=600,
+        environment={},
+    )
+    return replace(plain, **asked)
