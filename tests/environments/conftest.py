@@ -1,6 +1,10 @@
 """Packages of this folder's own, so that environments are made without a download."""
 
+import shutil
+import subprocess
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,3 +34,19 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def _virtual_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun") / "venv"
+    subprocess.run([sys.executable, "-I", "-m", "venv", folder], check=True)
+    return folder
+
+
+@pytest.fixture
+def begin(_virtual_environment: Path) -> Callable[[Path], Path]:
+    """Lay out an environment that was begun: pip is in it, nothing else, and no stamp. `create` goes on with it.
+
+    A copy: to unpack and compile pip is most of the time of making one.
+    """
+    return lambda folder: Path(shutil.copytree(_virtual_environment, folder, symlinks=True))

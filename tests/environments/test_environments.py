@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from rlhf_core import environments
 from rlhf_core.cli import main
 from rlhf_core.environments import Definition, create, environment_folder, inspect
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
+from rlhf_core.site_config import load_site
 
+Begin = Callable[[Path], Path]
 TINY = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==1.0",), ("tinytrainer==1.0", "torch==1.0"))
 
 
@@ -38,8 +42,8 @@ def test_an_environment_is_made_as_pinned_and_then_left_alone(tmp_path: Path, wh
     assert create(TINY, folder).was_there, "needs no packages"
 
 
-def test_another_torch_takes_the_place_of_the_pinned_one(tmp_path: Path, wheels: Path) -> None:
-    folder = tmp_path / "tiny"
+def test_another_torch_takes_the_place_of_the_pinned_one(tmp_path: Path, wheels: Path, begin: Begin) -> None:
+    folder = begin(tmp_path / "tiny")
     create(TINY, folder, torch="torch==2.0")
     assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("2.0", "1.0")
     assert inspect(TINY, folder).state == "ready"
@@ -48,8 +52,8 @@ def test_another_torch_takes_the_place_of_the_pinned_one(tmp_path: Path, wheels:
     assert version_in(folder, "torch") == "1.0"
 
 
-def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path) -> None:
-    folder = tmp_path / "tiny"
+def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path, begin: Begin) -> None:
+    folder = begin(tmp_path / "tiny")
     (wheels / "tinytrainer-1.0-py3-none-any.whl").rename(tmp_path / "kept.whl")
     with pytest.raises(EnvironmentFailed, match=r"(?s)its last lines:.*tinytrainer==1\.0.*goes on with what is there"):
         create(TINY, folder)
@@ -60,9 +64,9 @@ def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path) -> 
 
 
 def test_a_changed_definition_makes_an_environment_outdated_until_it_is_made_again(
-    tmp_path: Path, wheels: Path
+    tmp_path: Path, wheels: Path, begin: Begin
 ) -> None:
-    folder = tmp_path / "tiny"
+    folder = begin(tmp_path / "tiny")
     create(TINY, folder)
     newer = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==2.0",), ("tinytrainer==2.0",))
     assert inspect(newer, folder).state == "outdated"
@@ -70,9 +74,9 @@ def test_a_changed_definition_makes_an_environment_outdated_until_it_is_made_aga
     assert version_in(folder, "tinytrainer") == "2.0"
 
 
-def test_an_update_that_fails_leaves_no_stamp_behind(tmp_path: Path, wheels: Path) -> None:
+def test_an_update_that_fails_leaves_no_stamp_behind(tmp_path: Path, wheels: Path, begin: Begin) -> None:
     """The packages may be of either version then; a stamp that stays would say that they are all right."""
-    folder = tmp_path / "tiny"
+    folder = begin(tmp_path / "tiny")
     create(TINY, folder)
     absent = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==3.0",), ())
     with pytest.raises(EnvironmentFailed):
@@ -80,9 +84,11 @@ def test_an_update_that_fails_leaves_no_stamp_behind(tmp_path: Path, wheels: Pat
     assert inspect(TINY, folder).state == "unfinished"
 
 
-def test_packages_are_compared_with_their_pins_before_the_stamp_is_written(tmp_path: Path, wheels: Path) -> None:
+def test_packages_are_compared_with_their_pins_before_the_stamp_is_written(
+    tmp_path: Path, wheels: Path, begin: Begin
+) -> None:
     """A pip that says it was successful without installing, as `--dry-run` does, is not believed."""
-    folder = tmp_path / "tiny"
+    folder = begin(tmp_path / "tiny")
     with pytest.raises(EnvironmentFailed, match=r"found torch missing, expected 1\.0; tinytrainer missing"):
         create(TINY, folder, pip_arguments=["--dry-run"])
     assert inspect(TINY, folder).state == "unfinished"
@@ -113,17 +119,13 @@ def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
 
 
 def test_an_import_path_of_the_user_does_not_stand_in_for_packages(
-    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wheels: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--target", elsewhere, "tinytrainer==1.0"],
-        check=True,
-        capture_output=True,
-    )
+    with zipfile.ZipFile(wheels / "tinytrainer-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(elsewhere)
     monkeypatch.setenv("PYTHONPATH", str(elsewhere))
-    create(TINY, tmp_path / "tiny")
+    create(TINY, begin(tmp_path / "tiny"))
     monkeypatch.delenv("PYTHONPATH")
     assert version_in(tmp_path / "tiny", "tinytrainer") == "1.0"
 
@@ -191,9 +193,11 @@ def test_a_damaged_definition_is_named(tmp_path: Path) -> None:
 
 
 def test_env_makes_lists_and_shows(
-    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, wheels: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(environments, "definition", lambda name: TINY)
+    for folder in (load_site().home / "environments" / "trl", tmp_path / "own"):
+        begin(folder)
     assert main.execute(["env", "create", "trl"]) == 0
     assert 'Use it with trainer.environment = "trl".' in capsys.readouterr().out
     assert main.execute(["env", "create", "trl"]) == 0
@@ -210,9 +214,10 @@ def test_env_makes_lists_and_shows(
 
 
 def test_env_create_ends_with_what_pip_said_last(
-    tmp_path: Path, wheels: Path, capsys: pytest.CaptureFixture[str]
+    wheels: Path, begin: Begin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The wheels of the test have no trl."""
+    begin(load_site().home / "environments" / "trl")
     assert main.execute(["env", "create", "trl"]) == 1
     said = capsys.readouterr().err
     assert re.search(r"pip install for .* ended with 1; its last lines:(.|\n)*torch==2.13.0", said)
