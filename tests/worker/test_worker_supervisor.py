@@ -168,11 +168,11 @@ def test_an_engine_whose_agent_is_not_heard_is_at_fault_for_those_who_wait(
     supervised = watcher.supervise(GivenProcess(plan, 0, restart_dir, GroupSeat("here", -1, slots, leader.clock)), 0)
     engine = rank_of(Role.ROLLOUT, Phase.ROLLOUT, "there", age_s=0.1)
     other.send("state", NodeState(wall_s=0.0, groups=(GroupState(role=Role.ROLLOUT, start=0, ranks=(engine,)),)))
-    wait_for(lambda: leader.received("state", NodeState), 10.0)
+    until(lambda: leader.received("state", NodeState))
     watcher._lead()
     assert not supervised.condition.is_at_fault
     other.close()
-    wait_for(lambda: leader.silence_s(1) > 3.5, 30.0)
+    until(lambda: leader.silence_s(1) > 3.5)
     watcher._lead()
     trainer = rank_of(Role.TRAINER, Phase.WEIGHT_SYNC, "here", age_s=6.0)
     blamed = judge([trainer], tracker, {Role.ROLLOUT: supervised.condition})
