@@ -30,7 +30,7 @@ def rank_status(rank: int, **about: Any) -> RankStatus:
 
 
 def checkpoint_manifest(step: int, **about: Any) -> CheckpointManifest:
-    """What stands in ``COMPLETE`` of a checkpoint without files."""
+    """Content of ``COMPLETE`` of a checkpoint without files."""
     plain = {"loop": "sft", "loop_finished": False, "num_ranks": 1, "spec_hash": "", "files": {}, "time": utc_now()}
     return CheckpointManifest.model_validate({"step": step, **plain, **about})
 
@@ -65,6 +65,6 @@ def decision_of(action: Action, attempt: int = 1, restart: int = 0, **about: Any
 
 
 def stored_spec(run_id: str, spec: RunSpec, created_at: datetime | None = None, **about: Any) -> StoredSpec:
-    """What stands in ``spec.json`` of a run."""
+    """Content of ``spec.json`` of a run."""
     plain = {"owner": "tester", "config_source": "", "package_version": "0", "created_at": created_at or utc_now()}
     return StoredSpec.model_validate({"run_id": run_id, "spec": spec, **plain, **about})
