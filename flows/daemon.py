@@ -5,13 +5,14 @@ import threading
 
 from prefect.settings import PREFECT_API_URL
 
-from flows import reconcile, requests, schedules
-from flows.flow_runs import RUN_FLOW, PrefectFlowRuns
+from flows import reconcile, schedules
+from flows.deployments import requests
+from flows.flow_runs.facts import RUN_FLOW, PrefectFlowRuns
+from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.loop import Chore
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.site_config import Site
 
 log = logging.getLogger("rlhf.daemon")
 

@@ -11,17 +11,18 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from rlhf_core import config, config_problems
-from rlhf_core.config_fields import describe_fields, to_toml
+from rlhf_core.config import loading as config
+from rlhf_core.config import problems as config_problems
+from rlhf_core.config.fields import describe_fields, to_toml
+from rlhf_core.config.toml_files import shortened
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
-from rlhf_core.run_dir import is_run_id
+from rlhf_core.run_dir.run import is_run_id
 from rlhf_core.schemas.base import Schema, label_problem
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.loops import MAX_STEPS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import MAX_TAGS
-from rlhf_core.toml_files import shortened
 
 
 def _split_at_commas(given: Any) -> Any:

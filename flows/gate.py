@@ -22,16 +22,16 @@ from prefect.input.run_input import Keyset, keyset_from_base_key
 from prefect.states import Crashed, Paused
 from pydantic import Field
 
-from flows.artifacts import artifact_key
-from flows.server import server_answers
+from flows.publishing.artifacts import artifact_key
+from flows.server.settings import server_answers
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.promotion import Question
-from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.launch.promote import give_answer, read_answer
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
 from rlhf_core.survival import Survived
+from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
 
 POLL_INTERVAL_S = 2.0
 """Time between two looks for an answer."""

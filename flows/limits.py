@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
-from flows.server import server_answers
+from flows.server.settings import server_answers
 from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.errors import LeaseLost
 from rlhf_core.schemas.attempts import RunState

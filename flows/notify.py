@@ -20,9 +20,9 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from flows.server import server_answers
+from flows.server.settings import server_answers
+from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
-from rlhf_core.site_config import Site
 
 BLOCK = "rlhf-notify"
 """Name of the block with the address."""

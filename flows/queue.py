@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling
 
-from flows.server import server_answers
+from flows.server.settings import server_answers
 from rlhf_core.errors import RunCancelled, RunFailed
 
 SOON = timedelta(seconds=5)

@@ -20,11 +20,11 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
-from flows.server import server_answers
+from flows.server.settings import server_answers
+from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
 from rlhf_core.control.steps import Step
-from rlhf_core.diagnosis.reconcile import ReconcileAction
-from rlhf_core.site_config import Site
+from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.survival import Survived
 
 DEPLOYMENT = "rlhf-reconcile/site"

@@ -5,7 +5,7 @@
 The controller (:mod:`rlhf_core.control.steps`) yields the steps, one at a time, from wherever the run stands. Each is a
 task run: a failed attempt shows as a failed task, the wait before the next one as a task, and the stages of the next
 one as tasks again, with the excluded nodes in their names. The flow itself has no retries: whether a job is retried,
-and where, is decided from the evidence of its failure (:mod:`rlhf_core.control.recovery`).
+and where, is decided from the evidence of its failure (:mod:`rlhf_core.control.attempts.recovery`).
 """
 
 import textwrap
@@ -18,24 +18,25 @@ from prefect import State, flow, get_run_logger
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed, Failed
 
-from flows import flow_run_links, schedules
-from flows.flow_run_ended import end_run, leave_run
-from flows.flow_runs import RUN_FLOW
+from flows import schedules
+from flows.flow_runs import links as flow_run_links
+from flows.flow_runs.ended import end_run, leave_run
+from flows.flow_runs.facts import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import asked_in_prefect
 from flows.limits import run_slot
 from flows.log_filter import leave_out
-from flows.publisher import published
+from flows.publishing.publisher import published
 from flows.tasks import TaskRunner, without_prefect
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened
 from rlhf_core.control.promotion import Question, describe
 from rlhf_core.control.snapshots import kept_with
 from rlhf_core.control.steps import Step, steps
 from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.regression import regression_text
-from rlhf_core.site_config import Site, load_site
 from rlhf_core.survival import Survived
 from rlhf_core.watchdog.evidence import regressed
 

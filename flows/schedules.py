@@ -27,10 +27,10 @@ from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
-from flows.events import flow_run_resource
+from flows.publishing.events import flow_run_resource
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 
 SKIP_IF_BUSY = "rlhf-skip-if-busy"
 """Tag of the deployments, and so of their flow runs, whose schedule leaves a time out while their last run goes on."""

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from flows import work_pool
-from flows.server import (
+from flows.deployments import work_pool
+from flows.server.settings import (
     ANSWER_TIMEOUT_S,
     answers_within,
     asks_for_password,
@@ -15,12 +15,12 @@ from flows.server import (
     require_free_port,
 )
 from flows.worker import FLOW_STOP_TIMEOUT_S, flow_processes
+from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.services.lifecycle import Lifecycle, Say, Service, StartedService
 from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
 from rlhf_core.services.processes import terminate_all
 from rlhf_core.services.supervisord import Supervisord
-from rlhf_core.site_config import Site
 
 SERVICES = ("server", "worker", "daemon")
 """In the order in which they are started; they are ended in the opposite order."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from flows.server import (
+from flows.server.settings import (
     answers,
     own_names,
     own_url,
@@ -19,10 +19,10 @@ from flows.server import (
     ui_url,
     worker_settings,
 )
+from rlhf_core.config.site import Site
 from rlhf_core.garbage import uncollected
 from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S, holding, private_folder
 from rlhf_core.services.processes import die_with_parent
-from rlhf_core.site_config import Site
 
 Heartbeat = Callable[[], None]
 
@@ -54,8 +54,8 @@ def _serve_server(site: Site, beat: Heartbeat) -> None:
     with uncollected():
         import uvicorn
 
-        from flows.server_app import create_app  # only now: Prefect reads its settings when it is imported
-        from flows.server_guards import MAX_SOCKET_BYTES
+        from flows.server.app import create_app  # only now: Prefect reads its settings when it is imported
+        from flows.server.guards import MAX_SOCKET_BYTES
 
         app = create_app(own_names(site))
     require_free_port(site)

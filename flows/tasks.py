@@ -11,7 +11,7 @@ from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.server import server_answers
+from flows.server.settings import server_answers
 from rlhf_core.control.controller import CancelRequested
 from rlhf_core.control.stages import StageFailed
 from rlhf_core.control.steps import Step

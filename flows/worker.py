@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flows import work_pool
-from flows.server import HOME_MARKER, answers
-from flows.work_pool import flow_run_log
+from flows.deployments import work_pool
+from flows.deployments.work_pool import flow_run_log
+from flows.server.settings import HOME_MARKER, answers
+from rlhf_core.config.site import Site
 from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S
 from rlhf_core.services.processes import terminate_all
-from rlhf_core.site_config import Site
 
 if TYPE_CHECKING:
     from prefect.workers.process import ProcessWorker

@@ -42,21 +42,21 @@ A message says what was found, what was expected and what to do. Errors stay pic
 
 Exceptions for control flow within one package are not among them:
 
-    rlhf_core.control.controller.CancelRequested     a wait ends because the user ends the run
-    rlhf_core.control.stages.StageFailed             a stage ends with its attempt
-    rlhf_core.control.reconcile.flow_runs.NotRegistered   a deployment is not on the server
-    rlhf_core.schemas.migration.OldSettings          a warning: a config of an earlier version was read
-    rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
-    rlhf_core.shell_words.UnclosedShell       a quote or bracket of a script is opened and not closed
-    rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
-    rlhf_core.training.rollouts.engine_client.EngineUnusable   another engine is asked
-    rlhf_core.training.row_reader.MalformedRow   one row is not valid
-    rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
-    rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
-    rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started
-    rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
-    rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
-    rlhf_core.training.peer_transfer.PeerRefused     a part of a checkpoint is not sent to another node, or not kept
+    rlhf_core.control.controller.CancelRequested                     a wait ends because the user ends the run
+    rlhf_core.control.stages.StageFailed                             a stage ends with its attempt
+    rlhf_core.control.reconcile.flow_runs.NotRegistered              a deployment is not on the server
+    rlhf_core.schemas.migration.OldSettings                          a warning: a config of an earlier version was read
+    rlhf_core.files.reading.UnfitFile                                what is in the place of a file is none
+    rlhf_core.shell.lexer.UnclosedShell                              a quote or bracket of a script is never closed
+    rlhf_core.services.supervisord.SupervisordFault                  a ServiceFailed: supervisord refused a call
+    rlhf_core.training.rollouts.remote.client.EngineUnusable         another engine is asked
+    rlhf_core.training.data.row_reader.MalformedRow                  one row is not valid
+    rlhf_core.worker.agent.job.AttemptAborted                        the attempt ends before workers could be started
+    rlhf_core.worker.channel.store.AgentStoreLost                    agents lose the place where they meet
+    rlhf_core.worker.groups.base.StartAbandoned                      workers were to end before they were started
+    rlhf_core.worker.nodes.membership.NodesError                     the environment of a node contradicts itself
+    rlhf_core.worker.channel.signing.MessageRefused                  a text in the agents' store is no message
+    rlhf_core.training.checkpoints.memory.peer_transfer.PeerRefused  a node sends or keeps no part of a checkpoint
 
 Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
 program; `rlhf` then says that it is one.
@@ -207,7 +207,7 @@ class NonFiniteLoss(WorkerError):
 
 
 class DegenerateRl(WorkerError):
-    """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health.py``.
+    """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health/judge.py``.
 
     Attributes:
         rule: rule of ``[health]`` that has found it.

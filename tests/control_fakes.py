@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from made_reports import checkpoint_manifest, evaluation_report, incident_of, rank_status
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import SubmissionFailed
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import prepare
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
@@ -22,7 +23,6 @@ from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Inventory, Role, Submission, job_marker
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import write_model
 
 if TYPE_CHECKING:
     import pytest  # not when this runs as an agent

@@ -22,12 +22,13 @@ import pytest
 from made_reports import checkpoint_manifest, decision_of, evaluation_report, incident_of, rank_status, stored_spec
 from sqlalchemy import Engine, create_engine, text
 
-from rlhf_core.appended_files import LineWriter
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import write_model
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -59,7 +60,6 @@ from rlhf_core.schemas.reports import (
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
-from rlhf_core.whole_files import write_model
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 """Creation time of the runs made here."""

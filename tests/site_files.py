@@ -118,7 +118,7 @@ PRETENDED_AGENT = """\
         os.execv({python!r}, [{python!r}, *sys.argv[1:]])
     sys.path[:0] = [{root!r}, {tests!r}]
     from control_fakes import FakeAgent
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.resources import Role
     run = RunDir(Path(sys.argv[sys.argv.index("--run-dir") + 1]))
     agent = FakeAgent(run, attempt=int(sys.argv[sys.argv.index("--attempt") + 1]))

@@ -20,11 +20,11 @@ from process_tools import Finished, free_port, kill, kill_all, kill_tree, proces
 from site_files import GRADED, GRADER, ROOT, small, tiny_config, write_pretended_agent
 from slurm_cluster import Cluster
 
-from flows.server import answers
+from flows.server.settings import answers
 from flows.services import SERVICES
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.services.presence import look

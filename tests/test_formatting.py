@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
-from rlhf_core.formatting import count, duration, missing_steps
+from rlhf_core.text.formatting import count, duration, missing_steps
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from generators.shared import GENERATED, cell, code, strings_under_names
-from rlhf_core import config_fields, site_config
+from rlhf_core.config import fields as config_fields
+from rlhf_core.config import site as site_config
 from rlhf_core.presets import PRESETS
 
 CONFIGURATION = """\

@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping
 
 from generators.shared import GENERATED, cell, code, strings_under_names
-from rlhf_core.diagnosis import classify, code_locations, exceptions, log_diagnosis, policy, signatures
-from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis import classify, policy
+from rlhf_core.diagnosis.logs import code_locations, exceptions
+from rlhf_core.diagnosis.logs import search as log_diagnosis
+from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.signatures import table as signatures
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.supervision import SuperviseSpec
 
@@ -106,7 +109,7 @@ process is stopped.
 LOGS = """
 ## Classification of logs
 
-If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/log_diagnosis.py`). The reader looks
+If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/logs/search.py`). The reader looks
 for kinds of evidence rather than for known lines ([decision
 {decision}](decisions/{decision}-logs-are-read-for-kinds-of-evidence.md)):
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from generators.shared import GENERATED, cell
-from rlhf_core import config
-from rlhf_core.diagnosis.node_checks import NODE_CHECKS
+from rlhf_core.config import loading as config
+from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
 from rlhf_core.preflight.memory import GIB, GPU_MEMORY_GB
 from rlhf_core.preflight.predictions import Predictions, predict

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from generators.shared import GENERATED, cell, strings_under_names
-from rlhf_core import config, environments
+from rlhf_core.config import loading as config
+from rlhf_core.machine import environments
 from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.command_trainer import (
     PLACEHOLDERS,

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core import __version__, private_files
+from rlhf_core import __version__
+from rlhf_core.config.site import Site
 from rlhf_core.errors import RlhfError
+from rlhf_core.files import private as private_files
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
 from rlhf_core.preflight.facts import ComputeSide
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.site_config import Site
 
 
 @dataclass(frozen=True)

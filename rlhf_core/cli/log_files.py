@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.appended_files import read_tail
-from rlhf_core.attempt_dir import AttemptDir, RestartDir
 from rlhf_core.errors import BadInput
-from rlhf_core.escaping import terminal
-from rlhf_core.files import UnfitFile, open_regular
+from rlhf_core.files.appended import read_tail
+from rlhf_core.files.reading import UnfitFile, open_regular
+from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentStatus
-from rlhf_core.whole_files import read_model
+from rlhf_core.text.escaping import terminal
 
 POLL_INTERVAL_S = 0.5
 TAIL_BYTES_PER_LINE = 400

@@ -10,25 +10,23 @@ from typing import Annotated
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.cli import (
-    check_commands,
-    compare_command,
-    config_commands,
-    db_commands,
-    deploy_commands,
-    env_commands,
-    export_command,
-    history_commands,
-    output,
-    plan_command,
-    promote_commands,
-    reconcile_command,
-    report_command,
-    run_commands,
-    service_commands,
-    sql_command,
-    wrap_command,
-)
+from rlhf_core.cli import output
+from rlhf_core.cli.commands import check as check_commands
+from rlhf_core.cli.commands import compare as compare_command
+from rlhf_core.cli.commands import config as config_commands
+from rlhf_core.cli.commands import db as db_commands
+from rlhf_core.cli.commands import deploy as deploy_commands
+from rlhf_core.cli.commands import env as env_commands
+from rlhf_core.cli.commands import export as export_command
+from rlhf_core.cli.commands import history as history_commands
+from rlhf_core.cli.commands import plan as plan_command
+from rlhf_core.cli.commands import promote as promote_commands
+from rlhf_core.cli.commands import reconcile as reconcile_command
+from rlhf_core.cli.commands import report as report_command
+from rlhf_core.cli.commands import run as run_commands
+from rlhf_core.cli.commands import services as service_commands
+from rlhf_core.cli.commands import sql as sql_command
+from rlhf_core.cli.commands import wrap as wrap_command
 from rlhf_core.errors import RlhfError
 from rlhf_core.garbage import collect_rarely
 from rlhf_core.schemas.migration import OldSettings

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_core import private_files
 from rlhf_core.errors import RlhfError
-from rlhf_core.escaping import json_text, storable, terminal
-from rlhf_core.formatting import duration
-from rlhf_core.redaction import masked
+from rlhf_core.files import private as private_files
+from rlhf_core.text.escaping import json_text, storable, terminal
+from rlhf_core.text.formatting import duration
+from rlhf_core.text.redaction import masked
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table for people.")]
 """The ``--json`` switch of every reading command."""

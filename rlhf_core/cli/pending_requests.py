@@ -31,9 +31,9 @@ def show_below_runs() -> None:
 
 
 def _read() -> "Requests | None":
+    from rlhf_core.config.site import load_site
+    from rlhf_core.files.whole import read_model
     from rlhf_core.schemas.site import Requests, requests_file
-    from rlhf_core.site_config import load_site
-    from rlhf_core.whole_files import read_model
 
     return read_model(requests_file(load_site().home), Requests)
 

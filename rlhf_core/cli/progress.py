@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlhf_core.cli import output
-from rlhf_core.control.progress import StepTimer, progress_of_poll
-from rlhf_core.escaping import terminal
+from rlhf_core.control.views.progress import StepTimer, progress_of_poll
 from rlhf_core.render.progress import progress_text
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.escaping import terminal
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 LINE_EVERY_S = 5.0

@@ -7,12 +7,12 @@ from rlhf_core.cli import output
 from rlhf_core.errors import BadInput
 
 if TYPE_CHECKING:
+    from rlhf_core.config.site import Site
     from rlhf_core.preflight.predictions import Predictions
     from rlhf_core.render.summary import Summary
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.resources import GroupPlan
     from rlhf_core.schemas.run import RunSpec
-    from rlhf_core.site_config import Site
 
 
 def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
@@ -21,7 +21,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     from rlhf_core.launch.start import job_request
     from rlhf_core.preflight.gather_facts import inspect_model, model_config
     from rlhf_core.preflight.predictions import predict
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.scheduler import get_scheduler
 
     scheduler = get_scheduler(site.scheduler)
@@ -96,7 +96,7 @@ def _steps_of(spec: "RunSpec") -> list[str]:
 
 def print_summary(run_dir: "RunDir", as_json: bool) -> None:
     """Print how a run went: gains, times, attempts."""
-    from rlhf_core.control.summary import summarise
+    from rlhf_core.control.views.summary import summarise
 
     summary = summarise(run_dir)
     if as_json:

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config_fields import (
+from rlhf_core.config.fields import (
     FieldHelp,
     describe_fields,
     describe_sections,

@@ -9,12 +9,12 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhf_core.cli import output
-from rlhf_core.control.progress import RunReader, RunSnapshot
-from rlhf_core.escaping import json_text, terminal
+from rlhf_core.control.views.progress import RunReader, RunSnapshot
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.render.progress import METRICS, progress_text
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.regression import state_text
+from rlhf_core.text.escaping import json_text, terminal
 
 
 def watch_run(run_dir: RunDir, interval_s: float, *, as_json: bool = False) -> RunRecord:

@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 
-from rlhf_core import private_files
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import RlhfError
-from rlhf_core.escaping import terminal
+from rlhf_core.files import private as private_files
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
-from rlhf_core.site_config import Site, load_site
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.text.escaping import terminal
 
 
 def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":

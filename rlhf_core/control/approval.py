@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlhf_core.config.site import Site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.promotion import approve_anew, carry_out, describe, refuse_anew
 from rlhf_core.errors import BadInput, LeaseLost
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import PromotionRecord, read_record
 from rlhf_core.launch.promote import choose, give_answer, promoted_folder, read_answer
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import label_problem, utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
-from rlhf_core.site_config import Site
 
 Verdict = Literal["approved", "refused"]
 

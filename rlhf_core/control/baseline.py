@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
+from rlhf_core.config.site import Site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.preflight.facts import NO_BASELINE, Baseline, GoodRun
 from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec, shape_key
-from rlhf_core.site_config import Site
 
 Say = Callable[[str], None]
 """Told that the history does not answer."""

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.config.site import Site
+from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, give_order, order_to_end
+from rlhf_core.control.attempts.recovery import conclude
 from rlhf_core.control.controller import Controller, opened
-from rlhf_core.control.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, give_order, order_to_end
-from rlhf_core.control.recovery import conclude
-from rlhf_core.control.timeline import trials_of
 from rlhf_core.control.trials import cancel_trials
+from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import (
     DatabaseUnavailable,
     JournalDamaged,
@@ -18,22 +19,21 @@ from rlhf_core.errors import (
     SchedulerError,
     UnknownRun,
 )
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.journal_reader import read_journal
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import known_dead
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.journal import read_journal
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.site_config import Site
 from rlhf_core.watchdog.missing_run import close_missing
 from rlhf_core.watchdog.watcher import record
-from rlhf_core.whole_files import read_model, write_model
 
 CONTROLLER_TIMEOUT_S = 60.0
 """Time for a living controller to end its run when asked."""

@@ -9,27 +9,27 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rlhf_core import config
-from rlhf_core.accounts import account
+from rlhf_core.config import loading as config
+from rlhf_core.config.site import Site
 from rlhf_core.control.site_names import for_site
 from rlhf_core.control.snapshots import kept_with
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
+from rlhf_core.files.whole import read_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire
 from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
+from rlhf_core.machine.accounts import account
 from rlhf_core.presets import PRESETS
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.site_config import Site
 from rlhf_core.watchdog.missing_run import Presence
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record
-from rlhf_core.whole_files import read_model
 
 if TYPE_CHECKING:
     from rlhf_core.control.promotion import Question

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from rlhf_core.config.site import Site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir, run_dirs
+from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.site_config import Site
 from rlhf_core.survival import Survived
 from rlhf_core.watchdog.ingest import glance, sync
 

@@ -4,13 +4,13 @@ from contextlib import suppress
 
 from rlhf_core.control.controller import Controller
 from rlhf_core.errors import HistoryError, RlhfError, RunDirGone, SchedulerError
+from rlhf_core.files.whole import remove_tree
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.watchdog.missing_run import close_missing
-from rlhf_core.whole_files import remove_tree
 
 
 def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:

@@ -6,22 +6,22 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rlhf_core.allocation.planner import plan
-from rlhf_core.appended_files import read_tail
-from rlhf_core.attempt_dir import AttemptDir
+from rlhf_core.config.site import Site
 from rlhf_core.errors import RunFailed, SchedulerError
+from rlhf_core.files.appended import read_tail
+from rlhf_core.files.whole import read_model, remove_tree, write_model
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import job_request
-from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.attempt import AttemptDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import GroupPlan, Role, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.site_config import Site
+from rlhf_core.text.redaction import masked
 from rlhf_core.watchdog.evidence import scheduler_log
-from rlhf_core.whole_files import read_model, remove_tree, write_model
 
 PROBES = ".probes"
 """Folder of their run directories, beside the runs: they are no runs, and the history does not know them."""

@@ -12,10 +12,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from rlhf_core.control.controller import CancelRequested, Controller
-from rlhf_core.control.summary import summarise
+from rlhf_core.control.views.summary import summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
-from rlhf_core.escaping import markdown, markdown_code
-from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.launch.journal import PromotionRecord, RunRecord
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import (
@@ -27,7 +25,7 @@ from rlhf_core.launch.promote import (
     write_model_directory,
 )
 from rlhf_core.render.summary import Summary, interval, signed
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import PromotionMoved
@@ -35,6 +33,8 @@ from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.text.escaping import markdown, markdown_code
+from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
 
 POLICY = "promote.when=always"
 """Approver where no approval is asked for."""

@@ -1,12 +1,12 @@
 """Names in a spec that only the site can turn into folders: environments of trainers, promoted models."""
 
-from rlhf_core.environments import environment_folder
+from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.promote import newest_promoted
+from rlhf_core.machine.environments import environment_folder
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
-from rlhf_core.site_config import Site
 
 
 def for_site(spec: RunSpec, site: Site) -> RunSpec:

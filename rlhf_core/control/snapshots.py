@@ -15,11 +15,11 @@ from pathlib import Path
 
 import tomli_w
 
-from rlhf_core import config
+from rlhf_core.config import loading as config
 from rlhf_core.errors import BadInput
+from rlhf_core.files.whole import read_model, remove_tree, write_model, write_text
 from rlhf_core.launch.prepare import absolute_paths, git_revision, keep_code
 from rlhf_core.schemas.base import Schema
-from rlhf_core.whole_files import read_model, remove_tree, write_model, write_text
 
 CONFIG = "config.toml"
 ORIGIN = "origin.json"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from rlhf_core.control.attempts.planning import decision_before, plan_attempt
+from rlhf_core.control.attempts.recovery import used_so_far
 from rlhf_core.control.baseline import read_baseline
 from rlhf_core.control.cancel import cancel
 from rlhf_core.control.controller import Controller
-from rlhf_core.control.planning import decision_before, plan_attempt
-from rlhf_core.control.recovery import used_so_far
 from rlhf_core.control.trials import cancel_trials, carry_out
 from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.errors import BadInput, SubmissionFailed

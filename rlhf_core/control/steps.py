@@ -5,7 +5,7 @@
 
 The order is re-entrant. A controller may be killed at any point; started again for the same run, in whatever state that
 is, it goes on from what the journal and the run directory say, and adopts the job that is running. It never submits
-twice. What follows a failed attempt is decided in :mod:`rlhf_core.control.recovery`.
+twice. What follows a failed attempt is decided in :mod:`rlhf_core.control.attempts.recovery`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from datetime import timedelta
 from functools import partial
 
 from rlhf_core.control import promotion, stages
+from rlhf_core.control.attempts.jobs import release
+from rlhf_core.control.attempts.recovery import conclude
 from rlhf_core.control.cancel import cancel
 from rlhf_core.control.controller import CancelRequested, Controller
-from rlhf_core.control.jobs import release
 from rlhf_core.control.lost_directory import abandon
-from rlhf_core.control.recovery import conclude
 from rlhf_core.control.stages import StageFailed, title_of
 from rlhf_core.control.trials import TRIAL, due
 from rlhf_core.errors import HistoryError, LeaseLost, PromotionFailed, RlhfError, RunCancelled, RunDirGone

@@ -7,15 +7,15 @@ module). The observer of the run observes its trial too, and ends both at once.
 from collections.abc import Callable
 from statistics import median
 
-from rlhf_core.appended_files import read_models
 from rlhf_core.control.controller import CancelRequested, Controller, opened
-from rlhf_core.control.summary import summarise
-from rlhf_core.control.timeline import trials_of
+from rlhf_core.control.views.summary import summarise
+from rlhf_core.control.views.timeline import trials_of
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
+from rlhf_core.files.appended import read_models
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.prepare import prepare_trial
 from rlhf_core.preflight.trial import Rung, is_due, rungs, trial_spec
-from rlhf_core.run_dir import RunDir, new_run_id
+from rlhf_core.run_dir.run import RunDir, new_run_id
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.journal import TrialPlanned

@@ -7,8 +7,8 @@ cap on hours acts while an attempt runs: its time limit is what is left, so that
 import math
 from dataclasses import dataclass
 
-from rlhf_core.formatting import count
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import count
 
 HOUR_S = 3600.0
 MARGIN_S = 60.0

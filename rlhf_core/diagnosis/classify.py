@@ -2,7 +2,7 @@
 
 One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the rest.
 So every worker's end is classified by itself first, and then the most significant one decides: roots before symptoms
-before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.log_diagnosis`.
+before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.logs.search`.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis import log_diagnosis
-from rlhf_core.diagnosis.evidence_parts import EvidencePart
-from rlhf_core.diagnosis.raised_errors import FailureEvent
-from rlhf_core.diagnosis.verdict import Verdict
-from rlhf_core.redaction import masked
+from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.diagnosis.logs import search as log_diagnosis
+from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.raised_errors import FailureEvent
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
+from rlhf_core.text.redaction import masked
 
 SIGNAL_NAMES = {
     1: "SIGHUP",
@@ -312,7 +312,7 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("EnginesLost", "StaleWeights", "WeightSyncFailed"), FailureKind.ENGINE),
     **_own(("TrainerIncomplete",), FailureKind.INCOMPLETE),
 }
-"""Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.exceptions`."""
+"""Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.logs.exceptions`."""
 
 UNEXPLAINED: dict[str, tuple[FailureKind, EvidencePart]] = {
     "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM),

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from sqlalchemy import URL, Connection, Engine, inspect, text
 
 import rlhf_core
-from rlhf_core import private_files
 from rlhf_core.errors import HistoryError, SchemaOutOfDate
-from rlhf_core.files import bring_to_disk
+from rlhf_core.files import private as private_files
+from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.history import database
 from rlhf_core.history.tables import SCHEMA_REVISION
 

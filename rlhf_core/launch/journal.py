@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
-from rlhf_core.journal_reader import read_journal, remove_unfinished_line
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import Reserve, is_disk_full
+from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     ATTEMPT_MOVES,
@@ -45,7 +46,6 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.resources import Placement, Submission
-from rlhf_core.whole_files import Reserve, is_disk_full
 
 
 @dataclass

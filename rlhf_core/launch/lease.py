@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 
 import psutil
 
-from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.queries.controllers import LeaseHolder, lease_holder
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.machine.accounts import user_name
 
 TTL_S = 60.0
 """Time for which a lease holds without being renewed. It is renewed four times in that time."""

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import rlhf_core
-from rlhf_core import __version__, private_files
-from rlhf_core.accounts import account, user_name
+from rlhf_core import __version__
 from rlhf_core.errors import BadConfig, RunDirError
-from rlhf_core.formatting import THROUGH_PREFECT
+from rlhf_core.files import private as private_files
+from rlhf_core.files.whole import remove_tree, write_model, write_text
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir, new_run_id
+from rlhf_core.machine.accounts import account, user_name
+from rlhf_core.run_dir.run import RunDir, new_run_id
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
 from rlhf_core.schemas.journal import RunCreated
@@ -22,7 +23,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import PROMOTED
 from rlhf_core.schemas.stored_spec import MAX_TAGS, StoredSpec
 from rlhf_core.schemas.trainers import Trainer
-from rlhf_core.whole_files import remove_tree, write_model, write_text
+from rlhf_core.text.formatting import THROUGH_PREFECT
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.checkpoint_dir import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
-from rlhf_core.files import bring_to_disk, open_regular
-from rlhf_core.run_dir import RunDir, run_name
+from rlhf_core.files.reading import bring_to_disk, open_regular
+from rlhf_core.files.whole import create_once, is_disk_full, read_model, write_text
+from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
+from rlhf_core.run_dir.run import RunDir, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.evaluation import PromoteSpec
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.whole_files import create_once, is_disk_full, read_model, write_text
 
 CARD = "README.md"
 PROVENANCE = "rlhf.json"

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, Scheduler
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.attempts import AttemptState
@@ -12,7 +13,6 @@ from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import read_model, write_model
 
 
 def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data_files import KINDS, READERS, Malformed, label_of, pair_problem
+from rlhf_core.files.data_rows import KINDS, READERS, Malformed, label_of, pair_problem
 from rlhf_core.preflight.facts import DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.data import DataKind, DataSpec

@@ -16,10 +16,9 @@ from packaging.requirements import Requirement as PackageRequirement
 from pydantic_core import from_json
 
 from rlhf_core import __version__
-from rlhf_core.checkpoint_dir import CheckpointDir
-from rlhf_core.files import read_document
-from rlhf_core.fingerprints import fingerprint
-from rlhf_core.interpreters import ASK
+from rlhf_core.files.fingerprints import fingerprint
+from rlhf_core.files.reading import read_document
+from rlhf_core.machine.interpreters import ASK
 from rlhf_core.preflight.ask_program import Tick, ask
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
@@ -36,6 +35,7 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.plugins import load_plugins
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport

@@ -12,11 +12,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from rlhf_core.environments import environment_folder
 from rlhf_core.errors import BadConfig
-from rlhf_core.files import read_document
-from rlhf_core.interpreters import ASK, find_program, interpreter_of
-from rlhf_core.launch_line import LaunchLine, normalized, read_launch_line
+from rlhf_core.files.reading import read_document
+from rlhf_core.machine.environments import environment_folder
+from rlhf_core.machine.interpreters import ASK, find_program, interpreter_of
 from rlhf_core.preflight.ask_program import Tick, ask
 from rlhf_core.preflight.facts import TrainerSide
 from rlhf_core.presets import drivers_folder
@@ -24,6 +23,7 @@ from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.shell.launch_line import LaunchLine, normalized, read_launch_line
 
 _DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 _SCRIPTS = (".py", ".sh")

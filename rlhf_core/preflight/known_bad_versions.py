@@ -22,7 +22,7 @@ class Use:
     engine: str = ""
     """Rollout engine."""
     launcher: str = ""
-    """Launcher, as :mod:`rlhf_core.launch_line` names it."""
+    """Launcher, as :mod:`rlhf_core.shell.launch_line` names it."""
 
 
 @dataclass(frozen=True)

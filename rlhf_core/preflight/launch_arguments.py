@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.launch_line import LaunchLine, read_launch_line
 from rlhf_core.preflight.facts import Facts, TrainerSide
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 
 _TRUE = frozenset({"", "true", "1", "yes", "y", "on", "t"})
 _FALSE = frozenset({"false", "0", "no", "n", "off", "f", "none"})

@@ -2,7 +2,7 @@
 
 from collections.abc import Set as AbstractSet
 
-from rlhf_core.data_files import template_columns
+from rlhf_core.files.data_rows import template_columns
 from rlhf_core.schemas.data import DataKind, DataSpec
 
 ALIASES = ("prompt", "answer", "chosen", "rejected")

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from rlhf_core.launch_line import read_launch_line
 from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import named_placeholders
 from rlhf_core.schemas.launch_values import command_trainer
 from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.shell.launch_line import read_launch_line
 
 COMMAND_PACKAGES = (
     "torch",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import __version__
-from rlhf_core.formatting import count
+from rlhf_core.files.whole import write_text
 from rlhf_core.render import plots
 from rlhf_core.render.config_text import setting_text
 from rlhf_core.render.markup import (
@@ -26,7 +26,7 @@ from rlhf_core.render.markup import (
 from rlhf_core.render.run_page import document
 from rlhf_core.render.series import Marks, Point, PointSeries, Series, finite, smoothing_window
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.whole_files import write_text
+from rlhf_core.text.formatting import count
 
 Facts = Mapping[str, Any]
 

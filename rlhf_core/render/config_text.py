@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config_fields import to_toml, to_toml_key
+from rlhf_core.config.fields import to_toml, to_toml_key
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 

@@ -1,6 +1,6 @@
 """The curves of a run as one small PNG, for places that show pictures and nothing else.
 
-Read by :mod:`rlhf_core.control.curves`, which is also the program that draws.
+Read by :mod:`rlhf_core.control.views.curves`, which is also the program that draws.
 """
 
 import io

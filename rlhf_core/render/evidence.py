@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.appended_files import read_tail
-from rlhf_core.files import read_document
-from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_tail
+from rlhf_core.files.reading import read_document
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.text.redaction import masked
 
 MAX_STACKS, STACK_LINES = 3, 24
 """Stacks taken per incident, and lines of each from its top."""

@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.journal_reader import read_journal, valid_lines
 from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
 from rlhf_core.render.series import Curve
 from rlhf_core.render.timeline import Timeline, timeline_from_rows
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.journal import read_journal, valid_lines
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.regression import regressions

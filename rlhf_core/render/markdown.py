@@ -9,12 +9,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rlhf_core.escaping import markdown, markdown_code, markdown_quote
-from rlhf_core.formatting import count, duration
 from rlhf_core.render.evidence import read_incident_evidence
 from rlhf_core.render.progress import METRICS, RunProgress
 from rlhf_core.render.timeline import Timeline, TimelineIncident, collective_text, decision_text, suspects_text
 from rlhf_core.schemas.checks import CheckResult
+from rlhf_core.text.escaping import markdown, markdown_code, markdown_quote
+from rlhf_core.text.formatting import count, duration
 
 MAX_INCIDENTS = 20
 """Incidents that are shown whole, the newest; those before them are counted."""

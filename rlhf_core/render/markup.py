@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rlhf_core.formatting import duration as plain_duration
 from rlhf_core.schemas.regression import REGRESSED
+from rlhf_core.text.formatting import duration as plain_duration
 
 _HARD_SPACE = "\u00a0"
 
@@ -133,7 +133,7 @@ def words(name: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them (:func:`rlhf_core.formatting.duration`); an en dash where unknown.
+    """Seconds as people say them (:func:`rlhf_core.text.formatting.duration`); an en dash where unknown.
 
     Numbers stay with their units: the spaces do not break.
     """

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_core.formatting import duration
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.resources import Role
+from rlhf_core.text.formatting import duration
 
 METRICS = (
     ("reward/mean", "reward", ".3f"),
@@ -22,7 +22,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run at one moment; read by :mod:`rlhf_core.control.progress`."""
+    """Progress of a run at one moment; read by :mod:`rlhf_core.control.views.progress`."""
 
     state: RunState
     total_steps: int

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import __version__
-from rlhf_core.formatting import attributed, count
+from rlhf_core.files.whole import write_text
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render import charts, samples
@@ -32,11 +32,11 @@ from rlhf_core.render.promotion import promotion
 from rlhf_core.render.run_sections import timeline_section
 from rlhf_core.render.series import finite
 from rlhf_core.render.weight_syncs import weight_sync_text
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EVALUATIONS
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import write_text
+from rlhf_core.text.formatting import attributed, count
 
 
 def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from rlhf_core.formatting import count, place_text
 from rlhf_core.render.evidence import EvidenceExcerpts
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import (
@@ -21,6 +20,7 @@ from rlhf_core.render.markup import (
 )
 from rlhf_core.render.timeline import TimelineIncident, decision_text, suspects_text
 from rlhf_core.render.timeline_chart import timeline_chart
+from rlhf_core.text.formatting import count, place_text
 
 
 def timeline_section(record: ReportData) -> Markup:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from rlhf_core.formatting import count
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, code, fold, join, number, signed, table, tag
 from rlhf_core.schemas.reports import EVALUATIONS, EvaluationSample, SampleLine
+from rlhf_core.text.formatting import count
 
 _PER_GROUP = 4
 _LONGEST = 600

@@ -1,6 +1,6 @@
 """The summary of a run: what it came to, in a dozen facts, and the page that says them.
 
-Read by :mod:`rlhf_core.control.summary`; shown at the end of ``rlhf run``, before an approval, and in Prefect.
+Read by :mod:`rlhf_core.control.views.summary`; shown at the end of ``rlhf run``, before an approval, and in Prefect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.escaping import markdown, markdown_code
-from rlhf_core.formatting import count, duration
 from rlhf_core.render.timeline import Timeline, decision_text
 from rlhf_core.render.weight_syncs import weight_sync_text
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.text.escaping import markdown, markdown_code
+from rlhf_core.text.formatting import count, duration
 
 
 @dataclass(frozen=True)

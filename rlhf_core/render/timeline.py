@@ -1,8 +1,8 @@
 """The timeline of a run: incidents, decisions and steps after a recovery, and the sentences that say them.
 
-Pure data, read by :mod:`rlhf_core.control.timeline` from run directories and by :func:`timeline_from_rows` from the
-history. The command line, the HTML report and Prefect's artifacts are made from it. Its sentences are plain text; each
-formatter escapes them for its own place.
+Pure data, read by :mod:`rlhf_core.control.views.timeline` from run directories and by :func:`timeline_from_rows` from
+the history. The command line, the HTML report and Prefect's artifacts are made from it. Its sentences are plain text;
+each formatter escapes them for its own place.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,11 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
-from rlhf_core.formatting import duration, place_text
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved
+from rlhf_core.text.formatting import duration, place_text
 
 HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
 """Kinds that are found by silence: the workers are still there, and their last beat is what counts."""

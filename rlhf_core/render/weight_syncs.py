@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.formatting import count, place_text
+from rlhf_core.text.formatting import count, place_text
 
 _NAMED = 5
 """Unacknowledged versions that are named one by one."""

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_core import private_files
 from rlhf_core.errors import SchedulerError
+from rlhf_core.files import private as private_files
 
 FRESH_S = 2.0
 """Age up to which an answer is used."""

@@ -18,7 +18,7 @@ HealthRule = Literal[
     "kl",
     "length",
 ]
-"""Rules that judge training while it runs (``rlhf_core/training/health_rules.py``), the most telling first. Of another
+"""Rules that judge training while it runs (``rlhf_core/training/health/rules.py``), the most telling first. Of another
 program ``frozen``, ``no_spread``, ``truncated`` and ``kl`` are judged (``rlhf_core/worker/command/health.py``)."""
 
 

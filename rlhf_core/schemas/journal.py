@@ -28,7 +28,8 @@ class RunCreated(Schema):
     owner: Label
     """Name of the person who asked, as was said."""
     owner_account: Label = ""
-    """The operating system's user that said so (``rlhf_core.accounts``). Lines of rlhf-flows 0.1 do not say it."""
+    """The operating system's user that said so (``rlhf_core.machine.accounts``). Lines of rlhf-flows 0.1 do not say
+    it."""
     config_source: Message
     """The config file it came from, as given."""
 

@@ -15,8 +15,8 @@ class PromotionAnswer(Schema):
     verdict: Literal["approved", "refused", "expired"]
     """``expired``: no answer in time."""
     by: Label = ""
-    """Name of the person who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for
-    ``expired``."""
+    """Name of the person who answered, with the operating system's user in brackets (``rlhf_core.machine.accounts``);
+    empty for ``expired``."""
     reason: Message = ""
     """Reason, in a sentence."""
     time: Moment

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_core.appended_files import read_tail
 from rlhf_core.errors import BadInput, ServiceFailed
+from rlhf_core.files.appended import read_tail
 from rlhf_core.services.presence import OURS, ServiceFiles, ServiceState, ServiceStatus, alone, look
 from rlhf_core.services.processes import wait_until
 from rlhf_core.services.supervisord import Program, Supervisord

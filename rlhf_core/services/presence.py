@@ -19,11 +19,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from rlhf_core import private_files
 from rlhf_core.errors import BadInput
+from rlhf_core.files import private as private_files
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.services.processes import started_ticks, terminate, wait_until
-from rlhf_core.whole_files import read_model, write_model
 
 STARTED_BY = "RLHF_STARTED_BY"
 """Environment variable that names the supervisor of a service: ``rlhf up``, or what a unit or a container sets."""

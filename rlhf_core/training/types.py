@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from rlhf_core.attempt_dir import RestartDir
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import RunSpec, with_changes
@@ -136,7 +136,7 @@ class Row:
     """Label of the completion, of data that has labels."""
     chat: "Conversation | None" = None
     """The same as messages, of a row that is a conversation: its texts are what the chat template of a tokenizer makes
-    of them (``chat.py``)."""
+    of them (``data/chat.py``)."""
 
 
 Messages = Sequence[Mapping[str, JsonValue]]

@@ -1,4 +1,4 @@
-"""The imports of native workers, made once per node by the fork server (``worker/fork_server.py``)."""
+"""The imports of native workers, made once per node by the fork server (``worker/groups/fork_server.py``)."""
 
 import importlib
 import os
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rlhf_core.errors import WorkerError
 from rlhf_core.training.trainers.engine import load_deepspeed
 
-NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation")
+NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation.evaluator")
 """Modules of the native targets. Whatever they import is imported with them."""
 
 

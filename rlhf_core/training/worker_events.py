@@ -3,7 +3,7 @@
 import contextlib
 from typing import Literal
 
-from rlhf_core.appended_files import LineWriter
+from rlhf_core.files.appended import LineWriter
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.training.types import WorkerContext

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from rlhf_core.appended_files import read_tail
 from rlhf_core.diagnosis.classify import Evidence, classify, fingerprint
 from rlhf_core.diagnosis.policy import Choice, decide_next, excluded_after, oom_remedy, rollback_step
-from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_tail
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.text.redaction import masked
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.watcher import AttemptSnapshot
-from rlhf_core.whole_files import read_model
 
 LOG_TAIL_BYTES = 16 << 10
 """Bytes read from the end of a lost job's log."""

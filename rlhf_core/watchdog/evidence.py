@@ -8,17 +8,17 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
-from rlhf_core.appended_files import FilePosition, parse_lines, read_on
-from rlhf_core.attempt_dir import AttemptDir, RestartDir
-from rlhf_core.files import FileLine, read_document
-from rlhf_core.journal_reader import read_journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import FilePosition, parse_lines, read_on
+from rlhf_core.files.reading import FileLine, read_document
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
+from rlhf_core.run_dir.journal import read_journal
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
-from rlhf_core.whole_files import read_model
 
 
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir, run_dirs
+from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.watchdog.ingest_reader import IngestReader, SyncReport
 
 GONE_MARK = "directory-gone"

@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.appended_files import FilePosition, is_as_read, read_lines, read_on, tail_mark
-from rlhf_core.attempt_dir import AttemptDir, RestartDir
 from rlhf_core.errors import JournalDamaged, RunDirError
-from rlhf_core.files import MAX_LINE_BYTES, FileLine
+from rlhf_core.files.appended import FilePosition, is_as_read, read_lines, read_on, tail_mark
+from rlhf_core.files.reading import MAX_LINE_BYTES, FileLine
+from rlhf_core.files.whole import read_model
 from rlhf_core.history.batch import (
     EventEntry,
     IngestBatch,
@@ -31,8 +31,9 @@ from rlhf_core.history.batch import (
     TelemetryEntry,
     WeightSyncEntry,
 )
-from rlhf_core.journal_reader import read_journal, scan_journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
+from rlhf_core.run_dir.journal import read_journal, scan_journal
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS, storable_text, utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Decision, Incident
@@ -47,7 +48,6 @@ from rlhf_core.schemas.reports import (
     TelemetryLine,
 )
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
-from rlhf_core.whole_files import read_model
 
 BLOCK_BYTES = 2 << 20
 """Bytes of one appended file per batch."""

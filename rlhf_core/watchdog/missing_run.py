@@ -15,7 +15,7 @@ from rlhf_core.errors import RunDirError, RunDirGone
 from rlhf_core.history import queries
 from rlhf_core.history.batch import IngestBatch, JournalEntry
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RUN_ENDS, AttemptState, RunState, StageState
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import (

@@ -1,4 +1,4 @@
-"""Record of incidents against nodes over all runs: strikes from the history, weighed by ``diagnosis/node_strikes.py``.
+"""Record of incidents against nodes over all runs: strikes from the history, weighed by ``diagnosis/nodes/strikes.py``.
 
 Strikes are made from incidents and stay in the history. The repair of a node is recorded in a file beside the run
 directories (:class:`NodeCleared`): earlier strikes no longer count, for every controller that shares those directories.
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_core.diagnosis.node_strikes import REMEMBERED, NodeStanding, Strike, standings
+from rlhf_core.diagnosis.nodes.strikes import REMEMBERED, NodeStanding, Strike, standings
 from rlhf_core.errors import BadInput
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import cleared_nodes
+from rlhf_core.run_dir.run import cleared_nodes
 from rlhf_core.schemas.failures import FailureKind, NodeCleared
-from rlhf_core.whole_files import read_model, write_model
 
 
 @dataclass(frozen=True)

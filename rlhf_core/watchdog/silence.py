@@ -2,7 +2,7 @@
 
 Silence of files is weak evidence: a shared file system may show them late, or stall. So each agent is held against its
 own last word, for far longer than both take. What agents say of each other they know from the network within seconds,
-and that needs no such patience (``rlhf_core/worker/agent_loss.py``).
+and that needs no such patience (``rlhf_core/worker/supervision/agent_loss.py``).
 """
 
 from collections.abc import Mapping

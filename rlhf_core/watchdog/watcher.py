@@ -11,7 +11,7 @@ from datetime import timedelta
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES
 from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState
 from rlhf_core.schemas.failures import FailureKind

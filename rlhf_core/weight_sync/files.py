@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
+from rlhf_core.files.whole import write_text
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
 from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole, tensors_of
-from rlhf_core.whole_files import write_text
 
 COMPLETE, ABANDONED = "COMPLETE", "ABANDONED"
 SHARD_BYTES = 1 << 30

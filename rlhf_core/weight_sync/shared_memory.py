@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.private_files import FILE_MODE
+from rlhf_core.files.private import FILE_MODE
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Transport
 from rlhf_core.weight_sync.base import Beat, Weights
 from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, packed, require_whole

@@ -94,7 +94,7 @@ def _target(text: str) -> tuple[Role, str]:
 
 
 def _agent(parsed: argparse.Namespace) -> int:
-    from rlhf_core.worker.bootstrap import run_agent
+    from rlhf_core.worker.agent.bootstrap import run_agent
 
     code = run_agent(parsed.run_dir, parsed.attempt, dict(parsed.target), parsed.path)
     # Without the interpreter's tear-down, in which torch's threads of a store may abort the process.
@@ -123,7 +123,7 @@ def _role(parsed: argparse.Namespace) -> int:
 
 
 def _fork_server(parsed: argparse.Namespace) -> int:
-    from rlhf_core.worker.fork_server_process import serve
+    from rlhf_core.worker.groups.fork_server_process import serve
 
     return serve(parsed.orders, parsed.answers, main)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from rlhf_core.appended_files import LineWriter
-from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.resources import Role

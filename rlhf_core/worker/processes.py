@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_core.main_memory import control_group
+from rlhf_core.machine.main_memory import control_group
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 _PR_SET_PDEATHSIG = 1

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 TARGETS: dict[Role, str] = {
     Role.TRAINER: "rlhf_core.training.trainers.run:run_trainer",
-    Role.EVALUATOR: "rlhf_core.training.evaluation:run_evaluator",
-    Role.ROLLOUT: "rlhf_core.training.rollouts.engine_process:run_engine",
+    Role.EVALUATOR: "rlhf_core.training.evaluation.evaluator:run_evaluator",
+    Role.ROLLOUT: "rlhf_core.training.rollouts.server.process:run_engine",
 }
 """The native targets. Roles without one need a target given to the agent."""
 
 COMMAND = "rlhf_core.worker.command.follower:run_command_trainer"
 """Follows a trainer that is another program."""
-PROBE = "rlhf_core.training.node_checks:run"
+PROBE = "rlhf_core.training.probes.node:run"
 """Measures a node."""
 WARM = "rlhf_core.training.warm:import_libraries"
 """Makes the imports of a native worker ahead of it."""
-CONTENT = "rlhf_core.training.content:check_content"
+CONTENT = "rlhf_core.training.probes.content:check_content"
 """Looks at the data before a run."""
 
 

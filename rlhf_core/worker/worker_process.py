@@ -17,17 +17,17 @@ from types import FrameType
 from typing import NoReturn
 
 from rlhf_core.errors import CheckpointCorrupt, DegenerateRl, RunDirError
-from rlhf_core.redaction import masked
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.text.redaction import masked
 from rlhf_core.training.types import NullReporter, Reporter, RoleResult, WorkerContext
-from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker import processes
-from rlhf_core.worker.collectives import answer_in_background
-from rlhf_core.worker.heartbeat import Beat, memory_folder
-from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.liveness.collectives import answer_in_background
+from rlhf_core.worker.liveness.heartbeat import Beat, memory_folder
+from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.roles import load_role, target_of
 
 SLOTS_VARIABLE = "RLHF_SLOTS"

@@ -66,12 +66,16 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
         "rlhf_core/schemas/journal.py", "import flows", "controller-without-prefect"
     ),
     "the reconciler asks Prefect itself": _wrong(
-        "rlhf_core/control/reconcile/actions.py", "from flows import flow_runs", "controller-without-prefect"
+        "rlhf_core/control/reconcile/actions.py",
+        "from flows.flow_runs import facts as flow_runs",
+        "controller-without-prefect",
     ),
     "a stage reaches up to a command": _wrong(
         "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors"
     ),
-    "the drawing in flows": _wrong("flows/artifacts.py", "from rlhf_core.control import curves", "flows-draw-nothing"),
+    "the drawing in flows": _wrong(
+        "flows/publishing/artifacts.py", "from rlhf_core.control.views import curves", "flows-draw-nothing"
+    ),
     "sqlalchemy in flows": _wrong("flows/tasks.py", "import sqlalchemy", "sqlalchemy-lives-in-history"),
     "alembic in cli": _wrong("rlhf_core/cli/main.py", "from alembic import command", "sqlalchemy-lives-in-history"),
     "submitit in launch": _wrong("rlhf_core/launch/start.py", "import submitit", "submitit-lives-in-scheduler"),
@@ -81,14 +85,16 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "history imports its sibling scheduler": _wrong(
         "rlhf_core/history/store.py", "from rlhf_core import scheduler", "floors"
     ),
-    "a schema climbs a floor": _wrong("rlhf_core/schemas/checks.py", "from rlhf_core import run_dir", "floors"),
+    "a schema climbs a floor": _wrong(
+        "rlhf_core/schemas/checks.py", "from rlhf_core.run_dir import run as run_dir", "floors"
+    ),
     "errors climb a floor": _wrong("rlhf_core/errors.py", "from rlhf_core.schemas import checks", "floors"),
     "a module that has no floor": _wrong("rlhf_core/foo.py", '"""Not placed on a floor."""', "floors"),
     "training imports history": _wrong(
-        "rlhf_core/training/data.py", "from rlhf_core.history import store", "compute-has-no-database"
+        "rlhf_core/training/data/loading.py", "from rlhf_core.history import store", "compute-has-no-database"
     ),
     "weight sync climbs to its trainers": _wrong(
-        "rlhf_core/weight_sync/base.py", "from rlhf_core.training import gathering", "floors"
+        "rlhf_core/weight_sync/base.py", "from rlhf_core.training.models import gathering", "floors"
     ),
     "worker imports the scheduler": _wrong(
         "rlhf_core/worker/roles.py", "import rlhf_core.scheduler", "compute-has-no-database"
@@ -100,7 +106,9 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
         "rlhf_core/training/algorithms/grpo.py", "import deepspeed", "only-trainers-know-deepspeed"
     ),
     "a data module reaches deepspeed through the engine": _wrong(
-        "rlhf_core/training/data.py", "from rlhf_core.training.trainers import engine", "only-trainers-know-deepspeed"
+        "rlhf_core/training/data/loading.py",
+        "from rlhf_core.training.trainers import engine",
+        "only-trainers-know-deepspeed",
     ),
     "diagnosis looks at files": _wrong("rlhf_core/diagnosis/classify.py", "import pathlib", "diagnosis-is-pure"),
     "diagnosis looks at the clock": _wrong(

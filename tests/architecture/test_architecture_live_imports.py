@@ -60,11 +60,11 @@ def test_the_control_plane_imports_without_torch() -> None:
 @pytest.mark.training
 def test_the_compute_tower_imports_without_the_control_libraries() -> None:
     # Loaded by the ranks of other programs, and by vLLM.
-    left_out = ["rlhf_core.worker.command.in_rank", "rlhf_core.training.rollouts.vllm_worker"]
+    left_out = ["rlhf_core.worker.command.in_rank", "rlhf_core.training.rollouts.vllm.worker"]
     done = _import_all(["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"], left_out, CONTROL_LIBRARIES)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {"rlhf_core.training.trainers.online", "rlhf_core.worker.agent"} <= imported
+    assert {"rlhf_core.training.trainers.online", "rlhf_core.worker.agent.agent"} <= imported
 
 
 def test_the_blocker_blocks() -> None:

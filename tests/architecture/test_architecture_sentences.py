@@ -133,11 +133,11 @@ def importers(package: str, *, late: bool) -> set[str]:
 
 def test_elastic_alone_imports_torch_as_it_is_loaded() -> None:
     assert importers("torch", late=False) == {"elastic.py"}
-    assert importers("torch", late=True) == {"agent_store.py"}
+    assert importers("torch", late=True) == {"store.py"}
     assert importers("rlhf_core.worker.groups.elastic", late=False) == set(), "so that an agent begins without torch"
     sentence = " ".join((elastic.__doc__ or "").split())
     assert "the only module of the agent that imports torch when it is loaded" in sentence
-    assert "``agent_store.py``" in sentence
+    assert "``channel/store.py``" in sentence
 
 
 def test_roles_alone_names_functions_of_training() -> None:

@@ -47,7 +47,7 @@ def version_bytes(shape: Sequence[int], rank: int) -> int:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from rlhf_core.schemas.model import LoraSpec
-    from rlhf_core.training.adapters import add_adapter
+    from rlhf_core.training.models.adapters import add_adapter
     from rlhf_core.training.rollouts.engine_adapter import given_shapes
     from rlhf_core.weight_sync.layout import entries_of
 
@@ -95,7 +95,7 @@ def operations(tokens: int, width: int, kind: str, rank: int) -> tuple[float, fl
     import torch
     from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 
-    from rlhf_core.training.rollouts.vllm_adapter import add_product
+    from rlhf_core.training.rollouts.vllm.adapter import add_product
 
     torch.set_num_threads(1)
     dtype = getattr(torch, kind)

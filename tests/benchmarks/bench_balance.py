@@ -10,7 +10,7 @@ import argparse
 import random
 from statistics import median
 
-from rlhf_core.training.partition import balanced
+from rlhf_core.training.data.micro_batches import balanced
 
 LONGEST, SAMPLES = 256, 8
 SIZES = ((2, 8), (8, 32), (8, 64), (8, 128), (32, 128), (32, 512))

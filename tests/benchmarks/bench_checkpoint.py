@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from bench_train import FIFTY_MILLION
 from rank_launcher import TINY_MODEL, make_context
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.training.checkpoints.memory.copies import PEER
+from rlhf_core.training.checkpoints.memory.peer_copies import PeerCopies
+from rlhf_core.training.checkpoints.memory.peer_transfer import PartReceiver
 from rlhf_core.training.distributed import Ranks, init_process_group
-from rlhf_core.training.memory_copies import PEER
-from rlhf_core.training.peer_copies import PeerCopies
-from rlhf_core.training.peer_transfer import PartReceiver
 from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.run import train_run
 from rlhf_core.training.types import WorkerContext

@@ -27,9 +27,9 @@ from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_core.diagnosis import log_diagnosis
+from rlhf_core.diagnosis.logs import search as log_diagnosis
+from rlhf_core.diagnosis.logs.raised_errors import TABLES, Tables
 from rlhf_core.diagnosis.policy import ALLOWED_BY_SPEC, RULES, decide_in_place, decide_next
-from rlhf_core.diagnosis.raised_errors import TABLES, Tables
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.supervision import SuperviseSpec
 

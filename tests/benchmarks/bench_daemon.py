@@ -23,11 +23,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from history_tools import RunFiles  # noqa: E402
 
+from rlhf_core.config.site import load_site  # noqa: E402
 from rlhf_core.control.ingester import Ingester  # noqa: E402
 from rlhf_core.history import queries  # noqa: E402
 from rlhf_core.history.store import HistoryStore  # noqa: E402
 from rlhf_core.schemas.attempts import RunState  # noqa: E402
-from rlhf_core.site_config import load_site  # noqa: E402
 
 NUM_KEYS = 30
 """Metrics of a step, as a GRPO run of this project has."""

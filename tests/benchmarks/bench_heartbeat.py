@@ -9,7 +9,7 @@ import sys
 import timeit
 
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.worker.heartbeat import Beat, SlotFile
+from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
 
 LIMIT_NS = 1000.0
 CALLS = 100_000

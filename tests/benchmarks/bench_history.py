@@ -40,7 +40,7 @@ from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.watchdog.ingest import sync
 
 NUM_STEPS = 4000

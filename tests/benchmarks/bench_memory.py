@@ -42,11 +42,11 @@ def measured(
     from rlhf_core.schemas.loops import OptimizerSpec
     from rlhf_core.schemas.model import LoraSpec
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training.adapters import add_adapter
-    from rlhf_core.training.batches import collate
+    from rlhf_core.training.data.batches import collate
+    from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.distributed import init_process_group
-    from rlhf_core.training.models import PolicyModel, build_causal_lm
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.models.adapters import add_adapter
+    from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
     from rlhf_core.training.trainers import engine as engine_module
 
     importlib.import_module("peft")  # a library, counted as one

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.attempt_dir import RestartDir
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

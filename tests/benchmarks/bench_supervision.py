@@ -31,17 +31,17 @@ from typing import get_args
 import psutil
 from bench_heartbeat import LIMIT_NS, measure
 
-from rlhf_core import config
-from rlhf_core.appended_files import read_models
+from rlhf_core.config import loading as config
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import write_model
 from rlhf_core.launch.prepare import prepare
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.health import HealthRule
 from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.whole_files import write_model
-from rlhf_core.worker.heartbeat import Beat, SlotFile
-from rlhf_core.worker.inspection import inspect_workers
-from rlhf_core.worker.telemetry import Telemetry
+from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
+from rlhf_core.worker.liveness.inspection import inspect_workers
+from rlhf_core.worker.telemetry.node import Telemetry
 
 NUM_RANKS = 2
 WARM_UP = 5

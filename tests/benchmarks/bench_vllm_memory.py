@@ -43,11 +43,11 @@ def main() -> None:
     from rlhf_core.schemas.model import LoraSpec
     from rlhf_core.schemas.rollouts import VllmSettings
     from rlhf_core.schemas.run import RunSpec
-    from rlhf_core.training.adapters import add_adapter
-    from rlhf_core.training.models import build_causal_lm
+    from rlhf_core.training.data.tokenizers import build_tokenizer
+    from rlhf_core.training.models.adapters import add_adapter
+    from rlhf_core.training.models.causal_lm import build_causal_lm
     from rlhf_core.training.rollouts.base import Sampling
-    from rlhf_core.training.rollouts.vllm_engine import VllmEngine
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 
     config = {
         "model_type": "qwen3",

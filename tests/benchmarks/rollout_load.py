@@ -24,14 +24,14 @@ import torch.distributed as dist
 from core_models import char_tokenizer, tiny_model
 from rank_launcher import make_context, tiny_spec
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts import remote
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.dispatch import Dispatcher
-from rlhf_core.training.rollouts.engine_process import run_engine
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote import engine as remote
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
+from rlhf_core.training.rollouts.server.process import run_engine
 from rlhf_core.training.types import Completion, NullReporter
 
 MODEL = {

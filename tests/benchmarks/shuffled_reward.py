@@ -2,7 +2,7 @@
 
 import random
 
-from rlhf_core.training.rewards import exact_match
+from rlhf_core.training.rewards.functions import exact_match
 
 
 def shuffled_exact_match(

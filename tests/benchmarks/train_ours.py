@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import train_load
 from rank_launcher import make_context
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.training.distributed import init_process_group
 from rlhf_core.training.rollouts import transformers_engine

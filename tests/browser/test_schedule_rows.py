@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 from prefect_template import give_prefect_database
 
-from flows import server_app
+from flows.server import app as server_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ async def plan() -> None:
 asyncio.run(plan())
 """
 
-AS_HERE = "from flows.server_app import let_schedules_be_inserted\nlet_schedules_be_inserted()\n"
+AS_HERE = "from flows.server.app import let_schedules_be_inserted\nlet_schedules_be_inserted()\n"
 
 
 def plan(home: Path, code: str) -> "subprocess.CompletedProcess[str]":

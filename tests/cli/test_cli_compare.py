@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, whole_run
 
-from rlhf_core.cli.compare_command import sparklines
+from rlhf_core.cli.commands.compare import sparklines
 from rlhf_core.cli.main import execute
+from rlhf_core.config.site import load_site
+from rlhf_core.files.whole import write_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import at_last_common_step, config_differences, evaluations
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.whole_files import write_model
 
 
 @pytest.fixture

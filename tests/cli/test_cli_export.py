@@ -15,13 +15,13 @@ import pytest
 from history_tools import RunFiles, at, postgres, whole_run
 
 from rlhf_core.cli.main import execute
-from rlhf_core.config import load
+from rlhf_core.config.loading import load
+from rlhf_core.config.site import load_site
 from rlhf_core.history.queries import evaluation_samples
 from rlhf_core.history.queries.exports import curve_points, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 # The loss that RunFiles writes is 1 / step + attempt + restart / 10. Of the whole run, steps 1 and 2 of the first start

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, postgres, whole_run
 
-from rlhf_core.accounts import account
 from rlhf_core.cli.main import execute
+from rlhf_core.config.site import load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
+from rlhf_core.machine.accounts import account
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 

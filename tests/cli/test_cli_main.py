@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core import __version__
 from rlhf_core.cli import main, output
-from rlhf_core.config_fields import describe_fields
+from rlhf_core.config.fields import describe_fields
 from rlhf_core.errors import BadConfig, RunCancelled, RunFailed
 
 COMMANDS = (
@@ -57,7 +57,7 @@ def test_errors_on_purpose_are_their_message_and_exit_code(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("rlhf_core.site_config.load_site", fail)
+    monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
     assert main.execute(["runs"]) == code
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -70,7 +70,7 @@ def test_an_unexpected_error_is_one_sentence_and_a_file(
     def fail(*args: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("rlhf_core.site_config.load_site", fail)
+    monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     assert main.execute(["runs"]) == 1
     printed = capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlhf_core.site_config.load_site", interrupt)
+    monkeypatch.setattr("rlhf_core.config.site.load_site", interrupt)
     assert main.execute(["runs"]) == 130
 
 

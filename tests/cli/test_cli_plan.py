@@ -8,14 +8,14 @@ import pytest
 from control_fakes import FakeScheduler
 from history_tools import RunFiles
 
-from rlhf_core import config
 from rlhf_core.cli.main import execute
+from rlhf_core.config import loading as config
+from rlhf_core.config.site import load_site
+from rlhf_core.files.whole import write_model
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.stored_spec import StoredSpec
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.whole_files import write_model
 
 GIB = 2**30
 Plan = Callable[..., tuple[int, dict[str, Any]]]

@@ -7,12 +7,12 @@ import pytest
 from control_fakes import make_run
 
 from rlhf_core.cli import main
+from rlhf_core.config.site import load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import Owner
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"

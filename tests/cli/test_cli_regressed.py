@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, whole_run
 
-from flows.events import FlowRunRef, events_of
+from flows.publishing.events import FlowRunRef, events_of
 from flows.run import ended_well
 from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_output import summary_json
 from rlhf_core.cli.watching import headline, json_lines
-from rlhf_core.control.progress import RunReader
+from rlhf_core.config.site import load_site
 from rlhf_core.control.promotion import _results
-from rlhf_core.control.summary import summarise
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views.progress import RunReader
+from rlhf_core.control.views.summary import summarise
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
@@ -24,7 +25,6 @@ from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 FELL = {"name": "greedy", "metric": "exact_match", "before": 0.75, "after": 0.2}

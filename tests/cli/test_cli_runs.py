@@ -16,25 +16,25 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
 
-from rlhf_core.accounts import account, user_name
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import TerminalProgress
-from rlhf_core.config import load
-from rlhf_core.config_fields import describe_fields
-from rlhf_core.control.progress import RunReader, StepTimer, progress_of_poll
+from rlhf_core.config.fields import describe_fields
+from rlhf_core.config.loading import load
+from rlhf_core.config.site import load_site
+from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_poll
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner
+from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.presets import PRESETS
 from rlhf_core.render.progress import progress_text
 from rlhf_core.render.timeline import TimelineIncident
-from rlhf_core.run_dir import RunDir, run_dirs
+from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.resources import Role
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Printed = pytest.CaptureFixture[str]
@@ -385,15 +385,15 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
 def test_who_submits_and_watches_learns_how_it_ended(
     state: RunState, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    from flows.deployments import Submitted
+    from flows.deployments.registration import Submitted
 
     run_dir = make_run(load_site().runs_dir)
     journal = Journal(run_dir, 1)
     for step in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, state):
         journal.move_run(step, "because")
     asked = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
-    monkeypatch.setattr("flows.server_required.require", lambda site: "http://prefect")
-    monkeypatch.setattr("flows.deployments.submit_config", lambda *given, **named: asked)
+    monkeypatch.setattr("flows.server.required.require", lambda site: "http://prefect")
+    monkeypatch.setattr("flows.deployments.registration.submit_config", lambda *given, **named: asked)
     rlhf("submit", "quickstart", "--watch", expect=code)
     assert says in capsys.readouterr().err
 

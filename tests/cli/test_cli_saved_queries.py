@@ -7,9 +7,9 @@ import pytest
 from history_tools import RunFiles, whole_run
 
 from rlhf_core.cli.main import execute
+from rlhf_core.config.site import load_site
 from rlhf_core.history.saved_queries import saved
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
 
 

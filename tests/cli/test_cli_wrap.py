@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.cli import main
-from rlhf_core.config import load
+from rlhf_core.config.loading import load
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.command_trainer import CommandTrainer
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import config, config_fields, environments
 from rlhf_core.cli.starter_config import starter_config
+from rlhf_core.config import fields as config_fields
+from rlhf_core.config import loading as config
+from rlhf_core.machine import environments
 from rlhf_core.presets import PRESETS, drivers_folder
 from rlhf_core.render.config_text import as_toml
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, fill, named_placeholders

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import config, config_fields, site_config
+from rlhf_core.config import fields as config_fields
+from rlhf_core.config import loading as config
+from rlhf_core.config import site as site_config
 from rlhf_core.errors import BadConfig
 from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec

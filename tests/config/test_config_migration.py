@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import config
-from rlhf_core.cli.config_commands import migrated_text
+from rlhf_core.cli.commands.config import migrated_text
 from rlhf_core.cli.main import execute
+from rlhf_core.config import loading as config
 from rlhf_core.errors import BadConfig
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
 from rlhf_core.schemas.algorithms.supervised import SftSpec
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest

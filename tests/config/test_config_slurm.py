@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.site_config import load_site
 
 
 def test_a_run_speaks_over_its_site_and_lists_are_added(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
-from rlhf_core.diagnosis.log_diagnosis import find
-from rlhf_core.diagnosis.verdict import Verdict
+from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.diagnosis.logs.search import find
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase, WorkerOutcome

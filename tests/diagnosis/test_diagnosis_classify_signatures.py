@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis import code_locations, exceptions
 from rlhf_core.diagnosis.classify import read_log
-from rlhf_core.diagnosis.code_locations import CODE_LOCATIONS, CodeLocation
-from rlhf_core.diagnosis.evidence_parts import EvidencePart
-from rlhf_core.diagnosis.log_diagnosis import find
-from rlhf_core.diagnosis.log_lines import read_line
-from rlhf_core.diagnosis.signature import Signature
-from rlhf_core.diagnosis.signatures import SIGNATURES, match_line, may_tell
+from rlhf_core.diagnosis.logs import code_locations, exceptions
+from rlhf_core.diagnosis.logs.code_locations import CODE_LOCATIONS, CodeLocation
+from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.lines import read_line
+from rlhf_core.diagnosis.logs.search import find
+from rlhf_core.diagnosis.logs.signatures.row import Signature
+from rlhf_core.diagnosis.logs.signatures.table import SIGNATURES, match_line, may_tell
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
@@ -133,7 +133,7 @@ def test_each_location_explains_an_error_from_it(place: CodeLocation) -> None:
     ],
 )
 def test_of_a_frame_is_known_whose_code_it_is(path: str, package: str) -> None:
-    from rlhf_core.diagnosis.tracebacks import Frame
+    from rlhf_core.diagnosis.logs.tracebacks import Frame
 
     assert code_locations.package_of(Frame(path, "f", "")) == package
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from rlhf_core.diagnosis.imbalance import IN_A_ROW, JUDGE_EVERY_S, STEPS_QUIET_S, WINDOW_S, ImbalanceWatch
+from rlhf_core.diagnosis.telemetry.imbalance import IN_A_ROW, JUDGE_EVERY_S, STEPS_QUIET_S, WINDOW_S, ImbalanceWatch
 
 PERIOD_S = 2.0
 NODES = ("node1", "node2", "node3", "node4")

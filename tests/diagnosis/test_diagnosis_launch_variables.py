@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.diagnosis.node_checks import LAUNCH, Plan, compare
+from rlhf_core.diagnosis.nodes.checks import LAUNCH, Plan, compare
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 

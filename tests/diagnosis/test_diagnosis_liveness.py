@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import rank_status
 
-from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker, judge
+from rlhf_core.diagnosis.hangs.liveness import Condition, ConditionClock, GapTracker, judge
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec

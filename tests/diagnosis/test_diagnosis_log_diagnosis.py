@@ -5,9 +5,9 @@ The excerpts are shortened and partly reworded from public issues; the id of eac
 
 import pytest
 
-from rlhf_core.diagnosis import log_diagnosis
 from rlhf_core.diagnosis.classify import read_log
-from rlhf_core.diagnosis.log_diagnosis import events, find, find_error
+from rlhf_core.diagnosis.logs import search as log_diagnosis
+from rlhf_core.diagnosis.logs.search import events, find, find_error
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 SITE = "/opt/conda/lib/python3.10/site-packages"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis.node_checks import NODE_CHECKS, Plan, compare
-from rlhf_core.diagnosis.node_differences import differences
+from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS, Plan, compare
+from rlhf_core.diagnosis.nodes.differences import differences
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 

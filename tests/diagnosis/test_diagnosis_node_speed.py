@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis.node_speed import STEPS, Floors, better, judge_speed, needs_second_measurement
+from rlhf_core.diagnosis.nodes.speed import STEPS, Floors, better, judge_speed, needs_second_measurement
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
 

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from rlhf_core.diagnosis.node_strikes import BROKEN_FOR, HALF_LIFE, REMEMBERED, SUSPECT_FOR, Strike, standings
+from rlhf_core.diagnosis.nodes.strikes import BROKEN_FOR, HALF_LIFE, REMEMBERED, SUSPECT_FOR, Strike, standings
 from rlhf_core.schemas.failures import FailureKind
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -18,7 +18,7 @@ from rlhf_core.diagnosis.policy import (
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import with_changes
 from rlhf_core.schemas.supervision import SuperviseSpec
-from rlhf_core.training.checkpoint_soundness import training_part
+from rlhf_core.training.checkpoints.soundness import training_part
 
 SPEC = SuperviseSpec(max_restarts=3, max_attempts=3, backoff_s=30.0, max_backoff_s=600.0)
 HOPELESS = [

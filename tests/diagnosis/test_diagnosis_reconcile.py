@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis.reconcile import ActionKind, decide
-from rlhf_core.diagnosis.reconcile_facts import (
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, decide
+from rlhf_core.diagnosis.reconcile.facts import (
     FlowRunFacts,
     FlowState,
     JobFacts,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import rank_status
 
-from rlhf_core.diagnosis.liveness import GapTracker, Suspect, judge, suspect
-from rlhf_core.diagnosis.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
-from rlhf_core.diagnosis.verdict import blame
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, judge, suspect
+from rlhf_core.diagnosis.hangs.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
+from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus

@@ -3,7 +3,7 @@
 import pytest
 from test_diagnosis_liveness import rank
 
-from rlhf_core.diagnosis.verdict import blame
+from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase, RankStatus
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
-from rlhf_core import config_fields
-from rlhf_core.attempt_dir import AttemptDir, RestartDir
-from rlhf_core.checkpoint_dir import CheckpointDir
+from rlhf_core.config import fields as config_fields
 from rlhf_core.preflight.registry import CHECKS
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
 
 ROOT = Path(__file__).parents[2]

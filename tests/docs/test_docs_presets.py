@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import typer
 
-from rlhf_core import config
 from rlhf_core.cli.main import app
+from rlhf_core.config import loading as config
 from rlhf_core.presets import PRESETS
 
 FOLDER = Path(__file__).parents[2] / "infra" / "presets"

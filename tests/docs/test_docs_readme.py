@@ -20,7 +20,7 @@ def model_folder(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.data.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer("byte", (), 0)
     tokenizer.save_pretrained(folder)

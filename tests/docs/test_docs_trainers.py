@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config import load
+from rlhf_core.config.loading import load
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, SIGHTS, CommandTrainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"

@@ -80,7 +80,7 @@ def test_a_full_disk_at_checkpoint_time_loses_nothing(site: Site, small_disk: Pa
     assert [incident["failure_kind"] for incident in shown["incidents"]] == ["disk_full"]
     assert shown["decisions"][-1]["action"] == "stop"
     assert shown["checkpoints"], "the disk must have filled after the first checkpoint for this test to say anything"
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.run_dir.run import RunDir
 
     kept = RunDir(small_disk / run["run_id"]).checkpoints()
     assert [checkpoint.step for checkpoint in kept] == [row["step"] for row in shown["checkpoints"]]

@@ -8,7 +8,7 @@ from process_tools import until
 from site_files import options
 from sites import Site
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.reports import MetricsLine, SampleLine
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]

@@ -9,9 +9,9 @@ import pytest
 from process_tools import kill_tree, until
 from sites import Site, last_step
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.checkpoint_dir import checksum
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.checkpoint import checksum
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import SampleLine
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]

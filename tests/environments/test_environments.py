@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import environments
 from rlhf_core.cli import main
-from rlhf_core.environments import Definition, create, environment_folder, inspect
+from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
-from rlhf_core.site_config import load_site
+from rlhf_core.machine import environments
+from rlhf_core.machine.environments import Definition, create, environment_folder, inspect
 
 Begin = Callable[[Path], Path]
 TINY = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==1.0",), ("tinytrainer==1.0", "torch==1.0"))

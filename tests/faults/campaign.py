@@ -51,9 +51,9 @@ from fault_wrapped import PREFIX as OF_SCRIPTS
 from fault_wrapped import wrapped_scenarios
 from sites import last_step
 
-from rlhf_core.checkpoint_dir import checksum
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.checkpoint import checksum
+from rlhf_core.run_dir.run import RunDir
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 START_S = 240.0

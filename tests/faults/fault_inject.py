@@ -19,11 +19,11 @@ from fault_runs import DisturbedSite, Stuck, agent_pids, engines, program_ranks,
 from fault_services import Cluster, Postgres, PrefectServer
 from sites import last_step
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
-from rlhf_core.whole_files import read_model
 
 
 @dataclass(frozen=True)

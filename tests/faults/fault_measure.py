@@ -10,12 +10,12 @@ from fault_cases import Expected, Fault
 from fault_inject import Truth
 from fault_runs import at, events, restarts, steps
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.checkpoint_dir import checksum
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.checkpoint import checksum
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import DecisionMade, IncidentFound, JournalLine
-from rlhf_core.whole_files import read_model
 
 _SIGNS = {"suspect", "verdict", "worker_exited", "killed", "incident"}
 DEATH_LIMIT_S = 5.0

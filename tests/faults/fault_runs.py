@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import psutil
 from sites import Site
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.attempt_dir import RestartDir
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE

@@ -156,7 +156,7 @@ _BEAT_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def _patch_beats() -> None:
-    from rlhf_core.worker.heartbeat import Beat
+    from rlhf_core.worker.liveness.heartbeat import Beat
 
     plain, faults = Beat.beat, _mine("beat")
     slow = [_Slow(fault) for fault in _mine("slow")]
@@ -383,7 +383,7 @@ def _patch_sync() -> None:
 def _patch_probe() -> None:
     """An engine that shows other numbers than the trainer's in two syncs in a row, from the step of the fault on."""
     from rlhf_core.errors import StaleWeights
-    from rlhf_core.training.rollouts.engine_client import HttpEngineControl
+    from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 
     plain, begun = HttpEngineControl._require_given, Counter[str]()
 
@@ -403,9 +403,9 @@ def _engine_pid(rank: int) -> int:
     """Process id of the newest start of an engine: who listens where it has registered."""
     import psutil
 
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.files.whole import read_model
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.engines import EngineAddress
-    from rlhf_core.whole_files import read_model
 
     told = dict(zip(sys.argv, sys.argv[1:], strict=False))
     address = read_model(RunDir(Path(told["--run-dir"])).attempt(int(told["--attempt"])).engine(rank), EngineAddress)

@@ -16,11 +16,11 @@ from fault_services import Cluster
 from sites import last_step
 from slurm_cluster import WHY_NOT, missing_programs
 
+from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
-from rlhf_core.whole_files import read_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 

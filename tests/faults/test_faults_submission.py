@@ -14,7 +14,7 @@ from kill_points import Killed, Points
 from rlhf_core.allocation.planner import plan
 from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 
 

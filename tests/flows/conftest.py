@@ -10,11 +10,11 @@ from desk import Desk, Notes
 from folder_fixtures import for_folder
 from sites import Site
 
+from rlhf_core.config.site import load_site
 from rlhf_core.control import stages
-from rlhf_core.control.drawing import draw_in_process
+from rlhf_core.control.views.drawing import draw_in_process
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.site_config import load_site
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
 @pytest.fixture
 def blank_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish a picture without a drawing, which is most of the work of a flow that a test publishes."""
-    monkeypatch.setattr("flows.artifacts.draw_in_process", lambda run_dir: b"\x89PNG of nothing")
+    monkeypatch.setattr("flows.publishing.artifacts.draw_in_process", lambda run_dir: b"\x89PNG of nothing")
 
 
 @pytest.fixture
 def drawn_curves(blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the curves all the same, for a test that looks at them."""
-    monkeypatch.setattr("flows.artifacts.draw_in_process", draw_in_process)
+    monkeypatch.setattr("flows.publishing.artifacts.draw_in_process", draw_in_process)
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,17 @@ import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run
 from kill_points import Killed
 
+from rlhf_core.config.site import Site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.promotion import Question
 from rlhf_core.control.steps import drive
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.site_config import Site
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Ask = Callable[[Question], AbstractContextManager[None]]

@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_core.config.site import load_site
 from rlhf_core.control import cancel
 from rlhf_core.control.controller import Controller, Quiet, opened
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RlhfError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.journal import CancelStarted
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 

@@ -6,15 +6,15 @@ import pytest
 from control_fakes import FakeAgent
 from desk import Desk
 
+from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
-from rlhf_core.control.jobs import CANCEL_TIMEOUT_S
 from rlhf_core.errors import SchedulerError
+from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.whole_files import read_model
 
 
 def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, list[str]]:

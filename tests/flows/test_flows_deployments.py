@@ -15,19 +15,13 @@ import sites
 from process_tools import kill_tree, until
 from site_files import GRADER, SMALL
 
-from flows.deployments import (
-    SCHEDULE,
-    environment,
-    register,
-    register_presets,
-    submit,
-    submit_config,
-)
-from flows.flow_runs import RESUME_DEPLOYMENT
+from flows.deployments.registration import SCHEDULE, environment, register, register_presets, submit, submit_config
+from flows.deployments.work_pool import QUEUES
+from flows.flow_runs.facts import RESUME_DEPLOYMENT
 from flows.schedules import SKIP_IF_BUSY
-from flows.work_pool import QUEUES
-from rlhf_core import config
 from rlhf_core.cli.main import execute
+from rlhf_core.config import loading as config
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
 from rlhf_core.history.queries import show_run
 from rlhf_core.history.queries.controllers import run_of_flow_run
@@ -35,9 +29,8 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import Owner
 from rlhf_core.presets import PRESETS, preset_path
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.site_config import Site, load_site
 
 ROOT = Path(__file__).parents[2]
 LONG = [

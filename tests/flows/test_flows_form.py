@@ -7,12 +7,12 @@ import pytest
 
 from flows.form import Form, overrides_of, prefilled, read_form, settings_text
 from flows.run import rlhf_run
-from rlhf_core import config
-from rlhf_core.config_fields import describe_fields
+from rlhf_core.config import loading as config
+from rlhf_core.config.fields import describe_fields
+from rlhf_core.config.site import load_site
 from rlhf_core.control.controller import FlowRunLink, new_run
 from rlhf_core.control.snapshots import keep, kept_with
 from rlhf_core.errors import BadInput
-from rlhf_core.site_config import load_site
 
 SMALL = """
 name = "small"

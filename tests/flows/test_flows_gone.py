@@ -13,7 +13,7 @@ from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunDirError, RunDirGone, SchedulerError
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind

@@ -13,9 +13,9 @@ from flows import limits
 from flows.limits import LIMIT, run_slot
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
+from rlhf_core.files.whole import write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.whole_files import write_model
 
 
 @pytest.fixture

@@ -26,27 +26,27 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, te
 from prefect.states import Crashed
 from sites import START_TIMEOUT_S, Site
 
-from flows import artifacts, publisher
-from flows.artifacts import artifact_key
-from flows.events import FlowRunRef, events_of, publish_events, unpublished
+from flows.publishing import artifacts, publisher
+from flows.publishing.artifacts import artifact_key
+from flows.publishing.events import FlowRunRef, events_of, publish_events, unpublished
 from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
 from flows.tasks import MAX_TITLE, TaskRunner, shorten
-from rlhf_core.appended_files import read_models
-from rlhf_core.control import progress
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.steps import Step, drive, steps
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views import progress
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine
 from rlhf_core.schemas.resources import Placement, Role
-from rlhf_core.whole_files import write_model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
@@ -369,7 +369,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second attempt is planned to go without a node."""
-    from rlhf_core.control import planning
+    from rlhf_core.control.attempts import planning
 
     plan = planning.plan
 
@@ -377,7 +377,7 @@ def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
         found = plan(*arguments, **options)
         return found.model_copy(update={"excluded_nodes": ("node3",)}) if found.attempt > 1 else found
 
-    monkeypatch.setattr("rlhf_core.control.planning.plan", planned)
+    monkeypatch.setattr("rlhf_core.control.attempts.planning.plan", planned)
 
 
 def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:

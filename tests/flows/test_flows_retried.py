@@ -21,7 +21,7 @@ from rlhf_core.history.queries import show_run
 from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows import server, temporary_server
+from flows.server import settings as server
+from flows.server import temporary as temporary_server
 from rlhf_core.errors import PrefectUnavailable
 
 HEALTHY = """
@@ -77,7 +78,7 @@ def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, monke
 START_AND_WAIT = """
 import sys, time
 from pathlib import Path
-from flows import temporary_server
+from flows.server import temporary as temporary_server
 temporary_server._command = lambda port: [sys.executable, "-c", sys.argv[1], str(port)]
 url, process = temporary_server._start(Path(sys.argv[2]), 1, "rlhf:none")
 print(process.pid, flush=True)

@@ -9,13 +9,14 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed
 
-from rlhf_core.appended_files import read_models
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
@@ -25,7 +26,6 @@ from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.node_records import clear_node, node_standings
-from rlhf_core.whole_files import write_model
 
 
 def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:

@@ -14,20 +14,21 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
-from rlhf_core.control import cancel, jobs
+from rlhf_core.control import cancel
+from rlhf_core.control.attempts import jobs
+from rlhf_core.control.attempts.jobs import order_to_end
 from rlhf_core.control.controller import LEASE_RETRY_INTERVAL_S
-from rlhf_core.control.jobs import order_to_end
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
+from rlhf_core.files.whole import write_model
 from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControlEvent
 from rlhf_core.schemas.resources import Role
-from rlhf_core.whole_files import write_model
 
 
 def three_attempts(desk: Desk, run_dir: RunDir) -> None:

@@ -16,9 +16,9 @@ from control_fakes import checked_run
 from process_tools import until
 from sites import Site, go, starts, state_of
 
-from rlhf_core.accounts import account
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.machine.accounts import account
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.attempts import AttemptState, RunState
 

@@ -13,11 +13,12 @@ from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive, steps
 from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
+from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
 from rlhf_core.preflight.trial import Rung, trial_spec
-from rlhf_core.run_dir import RunDir, new_run_id, run_dirs
+from rlhf_core.run_dir.run import RunDir, new_run_id, run_dirs
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
@@ -27,7 +28,6 @@ from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import write_model
 
 NUM_NODES = 4
 CHANGED = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed", expected="a trial")

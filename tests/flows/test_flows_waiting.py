@@ -14,14 +14,14 @@ import pytest
 import sites
 from control_fakes import Clock
 
-from flows.deployments import Submitted, register, submit
+from flows.deployments.registration import Submitted, register, submit
 from flows.queue import what_it_waits_for
-from rlhf_core.accounts import account
-from rlhf_core.cli import deploy_commands
-from rlhf_core.cli.deploy_commands import STUCK_S, _await_beginning
+from rlhf_core.cli.commands import deploy as deploy_commands
+from rlhf_core.cli.commands.deploy import STUCK_S, _await_beginning
 from rlhf_core.cli.main import execute
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import RunCancelled, RunFailed, RunNotBegun
-from rlhf_core.site_config import Site, load_site
+from rlhf_core.machine.accounts import account
 
 Printed = pytest.CaptureFixture[str]
 

@@ -20,18 +20,18 @@ from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
-from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
+from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import HeldLease, Owner
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.site import RetentionSite
-from rlhf_core.whole_files import write_model
 
 DEAD = f"anna@{os.uname().nodename}:{psutil.pids()[-1]}:1.00"
 """A process of this machine that is known to be gone: nobody was there at the beginning of 1970."""

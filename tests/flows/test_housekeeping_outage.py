@@ -9,12 +9,12 @@ from history_tools import postgres
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
+from rlhf_core.config.site import load_site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.site_config import load_site
 
 
 @pytest.fixture

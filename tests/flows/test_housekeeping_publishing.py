@@ -18,15 +18,15 @@ from prefect.states import Crashed, Running
 from process_tools import until
 from sites import Site
 
-from flows.artifacts import Publication, artifact_key, publication_of, publish
-from flows.events import FlowRunRef, events_of, unpublished
-from flows.flow_runs import PrefectFlowRuns
+from flows.flow_runs.facts import PrefectFlowRuns
+from flows.publishing.artifacts import Publication, artifact_key, publication_of, publish
+from flows.publishing.events import FlowRunRef, events_of, unpublished
 from flows.run import rlhf_run
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.control.steps import drive
-from rlhf_core.control.timeline import read_timeline
-from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
-from rlhf_core.run_dir import RunDir
+from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind

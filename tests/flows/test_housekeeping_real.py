@@ -14,17 +14,17 @@ from sites import Site, go, starts, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from flows import reconcile as housekeeping
-from flows.flow_runs import ADOPTED_TAG, PrefectFlowRuns
+from flows.flow_runs.facts import ADOPTED_TAG, PrefectFlowRuns
 from flows.run import rlhf_run
+from rlhf_core.config.site import load_site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
-from rlhf_core.diagnosis import reconcile
-from rlhf_core.diagnosis.reconcile import ActionKind
+from rlhf_core.diagnosis.reconcile import decisions as reconcile
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.site_config import load_site
 
 pytestmark = [
     pytest.mark.site,

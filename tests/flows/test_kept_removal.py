@@ -17,18 +17,18 @@ from desk import Desk
 from history_tools import remove_run
 from sites import Site
 
-from flows.deployments import register, submit
-from flows.flow_runs import PrefectFlowRuns
+from flows.deployments.registration import register, submit
+from flows.flow_runs.facts import PrefectFlowRuns
 from rlhf_core.control import snapshots as kept
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
+from rlhf_core.files.whole import read_model, remove_tree, write_model
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.site import RetentionSite
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.watcher import record
-from rlhf_core.whole_files import read_model, remove_tree, write_model
 
 DAYS = 30
 

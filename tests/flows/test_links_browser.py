@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from signing_in import page_of
 from sites import Site
 
-from flows.artifacts import artifact_key
+from flows.publishing.artifacts import artifact_key
 from flows.run import run_in_prefect
 from rlhf_core.cli.main import execute
 from rlhf_core.control.controller import opened

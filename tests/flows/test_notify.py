@@ -15,9 +15,9 @@ from prefect.events import emit_event
 
 from flows import notify
 from flows.notify import PREFIX, register, send_test
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
 from rlhf_core.schemas.site import NotifySite, Occasion
-from rlhf_core.site_config import Site, load_site
 
 SECRET = "T0KEN-that-nobody-may-see"
 

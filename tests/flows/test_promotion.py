@@ -17,18 +17,19 @@ from desk import Ask, Desk
 from kill_points import Killed, Points
 from made_reports import checkpoint_manifest
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.checkpoint_dir import checksum
 from rlhf_core.control import approval as answering
 from rlhf_core.control import promotion
 from rlhf_core.control.approval import answer_promotion
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.history import queries
 from rlhf_core.launch import lease, promote
 from rlhf_core.launch.journal import PromotionRecord, read_record
 from rlhf_core.launch.promote import damage, give_answer, promoted_folder
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.checkpoint import checksum
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import utc_now
@@ -36,7 +37,6 @@ from rlhf_core.schemas.journal import JournalLine, PromotionMoved
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import read_model, write_model, write_text
 
 
 def asked(**promote: Any) -> RunSpec:

@@ -25,11 +25,11 @@ from flows import gate as approval
 from flows.limits import LIMIT
 from flows.run import run_in_prefect
 from rlhf_core.control.controller import Controller
-from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import TTL_S
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.text.formatting import THROUGH_PREFECT
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ from datetime import timedelta
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows.events import MAX_AGE, FlowRunRef, PrefectEvent, events_of
-from rlhf_core.appended_files import LineWriter
+from flows.publishing.events import MAX_AGE, FlowRunRef, PrefectEvent, events_of
 from rlhf_core.control.steps import drive
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.files.appended import LineWriter
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind

@@ -8,12 +8,12 @@ from control_fakes import NODE, FakeAgent, make_run, make_spec
 from desk import Desk
 
 from rlhf_core.control.steps import drive
-from rlhf_core.control.timeline import read_checks, read_timeline
+from rlhf_core.control.views.timeline import read_checks, read_timeline
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.launch.journal import read_record
 from rlhf_core.render.evidence import LOG_LINES, STACK_LINES
 from rlhf_core.render.markdown import MAX_INCIDENTS, incidents_markdown
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind

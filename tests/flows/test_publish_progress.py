@@ -7,10 +7,10 @@ import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 from desk import Desk
 
-from rlhf_core.control.progress import RunReader, StepTimer, progress_of_poll
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views.progress import RunReader, StepTimer, progress_of_poll
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.render.markdown import progress_markdown
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind

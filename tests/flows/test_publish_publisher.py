@@ -8,11 +8,11 @@ import pytest
 from control_fakes import Clock, FakeAgent
 from desk import Desk
 
-from flows import publisher
-from flows.artifacts import CURVES_INTERVAL_S, Publication
-from flows.events import FlowRunRef
-from flows.publisher import Publisher
-from rlhf_core.run_dir import RunDir
+from flows.publishing import publisher
+from flows.publishing.artifacts import CURVES_INTERVAL_S, Publication
+from flows.publishing.events import FlowRunRef
+from flows.publishing.publisher import Publisher
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 
 FLOW_RUN = FlowRunRef("0d6f2a5e-0000-0000-0000-000000000000", "a flow run")

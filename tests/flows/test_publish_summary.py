@@ -2,7 +2,7 @@
 
 from desk import Desk
 
-from rlhf_core.control.summary import summarise
+from rlhf_core.control.views.summary import summarise
 from rlhf_core.render.summary import interval, signed, summary_markdown
 from rlhf_core.schemas.attempts import RunState
 

@@ -11,8 +11,8 @@ from prefect.client.orchestration import get_client
 from prefect.states import Failed, Running, Scheduled
 from sites import Site
 
-from flows import requests
-from flows.flow_runs import RUN_FLOW
+from flows.deployments import requests
+from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
 from rlhf_core.cli.main import execute
 from rlhf_core.schemas.base import utc_now

@@ -17,9 +17,9 @@ from process_tools import until
 from sites import Site
 
 from flows import schedules as skipping
-from flows.flow_runs import RUN_FLOW
+from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from rlhf_core.errors import IllegalMove
 from rlhf_core.history.queries import show_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.watchdog.ingest import sync

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, whole_run
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import DatabaseUnavailable
+from rlhf_core.files.appended import LineWriter
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.writers import metric_rows

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flows.services import SERVICES
-from rlhf_core.site_config import load_site
+from rlhf_core.config.site import load_site
 
 INFRA = Path(__file__).parents[2] / "infra"
 UNITS = sorted((INFRA / "systemd").glob("*.service"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run
 
-from rlhf_core.appended_files import LineWriter, read_models
 from rlhf_core.errors import IllegalMove, JournalDamaged, LeaseLost, RunDirError
-from rlhf_core.journal_reader import scan_journal
+from rlhf_core.files.appended import LineWriter, read_models
 from rlhf_core.launch.journal import Journal, fold, read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.journal import scan_journal
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.journal import JOURNAL_VERSION, AttemptPlanned, JournalLine, RunMoved
 from rlhf_core.schemas.resources import Placement
@@ -274,5 +274,5 @@ def test_the_line_after_one_cut_short_is_found_in_the_next_block(
 ) -> None:
     as_written_by_0_1(completed(run_dir))
     whole = [found.line for found in scan_journal(run_dir.control)]
-    monkeypatch.setattr("rlhf_core.appended_files.read_lines.__defaults__", (0, 1))  # a block for each line
+    monkeypatch.setattr("rlhf_core.files.appended.read_lines.__defaults__", (0, 1))  # a block for each line
     assert [found.line for found in scan_journal(run_dir.control)] == whole

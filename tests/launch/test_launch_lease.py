@@ -18,10 +18,10 @@ from control_fakes import Clock
 from history_tools import postgres
 from process_tools import until
 
-from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire, known_dead, refuse_if_driven
+from rlhf_core.machine.accounts import user_name
 
 RUN = "small-20260101-000000-abcdef"
 

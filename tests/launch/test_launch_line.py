@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.launch_line import LaunchLine, read_launch_line
+from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 
 LINES = {
     # line: launcher, options of the launcher, program, some of its arguments

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from control_fakes import make_spec
 
-from rlhf_core.appended_files import read_models
 from rlhf_core.errors import BadConfig, RunDirError
+from rlhf_core.files.appended import read_models
 from rlhf_core.launch.prepare import (
     absolute_paths,
     git_revision,
@@ -16,7 +16,7 @@ from rlhf_core.launch.prepare import (
     program_revision,
     user_modules,
 )
-from rlhf_core.run_dir import is_run_id, new_run_id, run_dirs
+from rlhf_core.run_dir.run import is_run_id, new_run_id, run_dirs
 from rlhf_core.schemas.journal import JournalLine
 
 

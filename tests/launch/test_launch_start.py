@@ -7,13 +7,13 @@ from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 from kill_points import Killed
 
 from rlhf_core.allocation.planner import plan
+from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import agent_command, job_request, record_plan, submit_once
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.whole_files import read_model
 
 
 @pytest.fixture

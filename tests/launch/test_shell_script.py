@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.shell_script import MAX_CHARACTERS, ShellCommand, read_shell
+from rlhf_core.shell.script import MAX_CHARACTERS, ShellCommand, read_shell
 
 SWIFT = """
 # before: swift rollout --model x

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from control_fakes import make_spec
 
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.site_names import for_site
 from rlhf_core.launch.prepare import absolute_paths
-from rlhf_core.site_config import Site, load_site
 
 OLD, NEW, OTHER = "rm-20260101-000000-abcdef", "rm-20260102-000000-000000", "rm-b-20270101-000000-000000"
 

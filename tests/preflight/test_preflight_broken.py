@@ -14,7 +14,7 @@ from control_fakes import FakeScheduler
 from test_preflight_checks import healthy
 from test_preflight_command import SIDE, command
 
-from rlhf_core import config
+from rlhf_core.config import loading as config
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.prepare import absolute_paths
 from rlhf_core.preflight import gather_facts

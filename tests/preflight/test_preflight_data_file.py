@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.data_files import template_columns
+from rlhf_core.files.data_rows import template_columns
 from rlhf_core.preflight.data_file import SHOWN, scan
 from rlhf_core.schemas.data import DataSpec
 
@@ -150,7 +150,7 @@ def test_the_nodes_would_say_the_same(tmp_path: Path, line: str) -> None:
     """Each side reads the data with its own code: they must agree on valid rows."""
     from rlhf_core.errors import BadData
     from rlhf_core.schemas.run import RunSpec
-    from rlhf_core.training.data import load_rows
+    from rlhf_core.training.data.loading import load_rows
 
     path = write(tmp_path / "a.jsonl", GOOD, line)
     spec = RunSpec.model_validate(

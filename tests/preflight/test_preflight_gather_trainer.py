@@ -10,7 +10,7 @@ import pytest
 from control_fakes import FakeScheduler
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
-from rlhf_core.interpreters import find_program, interpreter_of
+from rlhf_core.machine.interpreters import find_program, interpreter_of
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.facts import TrainerSide
 from rlhf_core.preflight.gather_facts import Surroundings

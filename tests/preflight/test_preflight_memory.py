@@ -252,7 +252,7 @@ def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: p
     """Counted in the trainer's own loop over a vocabulary of this size, with the layer itself left out."""
     import torch
 
-    from rlhf_core.training import models
+    from rlhf_core.training.models import causal_lm as models
 
     rows: list[int] = []
 
@@ -445,9 +445,9 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
     """Every tensor that the backward pass of a small Qwen3 holds on to, but for the weights, is counted once."""
     import torch
 
-    from rlhf_core.training.adapters import add_adapter
-    from rlhf_core.training.models import PolicyModel, build_causal_lm
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.data.tokenizers import build_tokenizer
+    from rlhf_core.training.models.adapters import add_adapter
+    from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
 
     config = {
         "model_type": "qwen3",

@@ -7,8 +7,8 @@ import pytest
 from control_fakes import FakeScheduler
 from test_preflight_checks import healthy, with_spec
 
-from rlhf_core import config
 from rlhf_core.allocation.planner import plan
+from rlhf_core.config import loading as config
 from rlhf_core.preflight.facts import Baseline, DataFile, Facts
 from rlhf_core.preflight.memory import GIB, shape_of
 from rlhf_core.preflight.predictions import predict

@@ -11,14 +11,14 @@ from typing import Any
 
 from slurm_cluster import throwaway
 
-from rlhf_core.config import load
+from rlhf_core.config.loading import load
+from rlhf_core.config.site import Site
 from rlhf_core.control.node_probe import probe_nodes
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.site_config import Site
 
 NUM_NODES = 4
 ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5"}\n'

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.redaction import carries_secret, is_secret_name, keyed_hash, masked, secrets_in
+from rlhf_core.text.redaction import carries_secret, is_secret_name, keyed_hash, masked, secrets_in
 
 CANARY = "c4nary7Zq9Lw2Xv8Tb3Rn5"
 

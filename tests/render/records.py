@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import config
+from rlhf_core.config import loading as config
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.series import Curve
 from rlhf_core.render.timeline import timeline_from_rows
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
 START = datetime(2026, 11, 20, 14, 3, 7, tzinfo=UTC)

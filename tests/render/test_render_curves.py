@@ -7,12 +7,12 @@ from pathlib import Path
 from control_fakes import FakeAgent, make_run, make_spec
 from PIL import Image
 
-from rlhf_core.control.curves import effective_curves, marks_of
-from rlhf_core.control.drawing import draw_in_process
+from rlhf_core.control.views.curves import effective_curves, marks_of
+from rlhf_core.control.views.drawing import draw_in_process
 from rlhf_core.render.curves_image import draw, plots_of
 from rlhf_core.render.line_plots import LEARNING
 from rlhf_core.render.series import Marks
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import FailureKind
 
 ALL_STEPS = 20_000

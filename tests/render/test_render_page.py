@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import records
 
-from rlhf_core import config
+from rlhf_core.config import loading as config
 from rlhf_core.presets import PRESETS
 from rlhf_core.render import charts, line_plots, run_page
 from rlhf_core.render.config_text import as_toml

@@ -7,11 +7,11 @@ import pytest
 from history_tools import RunFiles, at, database_url, runs, store
 
 from rlhf_core.cli import watching
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.timeline import FirstStep, Timeline, TimelineIncident, incident_text, timeline_from_rows
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.watchdog.ingest import sync

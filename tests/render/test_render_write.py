@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from history_tools import RunFiles, whole_run
 
-from rlhf_core import site_config
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.cli.main import execute
+from rlhf_core.config import site as site_config
 from rlhf_core.errors import UnknownRun
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import remove_tree
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.gather import _evidence, gather
 from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.render.run_page import write_report
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
 from rlhf_core.schemas.journal import PromotionMoved, StageEnded, StageStarted
 from rlhf_core.schemas.reports import SampleLine
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.whole_files import remove_tree
 
 
 @pytest.fixture

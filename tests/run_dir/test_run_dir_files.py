@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from made_reports import checkpoint_manifest
 
-from rlhf_core.appended_files import LineWriter, read_blocks, read_lines, read_models, read_tail
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import LineWriter, read_blocks, read_lines, read_models, read_tail
+from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, write_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.whole_files import RESERVE_BYTES, Reserve, claim, write_model
 
 
 def line(step: int) -> MetricsLine:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.appended_files import FilePosition, LineWriter, parse_lines, read_models, read_on
-from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.files.appended import FilePosition, LineWriter, parse_lines, read_models, read_on
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 from rlhf_core.worker.event_log import EventLog

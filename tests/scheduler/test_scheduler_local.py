@@ -16,10 +16,10 @@ from job_requests import job_request, run_id_of
 from process_tools import is_alive, until
 
 from rlhf_core.errors import BadInput, SubmissionFailed
+from rlhf_core.files.whole import read_model
 from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.resources import JOB_VARIABLE, Submission
-from rlhf_core.whole_files import read_model
 
 pytestmark = pytest.mark.end_to_end
 
@@ -94,7 +94,7 @@ import sys
 sys.path[:0] = {folders!r}
 from pathlib import Path
 from test_scheduler_local import LocalScheduler, make_request
-from rlhf_core.whole_files import write_model
+from rlhf_core.files.whole import write_model
 folder = Path({folder!r})
 write_model(folder / "submission.json", LocalScheduler().submit(make_request(folder, "daemon")))
 import os, signal

@@ -15,7 +15,7 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import record_plan, submit_once
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import JobRequest, JobState, slurm, slurm_queue
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.cluster import SlurmSpec

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run
 
-from flows import serving, temporary_server
-from rlhf_core import private_files
+from flows import serving
+from flows.server import temporary as temporary_server
 from rlhf_core.cli import doctor, output
+from rlhf_core.config.site import load_site
+from rlhf_core.files import private as private_files
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.scheduler import slurm_queue
-from rlhf_core.site_config import load_site
-from rlhf_core.worker.heartbeat import SlotFile, slots_folder
+from rlhf_core.worker.liveness.heartbeat import SlotFile, slots_folder
 
 OTHER = 65534
 """User and group that nothing else belongs to."""
@@ -129,7 +130,7 @@ def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.M
         temporary_server._start(place, log.fileno(), "rlhf:secret")
     assert mode(made) == 0o600
     monkeypatch.setattr("uvicorn.run", lambda *arguments, **options: (place / "served").write_text("key"))
-    monkeypatch.setattr("flows.server_app.create_app", lambda names: None)
+    monkeypatch.setattr("flows.server.app.create_app", lambda names: None)
     monkeypatch.setattr(serving, "require_free_port", lambda site: None)
     monkeypatch.setattr(serving, "_beat_while_answering", lambda url, beat: None)
     serving._serve_server(load_site({"RLHF_HOME": str(place / "home")}), lambda: None)

@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 
 from rlhf_core.cli.main import app
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.lost_directory import abandon
 from rlhf_core.errors import RunDirGone
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.start import job_request, record_plan, submit_once
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, in_order, job_marker
-from rlhf_core.site_config import Site, load_site
 from rlhf_core.watchdog.watcher import record
 
 pytestmark = pytest.mark.end_to_end

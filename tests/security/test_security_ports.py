@@ -29,15 +29,15 @@ from rlhf_core.schemas.agent_messages import AgreedStep, GroupOrders, NodeState,
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role, job_marker
-from rlhf_core.worker.agent_store import candidate_ports
-from rlhf_core.worker.signing import MessageSigner
+from rlhf_core.worker.channel.signing import MessageSigner
+from rlhf_core.worker.channel.store import candidate_ports
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 TARGETS = Path(__file__).parent / "targets"
 CREDULOUS = """
 import sys
-from rlhf_core.worker.signing import MessageSigner
+from rlhf_core.worker.channel.signing import MessageSigner
 MessageSigner.verify = lambda self, key, sender, message: message.rpartition("\\n")[2]
 from rlhf_core.worker.__main__ import main
 sys.exit(main(sys.argv[1:]))
@@ -121,7 +121,7 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
         "import os, stat, sys, tempfile\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "os.access = lambda *anything: False\n"  # no /dev/shm
-        "from rlhf_core.worker.heartbeat import slots_folder\n"
+        "from rlhf_core.worker.liveness.heartbeat import slots_folder\n"
         "print(slots_folder())\n"
     )
 
@@ -240,13 +240,13 @@ def test_no_state_of_a_run_is_read_with_pickle() -> None:
     other end of. The trainer never unpickles what comes back.
     """
     root = Path(__file__).parents[2] / "rlhf_core"
-    spoken_to = root / "training" / "reward_worker.py"
+    spoken_to = root / "training" / "rewards" / "worker.py"
     for path in sorted([*(root / "worker").rglob("*.py"), *(root / "training").rglob("*.py")]):
         text = path.read_text(encoding="utf-8")
         if path == spoken_to:
             assert text.count("pickle.loads") == 1
             continue
-        if path.name == "reward_process.py":
+        if path == spoken_to.with_name("process.py"):
             text = text.replace("import pickle", "").replace("pickle.dumps(", "").replace("pickle.HIGHEST_PROTOCOL", "")
         for forbidden in (
             "pickle.load",

@@ -16,12 +16,14 @@ from control_fakes import FakeScheduler, make_run, make_spec
 from history_tools import whole_run
 from pydantic import ValidationError
 
-from flows.flow_run_ended import _run_of
+from flows.flow_runs.ended import _run_of
+from flows.flow_runs.task_runs import _stage
 from flows.form import read_form
 from flows.run import run_of_the_form
-from flows.task_runs import _stage
-from rlhf_core import config
 from rlhf_core.cli import main
+from rlhf_core.config import loading as config
+from rlhf_core.config.site import load_site
+from rlhf_core.config.toml_files import MAX_CONFIG_BYTES, read_toml
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import BadConfig, BadInput, DatabaseUnavailable, RunDirError, SchedulerError
@@ -30,7 +32,7 @@ from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import absolute_paths, prepare
-from rlhf_core.run_dir import RunDir, is_run_id, run_dirs
+from rlhf_core.run_dir.run import RunDir, is_run_id, run_dirs
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.scheduler.local import LocalScheduler
@@ -38,8 +40,6 @@ from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.site_config import load_site
-from rlhf_core.toml_files import MAX_CONFIG_BYTES, read_toml
 
 ID = "sort-20260301-120000-a1b2c3"
 NO_IDS = (

@@ -14,18 +14,18 @@ from types import FrameType
 import pytest
 from history_tools import RunFiles, new_sqlite, whole_run
 
-from rlhf_core import files
-from rlhf_core.appended_files import FilePosition, parse_lines, read_blocks, read_lines, read_on, read_tail
-from rlhf_core.checkpoint_dir import checksum
 from rlhf_core.errors import JournalDamaged, RunDirError
-from rlhf_core.files import FileLine, UnfitFile, open_regular, read_document
+from rlhf_core.files import reading as files
+from rlhf_core.files.appended import FilePosition, parse_lines, read_blocks, read_lines, read_on, read_tail
+from rlhf_core.files.reading import FileLine, UnfitFile, open_regular, read_document
+from rlhf_core.files.whole import read_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.journal_reader import read_journal, remove_unfinished_line
+from rlhf_core.run_dir.checkpoint import checksum
+from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line
 from rlhf_core.schemas.reports import AttemptOutcome, MetricsLine
 from rlhf_core.watchdog.evidence import AttemptProgress
 from rlhf_core.watchdog.ingest import glance, rebuild, sync
-from rlhf_core.whole_files import read_model
 
 
 @contextlib.contextmanager

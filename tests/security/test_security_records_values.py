@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from rlhf_core.cli import main
+from rlhf_core.config.site import load_site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.errors import RlhfError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas import failures, journal, probe, reports, resources, run
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS
@@ -37,7 +38,6 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.resources import Placement, Submission
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import rebuild, sync
 
 HOSTILE: tuple[Any, ...] = (

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
-from rlhf_core.redaction import masked
 from rlhf_core.render.evidence import read_evidence
 from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.site import is_private
+from rlhf_core.text.redaction import masked
 from rlhf_core.worker import worker_process
-from rlhf_core.worker.evidence import save_log_tails
-from rlhf_core.worker.node_probe import Probe, ProbePlace
-from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.evidence.collection import save_log_tails
+from rlhf_core.worker.nodes.membership import Nodes
+from rlhf_core.worker.nodes.probe import Probe, ProbePlace
 
 CANARY = "c4nary7Zq9Lw2Xv8Tb3Rn5"
 

@@ -17,8 +17,8 @@ from signing_in import authorization, browser
 from site_stranger import as_stranger, needs_root, page_of_a_stranger
 from sites import Site
 
-from flows import temporary_server
-from flows.server_guards import MAX_BODY_BYTES
+from flows.server import temporary as temporary_server
+from flows.server.guards import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.end_to_end
 

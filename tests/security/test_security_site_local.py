@@ -19,24 +19,26 @@ import pytest
 from control_fakes import make_spec
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
-from flows import server, services, work_pool
+from flows import services
+from flows.deployments import work_pool
 from flows.gate import Approval
-from flows.server_guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
-from rlhf_core.accounts import account, attributed_here, user_name
+from flows.server import settings as server
+from flows.server.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from rlhf_core.cli.main import execute
+from rlhf_core.config.site import load_site
 from rlhf_core.control.approval import Answered
 from rlhf_core.errors import BadInput
-from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import agent_command
-from rlhf_core.run_dir import RunDir
+from rlhf_core.machine.accounts import account, attributed_here, user_name
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
 from rlhf_core.services import supervisord
 from rlhf_core.services.presence import ServiceState, alone, holding, look
 from rlhf_core.services.supervisord import Program, Supervisord
-from rlhf_core.site_config import load_site
+from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.watchdog.ingest import sync
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +272,7 @@ def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypa
     """The answer is recorded under the operating system's user, next to the name that the user claims."""
     monkeypatch.setenv("LOGNAME", "head-of-safety")
     given: list[str] = []
-    monkeypatch.setattr("rlhf_core.cli.run_commands.find_run", lambda *_: run_dir)
+    monkeypatch.setattr("rlhf_core.cli.commands.run.find_run", lambda *_: run_dir)
 
     def answers(
         _run_dir: object, _site: object, _store: object, _verdict: str, by: str, *_: object, **__: object

@@ -16,7 +16,7 @@ import pytest
 from job_requests import job_request
 from pydantic import ValidationError
 
-from rlhf_core import config
+from rlhf_core.config import loading as config
 from rlhf_core.errors import BadConfig, SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.passed_environment import PassedEnvironment

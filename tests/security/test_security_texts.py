@@ -20,12 +20,27 @@ from rich.console import Console
 
 from rlhf_core.cli import output, watching
 from rlhf_core.cli.main import execute
-from rlhf_core.control.progress import RunReader
+from rlhf_core.config.site import load_site
 from rlhf_core.control.promotion import Question
-from rlhf_core.control.summary import summarise
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control.views.progress import RunReader
+from rlhf_core.control.views.summary import summarise
+from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.errors import BadInput
-from rlhf_core.escaping import (
+from rlhf_core.files.whole import write_model
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.model_card import model_card
+from rlhf_core.render.markdown import checks_markdown, incidents_markdown, progress_markdown
+from rlhf_core.render.progress import RunProgress
+from rlhf_core.render.summary import summary_markdown
+from rlhf_core.render.timeline import decision_text
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
+from rlhf_core.schemas.promotion import ModelProvenance
+from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample
+from rlhf_core.text.escaping import (
     csv_cell,
     json_text,
     markdown,
@@ -36,22 +51,7 @@ from rlhf_core.escaping import (
     visible,
     yaml_scalar,
 )
-from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.model_card import model_card
-from rlhf_core.render.markdown import checks_markdown, incidents_markdown, progress_markdown
-from rlhf_core.render.progress import RunProgress
-from rlhf_core.render.summary import summary_markdown
-from rlhf_core.render.timeline import decision_text
-from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
-from rlhf_core.schemas.promotion import ModelProvenance
-from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample
-from rlhf_core.site_config import load_site
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.whole_files import write_model
 
 RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 ACTS = re.compile(

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from prefect_template import give_prefect_database
 
-from flows import server_app
-from flows.server_app import RetriedWhenBusy
+from flows.server import app as server_app
+from flows.server.app import RetriedWhenBusy
 
 ROOT = Path(__file__).parents[2]
 
-OURS = "from flows.server_app import create_app"
+OURS = "from flows.server.app import create_app"
 PREFECTS = "from prefect.server.api.server import create_app"
 
 ASK = """

@@ -97,9 +97,9 @@ def test_the_api_asks_for_the_password(site: Site) -> None:
 
 def test_a_run_uses_the_server_of_the_site(site: Site) -> None:
     code = """
-from flows.server import connect
-from flows.temporary_server import prefect_server
-from rlhf_core.site_config import load_site
+from flows.server.settings import connect
+from flows.server.temporary import prefect_server
+from rlhf_core.config.site import load_site
 site = load_site()
 connect(site)
 with prefect_server(site.home, print) as url:
@@ -252,7 +252,7 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, t
 
 SHORT_TIMEOUTS = """
 from flows import services
-from rlhf_core.site_config import load_site
+from rlhf_core.config.site import load_site
 from rlhf_core.services import lifecycle, presence
 presence.HEARTBEAT_TIMEOUT_S, lifecycle.ANSWER_TIMEOUT_S = 4.0, 1.0
 print([one.what for one in services.up(load_site(), ("server", "worker"), print)])

@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 
-from flows import server, services, worker
-from flows import server_required as required
-from rlhf_core.cli import service_commands
+from flows import services, worker
+from flows.server import required
+from flows.server import settings as server
+from rlhf_core.cli.commands import services as service_commands
+from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.schemas.site import is_private
 from rlhf_core.services import presence
 from rlhf_core.services.presence import ServiceFiles, ServiceRecord, ServiceState, holding, look
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Program, Supervisord
-from rlhf_core.site_config import Site, load_site
-from rlhf_core.whole_files import read_model, write_model
 
 
 @pytest.fixture
@@ -442,7 +443,7 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
 def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
     import logging
 
-    from flows.server_app import is_news
+    from flows.server.app import is_news
 
     def line(error: Exception | None) -> logging.LogRecord:
         info = (type(error), error, None) if error else None
@@ -455,7 +456,7 @@ def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
 
 @pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
 def test_a_page_gets_a_style_and_its_length_is_right(kind: str, changed: bool) -> None:
-    from flows.server_app import STYLE, Styled
+    from flows.server.app import STYLE, Styled
 
     sent: list[Any] = []
     page = b"<html><head></head><body></body></html>"

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import psycopg
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 

@@ -11,7 +11,7 @@ from sites import Site, go, starts, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from flows.services import SERVICES
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [

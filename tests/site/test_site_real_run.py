@@ -9,7 +9,7 @@ from site_files import QUICK, ROOT, options
 from sites import Site, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [

@@ -14,7 +14,7 @@ from secret_places import environments, files_with
 from site_files import ROOT, small
 from sites import Site, go
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 
 pytestmark = pytest.mark.end_to_end
 

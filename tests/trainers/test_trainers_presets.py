@@ -12,8 +12,8 @@ from fault_inject import Truth
 from fault_runs import restarts, steps
 from trainer_runs import KILLED, STOPPED, Tiny, TrainerSite, preset_run
 
-from rlhf_core.run_dir import RunDir
-from rlhf_core.whole_files import read_model
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.worker.command.launch import LaunchOrder
 
 pytestmark = [pytest.mark.trainers, pytest.mark.end_to_end, pytest.mark.timeout(1800)]

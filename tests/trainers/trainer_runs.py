@@ -20,7 +20,7 @@ from site_files import ROOT
 from sites import last_step
 
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 
 ENVIRONMENTS = Path(os.environ.get("RLHF_TRAINER_ENVIRONMENTS", ROOT / ".trainers")).absolute()
 """Folder of the trainers' environments."""

@@ -6,8 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.training.adapters import add_adapter
-from rlhf_core.training.models import load_causal_lm
+from rlhf_core.training.models.adapters import add_adapter
+from rlhf_core.training.models.causal_lm import load_causal_lm
 
 LORA = {"rank": 4, "alpha": 12.0}
 

@@ -7,9 +7,9 @@ from pydantic import JsonValue
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.models import build_causal_lm
+from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.models.causal_lm import build_causal_lm
 from rlhf_core.training.rollouts.transformers_engine import generate
-from rlhf_core.training.tokenizers import build_tokenizer
 from rlhf_core.training.types import Completion
 
 QWEN: dict[str, JsonValue] = {

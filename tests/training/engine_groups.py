@@ -18,18 +18,19 @@ from fork_server import fork_server
 from process_tools import until
 from rank_launcher import make_context, tiny_spec
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts import sglang_server, vllm_engine
-from rlhf_core.training.rollouts.engine_process import run_engine
-from rlhf_core.training.rollouts.engine_worker import EngineWorker
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.samplers import TransformersSampler
+from rlhf_core.training.rollouts.server.process import run_engine
+from rlhf_core.training.rollouts.server.worker import EngineWorker
+from rlhf_core.training.rollouts.sglang import server as sglang_server
+from rlhf_core.training.rollouts.vllm import engine as vllm_engine
 from rlhf_core.training.types import NullReporter
 from rlhf_core.weight_sync.receiver import Receiver
-from rlhf_core.whole_files import read_model
 
 TIMEOUT_S = 120.0
 STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))

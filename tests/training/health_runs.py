@@ -178,7 +178,7 @@ def same_prompts_everywhere(rank: int) -> Iterator[None]:
 @contextmanager
 def stuck_data(rank: int) -> Iterator[None]:
     """The same prompts and the same seeds at every step of GRPO."""
-    from rlhf_core.training.seeds import sample_seed
+    from rlhf_core.training.rollouts.seeds import sample_seed
     from rlhf_core.training.trainers.context import TrainingContext
 
     real = TrainingContext.take_rows
@@ -363,7 +363,7 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
         By name: ``done`` or the error, and the mean reward of the first and the last five steps.
     """
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.health import Judge
+    from rlhf_core.training.health.judge import Judge
     from rlhf_core.training.trainers.run import train_run
 
     def look(self: Judge, step: int, samples: bool, metrics: dict[str, float], by_rank: dict[str, Any]) -> Any:

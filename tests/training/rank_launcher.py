@@ -200,7 +200,7 @@ def make_context(
     **placement: Any,
 ) -> Any:
     """A worker's context without an agent."""
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.resources import Placement, Role
     from rlhf_core.schemas.run import RunSpec
     from rlhf_core.schemas.stored_spec import StoredSpec

@@ -15,7 +15,7 @@ from test_promoted_model import origin
 from rlhf_core.errors import PromotionFailed
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, model_source, write_model_directory
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import EvaluationReport, Phase
 from rlhf_core.schemas.run import RunSpec
 
@@ -58,7 +58,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
-    from rlhf_core.training import evaluation
+    from rlhf_core.training.evaluation import evaluator as evaluation
     from rlhf_core.training.trainers import run as run_module
 
     train = group.train
@@ -88,7 +88,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
 def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
     """The rest of a run of two ranks under stage 3, under stage 1; and role evaluator on others."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.evaluation import run_evaluator
+    from rlhf_core.training.evaluation.evaluator import run_evaluator
     from rlhf_core.training.trainers.run import train_run
 
     rest = make_context(f"{folder}/for-one", RUNS["stage-1"], rank, num_ranks, restart=1)

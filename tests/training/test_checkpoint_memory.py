@@ -13,15 +13,15 @@ import pytest
 from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_loop_runs import SUPERVISED, final_state, told
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.reports import AgentEvent
 
 pytest.importorskip("torch")
 
-from rlhf_core.training import memory_resume
-from rlhf_core.training.memory_copies import MemoryPart, newest_in_memory
+from rlhf_core.training.checkpoints.memory import resume as memory_resume
+from rlhf_core.training.checkpoints.memory.copies import MemoryPart, newest_in_memory
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -36,8 +36,8 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
     """Have this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
-    from rlhf_core import checkpoint_dir
-    from rlhf_core.training import background_save, tensor_files
+    from rlhf_core.run_dir import checkpoint as checkpoint_dir
+    from rlhf_core.training.checkpoints import background_save, tensor_files
 
     places: dict[str, tuple[Any, str, int]] = {
         "copy": (tensor_files.TensorImage, "fill", 1),

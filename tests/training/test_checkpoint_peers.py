@@ -19,13 +19,13 @@ from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_checkpoint_memory import end_after
 from test_loop_runs import SUPERVISED, final_state, told
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent
 
 pytest.importorskip("torch")
 
-from rlhf_core.training.memory_copies import MemoryPart, parts_here
+from rlhf_core.training.checkpoints.memory.copies import MemoryPart, parts_here
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -56,8 +56,9 @@ def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int =
 
 def kill_at(moment: str, rank: int, memory: Path) -> None:
     """Have a rank be killed in the transfer of the second save, and the other one be ended as its agent would."""
-    from rlhf_core import checkpoint_dir
-    from rlhf_core.training import memory_copies, peer_copies, peer_transfer
+    from rlhf_core.run_dir import checkpoint as checkpoint_dir
+    from rlhf_core.training.checkpoints.memory import copies as memory_copies
+    from rlhf_core.training.checkpoints.memory import peer_copies, peer_transfer
 
     killed_here = memory.with_name("killed")
     plain_write, plain_send = checkpoint_dir.write_model, peer_copies.send_part
@@ -112,7 +113,7 @@ def killed(rank: int, num_ranks: int, folder: str, moment: str) -> None:
 
 def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
     """The run that never was killed, those that were, and the next attempts of one of them."""
-    from rlhf_core.training import node_memory
+    from rlhf_core.training.checkpoints.memory import nodes as node_memory
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.trainers.run import train_run
 

@@ -12,11 +12,11 @@ peft = pytest.importorskip("peft")
 from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 
-from rlhf_core.checkpoint_dir import BASE_RECORD  # noqa: E402
 from rlhf_core.errors import BadConfig, ResumeMismatch  # noqa: E402
+from rlhf_core.run_dir.checkpoint import BASE_RECORD  # noqa: E402
 from rlhf_core.schemas.model import LoraSpec  # noqa: E402
 from rlhf_core.schemas.run import RunSpec  # noqa: E402
-from rlhf_core.training.adapters import (  # noqa: E402
+from rlhf_core.training.models.adapters import (  # noqa: E402
     AdapterReference,
     add_adapter,
     linear_names,
@@ -24,8 +24,8 @@ from rlhf_core.training.adapters import (  # noqa: E402
     require_base,
     save_adapter,
 )
-from rlhf_core.training.models import PolicyModel, load_causal_lm  # noqa: E402
-from rlhf_core.training.reward_models import RewardModel, load_reward_model  # noqa: E402
+from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm  # noqa: E402
+from rlhf_core.training.models.reward_model import RewardModel, load_reward_model  # noqa: E402
 
 pytestmark = pytest.mark.training
 

@@ -12,8 +12,8 @@ from control_fakes import make_spec
 
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.content import look_at_tokenizer
-from rlhf_core.training.tokenizers import build_tokenizer
+from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.probes.content import look_at_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data import DataReport, load_data, load_rows, row_indices
+from rlhf_core.training.data.loading import DataReport, load_data, load_rows, row_indices
 from rlhf_core.training.tasks import sort_digits
 
 GOOD = '{"question": "1+1?", "answer": "2"}\n'
@@ -195,8 +195,8 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
 
 @pytest.mark.training
 def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., Any]) -> None:
-    from rlhf_core.training.data import completion_tokens, encode_prompts
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.data.loading import completion_tokens, encode_prompts
+    from rlhf_core.training.data.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer("char", [], 0)
     lines = "".join(json.dumps({"question": "x" * length, "answer": "y"}) + "\n" for length in (3, 9, 4))
@@ -218,8 +218,8 @@ def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., An
 def test_a_token_in_front_comes_once() -> None:
     from tokenizers.processors import TemplateProcessing
 
-    from rlhf_core.training.data import encode_prompts
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.data.loading import encode_prompts
+    from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.types import Row
 
     tokenizer = build_tokenizer("char", [], 0)

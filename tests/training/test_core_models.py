@@ -9,16 +9,16 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.run_dir import RunDir
-from rlhf_core.training.batches import collate
-from rlhf_core.training.models import (
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.training.data.batches import collate
+from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.models.causal_lm import (
     PolicyModel,
     build_causal_lm,
     load_causal_lm,
     prepare_initial_model,
     tokenizer_folder,
 )
-from rlhf_core.training.tokenizers import load_tokenizer
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training

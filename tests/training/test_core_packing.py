@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 from transformers import PreTrainedModel
 
-from rlhf_core.training import packing
-from rlhf_core.training.batches import SequenceBatch, collate
-from rlhf_core.training.packing import Packing, can_pack, hidden_of_targets, pack
+from rlhf_core.training.data.batches import SequenceBatch, collate
+from rlhf_core.training.models import packing
+from rlhf_core.training.models.packing import Packing, can_pack, hidden_of_targets, pack
 
 pytestmark = pytest.mark.training
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.training.partition import balanced, micro_batches
+from rlhf_core.training.data.micro_batches import balanced, micro_batches
 
 pytestmark = pytest.mark.training
 

@@ -14,9 +14,9 @@ from rank_launcher import tiny_spec
 
 from rlhf_core.errors import BadConfig, RewardFailed
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.reward_process import MARK_VARIABLE, RewardProcess
-from rlhf_core.training.rewards import reward_arguments
-from rlhf_core.training.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.functions import reward_arguments
+from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
+from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
 from rlhf_core.training.types import Row
 
 WELL = "hostile_rewards:well"
@@ -163,7 +163,7 @@ def test_a_function_that_cannot_be_imported_is_named(
 
 def test_the_process_of_the_functions_imports_nothing_heavy() -> None:
     told = subprocess.run(
-        [sys.executable, "-c", "import sys, rlhf_core.training.reward_worker; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, rlhf_core.training.rewards.worker; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
@@ -175,7 +175,7 @@ IN_PROCESS = """
 import sys
 sys.path[:0] = {paths!r}
 from test_core_reward_process import rows, spec
-from rlhf_core.training.scoring import RewardScorer
+from rlhf_core.training.rewards.scoring import RewardScorer
 print("called", flush=True)
 RewardScorer(spec({name!r}, timeout_s=0)).score(rows(1), ["bad"], 1, lambda: None)
 """
@@ -201,7 +201,7 @@ def test_negative_control_in_the_process_of_a_rank_it_does_take_the_rank_along(n
 def test_the_process_ends_with_a_rank_that_is_killed() -> None:
     source = (
         f"import sys, time; sys.path[:0] = {sys.path!r}\n"
-        f"from rlhf_core.training.reward_process import RewardProcess\n"
+        f"from rlhf_core.training.rewards.process import RewardProcess\n"
         f"process = RewardProcess([{WELL!r}]); process.await_loaded(lambda: None)\n"
         f"print(process.pid, flush=True); time.sleep(600)\n"
     )

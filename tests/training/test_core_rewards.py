@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.errors import BadConfig, RewardFailed
-from rlhf_core.training.rewards import exact_match, gsm8k_answer, load_reward, reward_names, rewards_of
+from rlhf_core.training.rewards.functions import exact_match, gsm8k_answer, load_reward, reward_names, rewards_of
 from rlhf_core.training.types import Row
 
 GSM8K_ANSWERS = [

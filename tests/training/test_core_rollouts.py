@@ -8,11 +8,11 @@ from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.training.batches import collate
-from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.data.batches import collate
+from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.rollouts import transformers_engine
 from rlhf_core.training.rollouts.base import draw_tokens
-from rlhf_core.training.seeds import sample_seed, uniforms
+from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
 from rlhf_core.training.types import Completion
 
 pytestmark = pytest.mark.training

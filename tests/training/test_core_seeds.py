@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlhf_core.training.seeds import sample_seed, uniforms
+from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
 
 pytestmark = pytest.mark.training
 

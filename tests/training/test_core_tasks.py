@@ -39,9 +39,9 @@ def test_the_light_modules_import_without_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'tokenizers', 'datasets', 'math_verify'): sys.modules[name] = None\n"
-        "import rlhf_core.training.types, rlhf_core.training.seeds, rlhf_core.training.data\n"
-        "import rlhf_core.training.rewards, rlhf_core.training.tasks\n"
-        "assert rlhf_core.training.seeds.sample_seed(0, 1, 'a', 0) >= 0\n"
+        "import rlhf_core.training.types, rlhf_core.training.rollouts.seeds, rlhf_core.training.data.loading\n"
+        "import rlhf_core.training.rewards.functions, rlhf_core.training.tasks\n"
+        "assert rlhf_core.training.rollouts.seeds.sample_seed(0, 1, 'a', 0) >= 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

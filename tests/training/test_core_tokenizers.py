@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
-from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer
+from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.training
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from rlhf_core.schemas.content import TrialProblem
-from rlhf_core.training.trials import completions_for, try_rewards
+from rlhf_core.training.probes.reward_functions import completions_for, try_rewards
 from rlhf_core.training.types import Row
 
 CODE = """

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf_core.training.rollouts.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.types import Completion
 
 pytestmark = pytest.mark.training

@@ -6,7 +6,7 @@ import pytest
 from rank_launcher import tiny_spec
 
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.rollouts import weights
+from rlhf_core.training.rollouts.remote import weights
 
 pytestmark = pytest.mark.training
 

@@ -17,12 +17,12 @@ from test_loop_online import spec_of
 from test_loop_runs import Interrupting, final_state, interrupt, told
 from test_remote_engines import tokens_of
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, SampleLine
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.seeds import sample_seed
 from rlhf_core.training.trainers.in_flight import kept_completions
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]

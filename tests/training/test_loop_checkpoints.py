@@ -18,38 +18,33 @@ import numpy as np
 import pytest
 from rank_launcher import launch, make_context, tiny_spec
 
-from rlhf_core import checkpoint_dir
-from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, FileSystemStalled, ResumeMismatch, WorkerError
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir import checkpoint as checkpoint_dir
+from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.whole_files import write_model
 
 torch = pytest.importorskip("torch")
 
-from rlhf_core.training import (  # noqa: E402 - needs torch
-    background_save,
-    checkpoints,
-    direct_save,
-    host_buffers,
-    tensor_files,
-)
-from rlhf_core.training.checkpoint_soundness import hash_of_settings, spec_hash, verify_checkpoint  # noqa: E402
-from rlhf_core.training.checkpoint_state import (  # noqa: E402
+from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers, tensor_files  # noqa: E402 - needs torch
+from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 - needs torch
+from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
+from rlhf_core.training.checkpoints.soundness import hash_of_settings, spec_hash, verify_checkpoint  # noqa: E402
+from rlhf_core.training.checkpoints.state import (  # noqa: E402
     Progress,
     kept_random_state,
     load_trainer_state,
     random_state,
     restore_random_state,
 )
-from rlhf_core.training.checkpoints import CheckpointWriter  # noqa: E402
+from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
+from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
-from rlhf_core.training.health_state import HealthState, Repetition  # noqa: E402
-from rlhf_core.training.models import build_causal_lm, load_causal_lm  # noqa: E402
-from rlhf_core.training.resume import resume_point  # noqa: E402
-from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
+from rlhf_core.training.health.state import HealthState, Repetition  # noqa: E402
+from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 
@@ -529,7 +524,7 @@ def test_a_checkpoint_is_read_again_before_it_is_given_up(
             raise failures.pop()
         return checksum(path)
 
-    monkeypatch.setattr("rlhf_core.checkpoint_dir.checksum", read)
+    monkeypatch.setattr("rlhf_core.run_dir.checkpoint.checksum", read)
     verify_checkpoint(saved, spec_with(), ranks)
     assert not failures
 

@@ -44,8 +44,8 @@ def batch_of_step(step: int) -> tuple[list[list[int]], list[list[int]]]:
 def tiny_policy(dtype: str = "float32") -> Any:
     import torch
 
-    from rlhf_core.training.models import PolicyModel, build_causal_lm
-    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.data.tokenizers import build_tokenizer
+    from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
 
     return PolicyModel(build_causal_lm(TINY_MODEL, build_tokenizer("char", [], 0), 0).to(getattr(torch, dtype)))
 
@@ -53,7 +53,7 @@ def tiny_policy(dtype: str = "float32") -> Any:
 def losses(policy: Any, step: int, part: slice, micro_batch_size: int) -> Any:
     """The losses of the micro-batches of a part of the batch, divided by the tokens of the whole batch."""
     from rlhf_core.training.algorithms.sft import sft_loss
-    from rlhf_core.training.batches import collate
+    from rlhf_core.training.data.batches import collate
 
     prompts, targets = batch_of_step(step)
     num_tokens = sum(map(len, targets))
@@ -160,7 +160,7 @@ def every_zero_stage(ranks: Any, folder: Path, part: slice) -> dict[str, dict[st
     import torch
 
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training.gathering import gathered_weights, is_split
+    from rlhf_core.training.models.gathering import gathered_weights, is_split
     from rlhf_core.training.trainers.engine import Engine, learning_rate
 
     spec = OptimizerSpec.model_validate(OPTIMIZER)
@@ -204,7 +204,7 @@ def third_step_from_two_ranks(ranks: Any, folder: Path) -> dict[str, Any]:
     import torch
 
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training.gathering import gathered_weights
+    from rlhf_core.training.models.gathering import gathered_weights
     from rlhf_core.training.trainers.engine import Engine, learning_rate
 
     spec = OptimizerSpec.model_validate(OPTIMIZER)
@@ -243,8 +243,8 @@ def sample_under_stage_3(rank: int, num_ranks: int, run_dir: str, naive: bool) -
 
     from rlhf_core.schemas.trainers import NativeTrainer
     from rlhf_core.training import distributed
+    from rlhf_core.training.data.tokenizers import build_tokenizer
     from rlhf_core.training.rollouts import transformers_engine
-    from rlhf_core.training.tokenizers import build_tokenizer
     from rlhf_core.training.trainers.engine import Engine, split_frozen
 
     distributed.collective_timeout = lambda supervise: timedelta(seconds=4 if naive else 60)

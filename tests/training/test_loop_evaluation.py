@@ -13,7 +13,7 @@ from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, values
 from test_preference_runs import spec_of
 
 from rlhf_core.errors import RewardFailed, WorkerError
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
@@ -21,21 +21,16 @@ from rlhf_core.schemas.supervision import SuperviseSpec
 
 torch = pytest.importorskip("torch")
 
+from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402 - needs torch
-from rlhf_core.training.evaluation import (  # noqa: E402
-    are_written,
-    load_evaluator,
-    run_evaluator,
-    write_reports,
-)
-from rlhf_core.training.models import build_causal_lm  # noqa: E402
-from rlhf_core.training.rollouts.remote import RemoteEngines  # noqa: E402
+from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, run_evaluator, write_reports  # noqa: E402
+from rlhf_core.training.models.causal_lm import build_causal_lm  # noqa: E402
+from rlhf_core.training.rewards.scoring import RewardScorer  # noqa: E402
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E402
 from rlhf_core.training.rollouts.start import start_engine  # noqa: E402
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine  # noqa: E402
-from rlhf_core.training.scoring import RewardScorer  # noqa: E402
-from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
+from rlhf_core.training.rollouts.weight_ledger import RecordedEngine  # noqa: E402
 from rlhf_core.training.types import NullReporter  # noqa: E402
-from rlhf_core.training.weight_ledger import RecordedEngine  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 

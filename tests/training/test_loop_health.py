@@ -11,10 +11,10 @@ from health_runs import CASES, DEGENERATE, HEALTHY, SEED_FORMULAS, SeedFormula, 
 from rank_launcher import launch, values
 
 from rlhf_core.schemas.health import HealthSpec
-from rlhf_core.training import health_rules
-from rlhf_core.training.health import HealthFinding, HealthVerdict, Judge, in_words
-from rlhf_core.training.health_signals import seed_repeats
-from rlhf_core.training.health_state import (
+from rlhf_core.training.health import rules as health_rules
+from rlhf_core.training.health.judge import HealthFinding, HealthVerdict, Judge, in_words
+from rlhf_core.training.health.signals import seed_repeats
+from rlhf_core.training.health.state import (
     FINGERPRINT,
     NUM_DISTINCT,
     SAME_GROUPS,
@@ -23,7 +23,7 @@ from rlhf_core.training.health_state import (
     Batch,
     HealthState,
 )
-from rlhf_core.training.seeds import sample_seed
+from rlhf_core.training.rollouts.seeds import sample_seed
 
 RECORDED = Path(__file__).parent / "fixtures" / "health"
 """Steps of real runs as the judge saw them: ``python tests/benchmarks/bench_health.py --keep FOLDER``."""

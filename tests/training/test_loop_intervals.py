@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.training.intervals import effective_samples, mean_interval, student_quantile, wilson_interval
+from rlhf_core.training.evaluation.intervals import effective_samples, mean_interval, student_quantile, wilson_interval
 
 
 def test_wilson_agrees_with_published_values() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.training.node_checks import rounds
+from rlhf_core.training.probes.node import rounds
 
 pytestmark = pytest.mark.training
 

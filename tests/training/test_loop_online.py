@@ -53,7 +53,7 @@ KILLED = ("critic", "dynamic")
 def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
     """Runs of seconds, one after the other in one process group; passes over the models of each are counted."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.models import PolicyModel
+    from rlhf_core.training.models.causal_lm import PolicyModel
     from rlhf_core.training.trainers.run import train_run
     from rlhf_core.training.trainers.updates import PolicyUpdates
 

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 from rank_launcher import TrainingGroup, launch, make_context, tiny_spec, training_group, values, whole_role
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentEvent, EvaluationReport, MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.training.types import NullReporter
@@ -103,8 +103,8 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
-    from rlhf_core.training import background_save
-    from rlhf_core.training.health_state import HealthState
+    from rlhf_core.training.checkpoints import background_save
+    from rlhf_core.training.health.state import HealthState
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
 
@@ -225,7 +225,7 @@ def killed_for_real(rank: int, num_ranks: int, run_dir: str, spec: dict[str, Any
 def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
     """Two of the runs above, the rest of a third, and role evaluator on the first of them."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.evaluation import run_evaluator
+    from rlhf_core.training.evaluation.evaluator import run_evaluator
     from rlhf_core.training.trainers.run import train_run
 
     straight = make_context(f"{folder}/one", tiny_spec(), rank, num_ranks)
@@ -258,7 +258,7 @@ def told(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float
 
 def final_state(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
     """What a checkpoint holds: files by checksum, states of the ranks by content (equal ones pickle differently)."""
-    from rlhf_core.training.tensor_files import read_content
+    from rlhf_core.training.checkpoints.tensor_files import read_content
 
     checkpoint = RunDir(folder / name).checkpoint(step)
     manifest = checkpoint.manifest()
@@ -342,7 +342,7 @@ def test_the_same_seed_gives_the_same_run(results: list[dict[str, Any]], folder:
 def test_every_row_is_used_once_before_any_is_used_again(results: list[dict[str, Any]], folder: Path) -> None:
     """32 of 40 rows in one pass; warm start and main algorithm share the order."""
     from rlhf_core.schemas.run import RunSpec
-    from rlhf_core.training.data import load_rows, row_indices
+    from rlhf_core.training.data.loading import load_rows, row_indices
 
     spec = RunSpec.model_validate(tiny_spec())
     rows = load_rows(spec, "train")

@@ -12,10 +12,10 @@ from rlhf_core.schemas.checkpoint_files import FileChecksum
 
 pytest.importorskip("torch")
 
-from rlhf_core.training import peer_copies, peer_transfer
-from rlhf_core.training.memory_copies import MemoryPart, parts_here
-from rlhf_core.training.peer_copies import rank_on_next_node
-from rlhf_core.training.peer_transfer import PartReceiver, PeerRefused, send_part
+from rlhf_core.training.checkpoints.memory import peer_copies, peer_transfer
+from rlhf_core.training.checkpoints.memory.copies import MemoryPart, parts_here
+from rlhf_core.training.checkpoints.memory.peer_copies import rank_on_next_node
+from rlhf_core.training.checkpoints.memory.peer_transfer import PartReceiver, PeerRefused, send_part
 
 pytestmark = pytest.mark.training
 

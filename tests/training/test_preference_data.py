@@ -16,12 +16,12 @@ from rlhf_core.errors import BadData
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.schemas.algorithms.preference import DpoSpec
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.batches import SequenceBatch
-from rlhf_core.training.chat import common_beginning
-from rlhf_core.training.data import encode_prompts, load_data
-from rlhf_core.training.examples import Example, make_batch, make_examples
+from rlhf_core.training.data.batches import SequenceBatch
+from rlhf_core.training.data.chat import common_beginning
+from rlhf_core.training.data.examples import Example, make_batch, make_examples
+from rlhf_core.training.data.loading import encode_prompts, load_data
+from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.tasks import sorted_pairs
-from rlhf_core.training.tokenizers import build_tokenizer
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training

@@ -20,10 +20,10 @@ from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.dpo import dpo_losses
 from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
 from rlhf_core.training.algorithms.orpo import log1mexp
-from rlhf_core.training.examples import Example, make_batch, score_batch, step_sums
-from rlhf_core.training.models import PolicyModel
-from rlhf_core.training.ranking import desirable_sample, pair_sample
-from rlhf_core.training.reward_models import RewardModel, is_reward_model, load_reward_model
+from rlhf_core.training.data.examples import Example, make_batch, score_batch, step_sums
+from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample
+from rlhf_core.training.models.causal_lm import PolicyModel
+from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training

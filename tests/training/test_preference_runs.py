@@ -10,7 +10,7 @@ import pytest
 from rank_launcher import launch, make_context, tiny_spec, training_group, values, whole_role
 from test_loop_runs import Interrupting, final_state, interrupt, killed_for_real, told
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import EvaluationReport, Phase
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -118,7 +118,7 @@ def runs_of(train: Callable[..., str]) -> dict[str, Any]:
 
 
 def evaluated(rank: int, num_ranks: int, run_dir: str) -> str:
-    from rlhf_core.training.evaluation import run_evaluator
+    from rlhf_core.training.evaluation.evaluator import run_evaluator
 
     algorithm = RANKER if run_dir.endswith("ranker") else IPO
     return str(run_evaluator(make_context(run_dir, spec_of(algorithm, warm=True, **WARM), rank, num_ranks)))

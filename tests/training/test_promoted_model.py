@@ -8,7 +8,7 @@ from rank_launcher import tiny_spec
 
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, write_model_directory
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.reports import EvaluationReport
@@ -19,11 +19,11 @@ torch = pytest.importorskip("torch")
 from huggingface_hub import ModelCard  # noqa: E402 - comes with transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
 
-from rlhf_core.training.checkpoint_state import Progress  # noqa: E402
-from rlhf_core.training.checkpoints import CheckpointWriter  # noqa: E402
+from rlhf_core.training.checkpoints.state import Progress  # noqa: E402
+from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
+from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks  # noqa: E402
-from rlhf_core.training.models import build_causal_lm  # noqa: E402
-from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
+from rlhf_core.training.models.causal_lm import build_causal_lm  # noqa: E402
 
 pytestmark = pytest.mark.training
 

@@ -19,10 +19,10 @@ from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
-from rlhf_core.run_dir import RunDir
-from rlhf_core.training.rollouts import remote as remote_module
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote import engine as remote_module
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.weight_probe import TOLERANCE, probe_of
 

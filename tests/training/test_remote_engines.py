@@ -19,13 +19,13 @@ from process_tools import until
 from rank_launcher import launch, make_context, values
 
 from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.engines import EngineHealth
 from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
+from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.seeds import sample_seed
 from rlhf_core.training.types import Completion
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
@@ -386,8 +386,9 @@ def follow_split_weights(
 ) -> dict[str, list[list[list[list[int]]]]]:
     """Scenario of one trainer rank: completions with two versions, by the engines and by the rank itself."""
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training import distributed, gathering
-    from rlhf_core.training.models import PolicyModel
+    from rlhf_core.training import distributed
+    from rlhf_core.training.models import gathering
+    from rlhf_core.training.models.causal_lm import PolicyModel
     from rlhf_core.training.trainers.engine import split_frozen
 
     gathering.gathered_weights = partial(gathering.gathered_weights, bucket_elements=1)  # type: ignore[assignment]

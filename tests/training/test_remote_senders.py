@@ -13,7 +13,7 @@ from rank_launcher import launch, make_context, values
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, tokens_of, weights_of
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.weight_sync import broadcast, layout
 
@@ -33,9 +33,10 @@ def follow(
         fails: rank 1 fails in the middle of its first share.
     """
     from rlhf_core.schemas.trainers import NativeTrainer
-    from rlhf_core.training import distributed, gathering
-    from rlhf_core.training.models import PolicyModel
-    from rlhf_core.training.rollouts import weights
+    from rlhf_core.training import distributed
+    from rlhf_core.training.models import gathering
+    from rlhf_core.training.models.causal_lm import PolicyModel
+    from rlhf_core.training.rollouts.remote import weights
     from rlhf_core.training.trainers.engine import split_frozen
 
     layout.SMALLEST_BUCKET_BYTES = 1024

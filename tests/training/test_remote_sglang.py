@@ -14,12 +14,12 @@ from process_tools import until
 from test_remote_engines import DRAWN, PROMPTS, SEEDS, STARTS, follows_the_trainer, is_diverse, tokens_of
 
 from rlhf_core.errors import StaleWeights, WorkerError
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.rollouts import SglangSettings
-from rlhf_core.training.rollouts import sglang_server
 from rlhf_core.training.rollouts.samplers import SamplerRequest
-from rlhf_core.training.rollouts.sglang_sampler import SglangSampler
-from rlhf_core.training.rollouts.sglang_server import SglangServer
+from rlhf_core.training.rollouts.sglang import server as sglang_server
+from rlhf_core.training.rollouts.sglang.sampler import SglangSampler
+from rlhf_core.training.rollouts.sglang.server import SglangServer
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 

@@ -15,10 +15,10 @@ from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import TIMEOUT_S, EngineGroup, engine_group, no_beat
 
 from rlhf_core.errors import StaleWeights
-from rlhf_core.run_dir import RunDir
-from rlhf_core.training.rollouts import remote as remote_module
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote import engine as remote_module
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]

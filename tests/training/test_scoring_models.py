@@ -28,13 +28,19 @@ from rlhf_core.schemas.algorithms.preference import RewardModelSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
-from rlhf_core.training.chat import rendered
-from rlhf_core.training.data import prompt_tokens
-from rlhf_core.training.examples import make_examples
-from rlhf_core.training.reward_models import RewardModel
-from rlhf_core.training.scoring import RewardScorer
-from rlhf_core.training.scoring_models import ModelScores, SampledText, ScoringModel, ScoringModels, load_scoring_models
-from rlhf_core.training.tokenizers import build_tokenizer
+from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.examples import make_examples
+from rlhf_core.training.data.loading import prompt_tokens
+from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.models.reward_model import RewardModel
+from rlhf_core.training.rewards.scoring import RewardScorer
+from rlhf_core.training.rewards.scoring_models import (
+    ModelScores,
+    SampledText,
+    ScoringModel,
+    ScoringModels,
+    load_scoring_models,
+)
 from rlhf_core.training.types import Conversation, Row
 
 pytestmark = pytest.mark.training
@@ -114,7 +120,7 @@ def test_every_score_is_that_of_the_sequence_alone(pad: str, tmp_path: Path) -> 
 def test_scores_at_the_last_place_of_a_padded_batch_are_caught(tmp_path: Path) -> None:
     """Negative control of the test above: the score of a padding token is another one."""
     folder = make_reward_model(tmp_path / "model")
-    with mock.patch("rlhf_core.training.reward_models._last_places", lambda ids, *_: torch.full((len(ids),), -1)):
+    with mock.patch("rlhf_core.training.models.reward_model._last_places", lambda ids, *_: torch.full((len(ids),), -1)):
         found = only(load(folder)).scores(MADE, lambda: None)
     expected = [alone(folder, made) for made in MADE]
     assert max(abs(a - b) for a, b in zip(found.raw, expected, strict=True)) > 1e-3

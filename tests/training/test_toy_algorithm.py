@@ -69,10 +69,11 @@ def use(folder: str) -> None:
     from rank_launcher import make_context, tiny_spec
 
     import rlhf_core
-    from rlhf_core import config, config_fields
-    from rlhf_core.appended_files import read_models
+    from rlhf_core.config import fields as config_fields
+    from rlhf_core.config import loading as config
+    from rlhf_core.files.appended import read_models
     from rlhf_core.preflight.memory import Shape, trainer_estimate
-    from rlhf_core.run_dir import RunDir
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.reports import MetricsLine
     from rlhf_core.training.distributed import init_process_group
     from rlhf_core.training.trainers.run import train_run

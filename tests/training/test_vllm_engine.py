@@ -22,11 +22,11 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
-from rlhf_core.training import gathering
-from rlhf_core.training.rollouts import vllm_worker
+from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.rollouts.vllm_engine import VllmEngine
+from rlhf_core.training.rollouts.vllm import worker as vllm_worker
+from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion
 

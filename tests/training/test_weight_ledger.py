@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from rlhf_core.errors import StaleWeights
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer
+from rlhf_core.training.rollouts.weight_ledger import RecordedEngine
 from rlhf_core.training.types import Completion
-from rlhf_core.training.weight_ledger import RecordedEngine
 
 pytestmark = [pytest.mark.training]
 

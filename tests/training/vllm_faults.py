@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-from rlhf_core.training.rollouts import vllm_worker
-from rlhf_core.training.rollouts.vllm_adapter import AdapterInForce
-from rlhf_core.training.rollouts.vllm_worker import StagedPart, StagedWeights, WeightExtension
+from rlhf_core.training.rollouts.vllm import worker as vllm_worker
+from rlhf_core.training.rollouts.vllm.adapter import AdapterInForce
+from rlhf_core.training.rollouts.vllm.worker import StagedPart, StagedWeights, WeightExtension
 
 
 def _is_to_skip(rank: int) -> bool:

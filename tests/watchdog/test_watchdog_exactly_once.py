@@ -169,7 +169,7 @@ from sqlalchemy import event
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.writers import write_batch
 from rlhf_core.history.writers.runs import insert_run, write_offsets
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.watchdog.ingest import sync
 
 store = HistoryStore(sys.argv[1])

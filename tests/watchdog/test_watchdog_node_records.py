@@ -9,12 +9,12 @@ import pytest
 from history_tools import at, whole_run
 
 from rlhf_core.errors import BadInput
+from rlhf_core.files.whole import write_text
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import cleared_nodes, run_dirs
+from rlhf_core.run_dir.run import cleared_nodes, run_dirs
 from rlhf_core.watchdog.ingest import sync
 from rlhf_core.watchdog.node_records import clear_node, clearings, node_records, node_standings
-from rlhf_core.whole_files import write_text
 
 NOW = at(3600)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -28,7 +29,6 @@ from rlhf_core.watchdog.watcher import (
     Watcher,
     judge,
 )
-from rlhf_core.whole_files import write_model
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import pytest
 from control_fakes import FakeAgent, make_run, make_spec
 from made_reports import incident_of
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import SchedulerError
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -22,7 +23,6 @@ from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.silence import BLIND_S, SILENT_S
 from rlhf_core.watchdog.watcher import LEADER_LOST_TIMEOUT_S, AttemptSnapshot, Watcher
-from rlhf_core.whole_files import write_model
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
 SUSPENDED = JobStatus(JobState.RUNNING, scheduler_state="SUSPENDED")

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.groups.base import GroupSeat, Started, WorkerGroup
 

@@ -9,19 +9,20 @@ import time
 import pytest
 from process_tools import until
 
-from rlhf_core.run_dir import new_run_id
+from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import AgreedStep, Ready
-from rlhf_core.worker import agent_channel, agent_store
-from rlhf_core.worker.agent_channel import AgentChannel
-from rlhf_core.worker.agent_store import (
+from rlhf_core.worker.channel import channel as agent_channel
+from rlhf_core.worker.channel import store as agent_store
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.signing import MessageSigner
+from rlhf_core.worker.channel.store import (
     AgentStoreLost,
     MemoryAgentStore,
     candidate_ports,
     host_agent_store,
     join_agent_store,
 )
-from rlhf_core.worker.nodes import Nodes
-from rlhf_core.worker.signing import MessageSigner
+from rlhf_core.worker.nodes.membership import Nodes
 
 pytestmark = pytest.mark.training
 
@@ -115,8 +116,8 @@ def test_an_agent_that_is_alone_hears_itself() -> None:
 HOST = textwrap.dedent(
     """
     import sys, time
-    from rlhf_core.worker.agent_store import host_agent_store
-    from rlhf_core.worker.signing import MessageSigner
+    from rlhf_core.worker.channel.store import host_agent_store
+    from rlhf_core.worker.channel.signing import MessageSigner
     store = host_agent_store("127.0.0.1", "", MessageSigner(b"0" * 64, sys.argv[1], 0))
     store.set("orders", "")
     print("up", flush=True)

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rlhf_core.worker import agent_channel
-from rlhf_core.worker.agent_channel import LOST_TIMEOUT_S, AgentChannel
-from rlhf_core.worker.agent_loss import GAVE_UP_S, find_loss
-from rlhf_core.worker.agent_store import MemoryAgentStore
-from rlhf_core.worker.nodes import Nodes
-from rlhf_core.worker.pause_clock import PauseClock
-from rlhf_core.worker.signing import MessageSigner
+from rlhf_core.worker.channel import channel as agent_channel
+from rlhf_core.worker.channel.channel import LOST_TIMEOUT_S, AgentChannel
+from rlhf_core.worker.channel.signing import MessageSigner
+from rlhf_core.worker.channel.store import MemoryAgentStore
+from rlhf_core.worker.liveness.pause_clock import PauseClock
+from rlhf_core.worker.nodes.membership import Nodes
+from rlhf_core.worker.supervision.agent_loss import GAVE_UP_S, find_loss
 
 TIMEOUT_S = 20.0
 LONG_S = GAVE_UP_S + 1

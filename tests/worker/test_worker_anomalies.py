@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from made_reports import rank_status
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent
-from rlhf_core.worker.anomalies import Anomalies, NodeReading
 from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.telemetry.anomalies import Anomalies, NodeReading
 
 PERIOD_S = 2.0
 

@@ -9,18 +9,18 @@ import pytest
 from made_reports import rank_status
 from process_tools import until
 
-from rlhf_core.diagnosis.verdict import blame
+from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.worker.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
-from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.liveness.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
+from rlhf_core.worker.liveness.heartbeat import SlotFile
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from rlhf_core.worker.collectives import answer_in_background
-from rlhf_core.worker.heartbeat import Beat
+from rlhf_core.worker.liveness.collectives import answer_in_background
+from rlhf_core.worker.liveness.heartbeat import Beat
 slots, store, rank, fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 beat = Beat(slots, rank, rank, 0)
 answer_in_background(beat, slots, rank)
@@ -77,7 +77,7 @@ def test_real_ranks_say_where_they_wait(
 def test_a_stopped_rank_is_not_waited_for_and_late_answers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.worker.collectives.ANSWER_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("rlhf_core.worker.liveness.collectives.ANSWER_TIMEOUT_S", 1000.0)
     slots = SlotFile("collectives-stopped", 1, tmp_path.name, 1)
     number = slots.ask_for_collectives()
     assert read_answers([_rank(0, process_state="T"), _rank(1, sequence=0)], slots.path, number) == {}

@@ -8,15 +8,15 @@ import pytest
 from agent_runs import AgentRun
 from made_reports import checkpoint_manifest
 
-from rlhf_core.appended_files import read_models
 from rlhf_core.diagnosis.classify import Diagnosis
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.whole_files import write_model
-from rlhf_core.worker.damaged_checkpoints import DamagedCheckpoints
-from rlhf_core.worker.exit_reports import Failure
+from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
+from rlhf_core.worker.evidence.exit_reports import Failure
 
 MakeRun = Callable[..., AgentRun]
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 from made_reports import rank_status
 
-from rlhf_core.diagnosis.liveness import GapTracker, Suspect
-from rlhf_core.run_dir import new_run_id
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect
+from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.schemas.supervision import SuperviseSpec
-from rlhf_core.worker.early_hang_check import (
+from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.supervision.early_hang_check import (
     ANSWER_TIMEOUT_S,
     INSPECTION_INTERVAL_S,
     RETRY_INTERVAL_S,
     EarlyHangCheck,
     NodeInspections,
 )
-from rlhf_core.worker.heartbeat import SlotFile
 
 
 def rank(number: int, age_s: float, *, inside: bool = False, state: str = "S") -> RankStatus:

@@ -12,7 +12,8 @@ from made_reports import rank_status
 from process_tools import until
 
 from rlhf_core.schemas.reports import Phase, RankStatus
-from rlhf_core.worker import evidence, processes
+from rlhf_core.worker import processes
+from rlhf_core.worker.evidence import collection as evidence
 
 PRELUDE = """
 import ctypes, faulthandler, os, signal, sys
@@ -65,7 +66,7 @@ def test_where_py_spy_is_missing_the_worker_writes_its_own_stack(
     still_process: tuple[RankStatus, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even with C code holding the interpreter lock: the fault handler needs no Python."""
-    monkeypatch.setattr("rlhf_core.worker.evidence.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("rlhf_core.worker.evidence.collection.shutil.which", lambda *_, **__: None)
     rank, log = still_process
     missing = evidence.collect([rank], {0: log}, tmp_path / "incident", "here")
     assert "not installed" in missing[0]

@@ -14,7 +14,7 @@ AGENT = textwrap.dedent(
     """
     import os, subprocess, sys, threading, time
     from pathlib import Path
-    from rlhf_core.worker.exit_deadline import ExitDeadline
+    from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 
     def last_words(why):
         Path(sys.argv[1]).write_text(why)

@@ -14,8 +14,9 @@ import psutil
 import pytest
 from process_tools import until
 
-from rlhf_core.worker import fork_server, processes
-from rlhf_core.worker.fork_server import ForkedWorker, ForkServer
+from rlhf_core.worker import processes
+from rlhf_core.worker.groups import fork_server
+from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 GIB = 2**30
@@ -130,7 +131,7 @@ def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) ->
 import os, pathlib, sys, time
 sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
 from rlhf_core.worker import fork_server, processes
-from rlhf_core.worker.fork_server import ForkServer
+from rlhf_core.worker.groups.fork_server import ForkServer
 import subprocess, test_worker_fork_server as tools
 popen = subprocess.Popen
 fork_server.subprocess.Popen = lambda command, **options: popen(
@@ -290,7 +291,7 @@ def test_the_server_is_ended_when_memory_becomes_short(
 
 THREADED_PACKAGE = """
 import sys, threading, time
-from rlhf_core.worker import fork_server_process
+from rlhf_core.worker.groups import fork_server_process
 threading.Thread(target=time.sleep, args=(600,), name="of-a-library", daemon=True).start()
 fork_server_process.WARM = "builtins:int"
 fork_server_process.serve(int(sys.argv[-3]), int(sys.argv[-2]), None)

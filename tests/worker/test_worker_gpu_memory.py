@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import pytest
 
-from rlhf_core.worker.gpu_memory import TOLERANCE_BYTES, GpuMemory, wait_until_free
+from rlhf_core.worker.agent.gpu_memory import TOLERANCE_BYTES, GpuMemory, wait_until_free
 
 GIB = 1 << 30
 
@@ -36,7 +36,7 @@ def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr("rlhf_core.worker.gpu_memory.ctypes.CDLL", absent)
+    monkeypatch.setattr("rlhf_core.worker.agent.gpu_memory.ctypes.CDLL", absent)
     with pytest.raises(OSError, match="libnvidia-ml"):
         GpuMemory()
 

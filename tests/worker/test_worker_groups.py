@@ -7,12 +7,12 @@ import pytest
 from agent_runs import AgentRun
 from process_tools import is_alive, until
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Role
-from rlhf_core.whole_files import read_model
 
 MakeRun = Callable[..., AgentRun]
 
@@ -23,7 +23,7 @@ STEPS = 40
 
 NOBODY_WAITS = """
 import sys
-from rlhf_core.diagnosis import liveness
+from rlhf_core.diagnosis.hangs import liveness
 liveness.WAITS_FOR = {}
 from rlhf_core.worker.__main__ import main
 sys.exit(main())

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from given_process import GivenProcess
 
-from rlhf_core.diagnosis.liveness import GapTracker, judge
-from rlhf_core.run_dir import new_run_id
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
+from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.groups.base import GroupSeat
-from rlhf_core.worker.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
-from rlhf_core.worker.pause_clock import PauseClock
+from rlhf_core.worker.liveness.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
+from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_restart_finds_no_worker_of_the_one_before(slots: SlotFile) -> None:
 
 def test_another_process_beats_into_the_same_slot(slots: SlotFile) -> None:
     code = (
-        "import sys; from pathlib import Path; from rlhf_core.worker.heartbeat import Beat, Phase\n"
+        "import sys; from pathlib import Path; from rlhf_core.worker.liveness.heartbeat import Beat, Phase\n"
         "Beat(Path(sys.argv[1]), 1, 1, 0).beat(Phase.REWARD, 3)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(slots.path)], cwd=Path(__file__).parents[2])
@@ -103,7 +103,7 @@ def test_another_process_beats_into_the_same_slot(slots: SlotFile) -> None:
 WRITER = """
 import struct, sys, time
 from pathlib import Path
-from rlhf_core.worker.heartbeat import HEADER_WORDS, WORD_BYTES, Beat, Phase
+from rlhf_core.worker.liveness.heartbeat import HEADER_WORDS, WORD_BYTES, Beat, Phase
 beat = Beat(Path(sys.argv[1]), 0, 0, 0)
 print("ready", flush=True)
 if sys.argv[2] == "words":
@@ -224,7 +224,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
             over.wait(0.01)
 
     if beats_from_thread:
-        monkeypatch.setattr("rlhf_core.worker.heartbeat._this_thread", lambda: beat._thread)
+        monkeypatch.setattr("rlhf_core.worker.liveness.heartbeat._this_thread", lambda: beat._thread)
         threading.Thread(target=keep_beating, daemon=True).start()
     seat = GroupSeat("here", 0, slots, PauseClock())
     watch = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), os.getpid(), tmp_path, seat)

@@ -16,9 +16,9 @@ from agent_runs import REPOSITORY
 from made_reports import rank_status
 from process_tools import until
 
-from rlhf_core.diagnosis.standstill import movement
+from rlhf_core.diagnosis.hangs.standstill import movement
 from rlhf_core.schemas.inspections import Inspection, Wait
-from rlhf_core.worker.inspection import inspect_workers
+from rlhf_core.worker.liveness.inspection import inspect_workers
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 

@@ -7,15 +7,15 @@ import pytest
 from agent_runs import make_spec
 from made_reports import checkpoint_manifest
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.diagnosis.classify import Diagnosis
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import read_model, write_model, write_text
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
-from rlhf_core.whole_files import read_model, write_model, write_text
-from rlhf_core.worker.leader import Leader, RestartBudget
+from rlhf_core.worker.agent.leader import Leader, RestartBudget
 
 KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")
 UNKNOWN = Diagnosis(FailureKind.UNKNOWN, "never seen", "f2")
@@ -135,7 +135,7 @@ def test_the_outcome_of_a_full_disk_is_written_into_the_reserve(
     tiny_disk: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool
 ) -> None:
     """With the control: without the reserve there is no outcome."""
-    monkeypatch.setattr("rlhf_core.worker.leader.OUTCOME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rlhf_core.worker.agent.leader.OUTCOME_TIMEOUT_S", 0.1)
     leader = Leader(RunDir(tiny_disk / "run"), 1)
     assert leader.claim() == ""
     if reserved:

@@ -11,13 +11,13 @@ import pytest
 from agent_runs import AgentRun
 from process_tools import is_alive, until
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, job_marker
-from rlhf_core.whole_files import read_model, write_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 

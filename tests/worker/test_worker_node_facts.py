@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run, make_spec
 
-from rlhf_core import fingerprints
-from rlhf_core.diagnosis.node_checks import Plan, compare
+from rlhf_core.diagnosis.nodes.checks import Plan, compare
+from rlhf_core.files import fingerprints
 from rlhf_core.schemas.checks import CheckStatus
-from rlhf_core.worker import node_facts
-from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.nodes import facts as node_facts
+from rlhf_core.worker.nodes.membership import Nodes
 
 ALONE = Nodes(("n1",), ("127.0.0.1",), 0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
+from rlhf_core.worker.nodes.membership import Nodes, NodesError, interface_of
 
 THREE = "a=10.0.0.1,b=10.0.0.2,c=10.0.0.3"
 

@@ -14,8 +14,9 @@ from agent_runs import REPOSITORY, TARGETS, AgentRun
 from process_tools import is_alive, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState
@@ -26,7 +27,6 @@ from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
-from rlhf_core.whole_files import read_model, write_model
 
 pytestmark = [
     pytest.mark.end_to_end,
@@ -42,8 +42,8 @@ ONE_CANNOT_START = """
 import os, sys, time
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.failures import FailureKind
-    from rlhf_core.worker import agent
-    from rlhf_core.worker.job import AttemptAborted
+    from rlhf_core.worker.agent import agent
+    from rlhf_core.worker.agent.job import AttemptAborted
 
     run_phase = agent.Agent._run_phase
 
@@ -62,8 +62,8 @@ if "agent" in sys.orig_argv:
 AS_IT_WAS = """
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.attempts import AttemptState
-    from rlhf_core.worker import bootstrap
-    from rlhf_core.worker.group_decisions import GroupDecisions
+    from rlhf_core.worker.agent import bootstrap
+    from rlhf_core.worker.agent.decisions import GroupDecisions
 
     may_start = GroupDecisions.may_start
 

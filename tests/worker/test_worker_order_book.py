@@ -6,10 +6,10 @@ import pytest
 
 from rlhf_core.schemas.agent_messages import GroupOrders, InspectionOrder, WorkerEndOrder, WorkerStartOrder
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.agent_channel import AgentChannel
-from rlhf_core.worker.agent_store import MemoryAgentStore
-from rlhf_core.worker.nodes import Nodes
-from rlhf_core.worker.order_book import OrderBook
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.order_book import OrderBook
+from rlhf_core.worker.channel.store import MemoryAgentStore
+from rlhf_core.worker.nodes.membership import Nodes
 
 NUM_CHANGES = 300
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.worker.pause_clock import PauseClock
+from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 
 def test_a_pause_of_the_watcher_itself_is_not_held_against_the_workers() -> None:

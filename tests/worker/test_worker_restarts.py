@@ -10,13 +10,13 @@ import pytest
 from agent_runs import AgentRun
 from process_tools import is_alive, until
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec
-from rlhf_core.worker.heartbeat import slots_folder
+from rlhf_core.worker.liveness.heartbeat import slots_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 

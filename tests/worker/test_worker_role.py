@@ -9,11 +9,11 @@ import pytest
 from agent_runs import REPOSITORY, make_spec
 from made_reports import stored_spec
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.whole import read_model, write_model, write_text
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.whole_files import read_model, write_model, write_text
-from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 HEAD = (

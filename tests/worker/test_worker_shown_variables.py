@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run, make_spec
 
-from rlhf_core.diagnosis.node_checks import Plan, compare
+from rlhf_core.diagnosis.nodes.checks import Plan, compare
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.resources import PASSED_VARIABLE, Placement
-from rlhf_core.worker import node_facts
-from rlhf_core.worker.node_probe import Probe, ProbePlace
-from rlhf_core.worker.nodes import Nodes
-from rlhf_core.worker.shown_variables import HIDDEN, attempt_key, shown, shown_variables
+from rlhf_core.worker.nodes import facts as node_facts
+from rlhf_core.worker.nodes.membership import Nodes
+from rlhf_core.worker.nodes.probe import Probe, ProbePlace
+from rlhf_core.worker.nodes.shown_variables import HIDDEN, attempt_key, shown, shown_variables
 
 KEY = b"key of the attempt"
 CANARY = "c4nary7Zq9Lw2Xv8"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.whole_files import shared_secret
-from rlhf_core.worker.signing import MAX_MESSAGE_BYTES, MessageRefused, MessageSigner
+from rlhf_core.files.whole import shared_secret
+from rlhf_core.worker.channel.signing import MAX_MESSAGE_BYTES, MessageRefused, MessageSigner
 
 SECRET, OTHER = b"0" * 64, b"1" * 64
 

@@ -11,10 +11,10 @@ import pytest
 from agent_runs import AgentRun
 from process_tools import is_alive, until
 
+from rlhf_core.files.whole import write_model
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
-from rlhf_core.whole_files import write_model
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
 

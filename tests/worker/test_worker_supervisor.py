@@ -11,23 +11,23 @@ import pytest
 from given_process import GivenProcess
 from process_tools import until
 
-from rlhf_core.attempt_dir import AttemptDir
-from rlhf_core.diagnosis.liveness import GapTracker, judge
-from rlhf_core.run_dir import new_run_id
+from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
+from rlhf_core.run_dir.attempt import AttemptDir
+from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, NodeState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Role
-from rlhf_core.worker import supervisor as supervisor_module
-from rlhf_core.worker.agent_channel import AgentChannel
-from rlhf_core.worker.agent_store import MemoryAgentStore
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.signing import MessageSigner
+from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.groups.base import GroupSeat, Started
-from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.signals import SignalInbox
-from rlhf_core.worker.signing import MessageSigner
-from rlhf_core.worker.supervisor import Supervisor
+from rlhf_core.worker.supervision import supervisor as supervisor_module
+from rlhf_core.worker.supervision.supervisor import Supervisor
 
 ALONE = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
 
@@ -126,7 +126,7 @@ def test_a_worker_that_goes_on_while_evidence_is_collected_is_left_alone(
         watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns())
         return []
 
-    monkeypatch.setattr("rlhf_core.worker.supervisor.evidence.collect", collect)
+    monkeypatch.setattr("rlhf_core.worker.supervision.supervisor.evidence.collect", collect)
     supervisor.start()
     events = tmp_path / "restarts" / "0" / "events-here.jsonl"
     until(lambda: events.exists() and "withdrawn" in events.read_text(encoding="utf-8"), timeout_s=10.0)

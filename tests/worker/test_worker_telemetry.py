@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from process_tools import until
 
-from rlhf_core.worker import telemetry
-from rlhf_core.worker.gpu_telemetry import GpuTelemetry
-from rlhf_core.worker.telemetry import Telemetry
+from rlhf_core.worker.telemetry import node as telemetry
+from rlhf_core.worker.telemetry.gpus import GpuTelemetry
+from rlhf_core.worker.telemetry.node import Telemetry
 
 pynvml = pytest.importorskip("pynvml")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.appended_files import read_models
-from rlhf_core.attempt_dir import RestartDir
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import TelemetryLine
-from rlhf_core.worker import telemetry_series
-from rlhf_core.worker.telemetry_series import TelemetrySeries
+from rlhf_core.worker.telemetry import series as telemetry_series
+from rlhf_core.worker.telemetry.series import TelemetrySeries
 
 
 @pytest.fixture

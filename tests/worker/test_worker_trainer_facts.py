@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from control_fakes import make_run
 
-from rlhf_core import fingerprints
-from rlhf_core.diagnosis.node_checks import TRAINER, Plan, compare
-from rlhf_core.run_dir import RunDir
+from rlhf_core.diagnosis.nodes.checks import TRAINER, Plan, compare
+from rlhf_core.files import fingerprints
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.worker import node_facts, trainer_facts
-from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.nodes import facts as node_facts
+from rlhf_core.worker.nodes import trainer_facts
+from rlhf_core.worker.nodes.membership import Nodes
 
 
 def spec_of(argv: list[str], **trainer: Any) -> RunSpec:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import Phase, TrainerWarning
-from rlhf_core.whole_files import read_model
+from rlhf_core.worker.agent.leader import Leader
+from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.leader import Leader
-from rlhf_core.worker.trainer_warnings import TrainerWarnings
 
 
 def test_each_rank_has_a_file_and_each_line_becomes_one_incident(tmp_path: Path) -> None:

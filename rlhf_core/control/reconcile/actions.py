@@ -1,8 +1,8 @@
 """The reconciler of a site: compares run directories, history, Prefect and the queue, and repairs what disagrees.
 
-The decisions are :mod:`rlhf_core.diagnosis.reconcile`; here are the facts they need and the actions. Every action is
-harmless when it was done before: a second reconciler, or one that was killed on the way, does no damage. Runs of other
-sites, which may share the history or the cluster, are not touched.
+The decisions are :mod:`rlhf_core.diagnosis.reconcile.decisions`; here are the facts they need and the actions. Every
+action is harmless when it was done before: a second reconciler, or one that was killed on the way, does no damage. Runs
+of other sites, which may share the history or the cluster, are not touched.
 """
 
 import logging
@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from rlhf_core.appended_files import LineWriter
+from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import old_checkpoints
 from rlhf_core.control.reconcile.facts import lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
-from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, decide
-from rlhf_core.diagnosis.reconcile_facts import FLOW_ENDS, JobFacts, RunFacts, World
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
+from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.whole import read_model, remove_tree
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
-from rlhf_core.run_dir import RunDir, is_run_id, run_dirs
+from rlhf_core.run_dir.run import RunDir, is_run_id, run_dirs
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand, ReconcileNote
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.site_config import Site
 from rlhf_core.survival import Survived
 from rlhf_core.watchdog.missing_run import close_missing, identity
 from rlhf_core.watchdog.watcher import record
-from rlhf_core.whole_files import read_model, remove_tree
 
 log = logging.getLogger("rlhf.daemon")
 

@@ -7,23 +7,23 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from rlhf_core.config.site import Site
 from rlhf_core.control import snapshots
 from rlhf_core.control.promotion import is_due
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
-from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
-from rlhf_core.diagnosis.reconcile_facts import World
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
+from rlhf_core.diagnosis.reconcile.facts import World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
+from rlhf_core.files.whole import read_model
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, run_dirs
+from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.site_config import Site
-from rlhf_core.whole_files import read_model
 
 log = logging.getLogger("rlhf.daemon")
 

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from rlhf_core.control.promotion import is_due
-from rlhf_core.diagnosis.reconcile_facts import LeaseState, RunFacts
+from rlhf_core.diagnosis.reconcile.facts import LeaseState, RunFacts
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.launch.lease import TTL_S, Owner

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from rlhf_core.diagnosis.reconcile_facts import FlowRunFacts, FlowState, TaskRunFacts
+from rlhf_core.diagnosis.reconcile.facts import FlowRunFacts, FlowState, TaskRunFacts
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 
 RunsOfFlowRuns = Callable[[Collection[str]], Mapping[str, tuple[str, str]]]
 """Run and controller of each flow run that the history knows, by the ids of flow runs."""

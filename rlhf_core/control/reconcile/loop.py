@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rlhf_core.config.site import Site
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
@@ -18,7 +19,6 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import HeldLease, Owner, known_dead
-from rlhf_core.site_config import Site
 from rlhf_core.survival import Survived
 
 log = logging.getLogger("rlhf.daemon")

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.control.reconcile.loop import TTL_S, lease_name
-from rlhf_core.diagnosis.reconcile import ReconcileAction
+from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import HeldLease, Owner, known_dead
-from rlhf_core.site_config import Site
 
 
 def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[ReconcileAction]:

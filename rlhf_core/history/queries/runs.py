@@ -6,13 +6,13 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Subquery, func, select, true
 
 from rlhf_core.errors import UnknownRun
-from rlhf_core.formatting import missing_steps
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts, plain
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, EVALUATIONS, KEYS, LATEST, METRICS, RUNS, TAGS
 from rlhf_core.schemas.attempts import RUN_ENDS
 from rlhf_core.schemas.regression import regressions
+from rlhf_core.text.formatting import missing_steps
 
 
 def list_runs(

@@ -26,7 +26,7 @@ class Run(Base):
     owner: Mapped[str]
     """User who requested the run, as given."""
     owner_account: Mapped[str] = mapped_column(server_default=text("''"))
-    """Account of the operating system that requested it; see ``rlhf_core.accounts``."""
+    """Account of the operating system that requested it; see ``rlhf_core.machine.accounts``."""
     seed: Mapped[int] = mapped_column(BigInteger)
     """Seed from the config."""
     algorithm: Mapped[str]

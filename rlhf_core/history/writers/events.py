@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection
 
-from rlhf_core.formatting import attributed
 from rlhf_core.history.batch import EventEntry, JournalEntry, SetAside
 from rlhf_core.history.tables.sqlalchemy_core import EVENTS
 from rlhf_core.history.writers.upserts import Row, columns_of, insert_or_keep
@@ -31,6 +30,7 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.reports import ReconcileNote
+from rlhf_core.text.formatting import attributed
 
 SET_ASIDE = "set_aside"
 """Kind of the event for something in a file of the run that could not be stored."""

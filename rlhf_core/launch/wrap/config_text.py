@@ -7,7 +7,7 @@ from typing import Any
 import tomli_w
 
 from rlhf_core.launch.wrap.draft import Draft
-from rlhf_core.redaction import masked
+from rlhf_core.text.redaction import masked
 
 _SECTIONS = ("model", "checkpoint", "trainer", "resources", "slurm")
 _TRAINER_ORDER = (

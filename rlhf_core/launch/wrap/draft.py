@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 
 from pydantic import JsonValue
 
-from rlhf_core.launch_line import LaunchLine, Role
-from rlhf_core.redaction import carries_secret, is_secret_name, secrets_in
+from rlhf_core.shell.launch_line import LaunchLine, Role
+from rlhf_core.text.redaction import carries_secret, is_secret_name, secrets_in
 
 _FLAT = re.compile(
     r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from rlhf_core.launch.wrap.draft import Draft, number
-from rlhf_core.launch_line import Launcher
+from rlhf_core.shell.launch_line import Launcher
 
 _TORCHRUN = (
     (("nnodes",), "{num_nodes}"),

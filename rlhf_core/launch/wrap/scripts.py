@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
-from rlhf_core.launch_line import LaunchLine, read_launch_line
-from rlhf_core.shell_script import ShellCommand, ShellScript, read_shell
+from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
+from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
 
 _NOT_TRAINING = frozenset((
     "rollout", "deploy", "infer", "eval", "export", "app", "web-ui", "sample", "vllm-serve", "env", "chat", "api",

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable
 
 from rlhf_core.launch.wrap.draft import Draft, number
-from rlhf_core.launch_line import normalized
+from rlhf_core.shell.launch_line import normalized
 
 _SHORT = {
     "N": "nodes", "n": "ntasks", "p": "partition", "A": "account", "t": "time", "c": "cpus_per_task", "G": "gpus",

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from rlhf_core.config import validate
-from rlhf_core.config_problems import expected_name, is_name
+from rlhf_core.config.loading import validate
+from rlhf_core.config.problems import expected_name, is_name
+from rlhf_core.config.toml_files import MAX_CONFIG_BYTES
 from rlhf_core.errors import BadInput
 from rlhf_core.launch.wrap.arguments import read_arguments
 from rlhf_core.launch.wrap.config_text import config_text, shown_line
@@ -18,9 +19,8 @@ from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
 from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
 from rlhf_core.launch.wrap.scripts import ScriptFacts, read_script
 from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
-from rlhf_core.launch_line import Wrapper, read_launch_line
 from rlhf_core.schemas.slurm_values import VARIABLE
-from rlhf_core.toml_files import MAX_CONFIG_BYTES
+from rlhf_core.shell.launch_line import Wrapper, read_launch_line
 
 MAX_LINE = 100_000
 """Longest launch line in characters: a config has at most 128 KiB."""

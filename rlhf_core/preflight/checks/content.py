@@ -1,4 +1,5 @@
-"""Checks of the data itself, judged from one reading in the compute interpreter (``rlhf_core/training/content.py``)."""
+"""Checks of the data itself, judged from one reading in the compute interpreter
+(``rlhf_core/training/probes/content.py``)."""
 
 from collections.abc import Iterator
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from rlhf_core.data_files import template_columns
+from rlhf_core.files.data_rows import template_columns
 from rlhf_core.preflight.facts import DataFile, Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.templates import named_columns, templates_of

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from rlhf_core.diagnosis.node_checks import NEVER_OFF, NODE_CHECKS
+from rlhf_core.diagnosis.nodes.checks import NEVER_OFF, NODE_CHECKS
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed, warning
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from rlhf_core.diagnosis.launch_variables import NODE_NUMBERS, planned_numbers
+from rlhf_core.diagnosis.nodes.launch_variables import NODE_NUMBERS, planned_numbers
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
-from rlhf_core.redaction import secrets_in
+from rlhf_core.text.redaction import secrets_in
 
 
 @check("environment.secrets")

@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.escaping import csv_cell, json_text
 from rlhf_core.history.queries.exports import Column, ExportTable, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports.common import make_folder, require
+from rlhf_core.text.escaping import csv_cell, json_text
 
 
 def to_csv(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:

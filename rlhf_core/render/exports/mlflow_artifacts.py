@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from rlhf_core.errors import BadInput
-from rlhf_core.escaping import json_text
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import as_toml
 from rlhf_core.render.gather import gather
 from rlhf_core.render.run_page import page
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.escaping import json_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,11 +9,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.files.whole import remove_tree
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports.common import all_points, make_folder, require
 from rlhf_core.schemas.regression import REGRESSED
-from rlhf_core.whole_files import remove_tree
 
 
 def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:

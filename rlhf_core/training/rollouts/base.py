@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
-from rlhf_core.training.seeds import uniforms
+from rlhf_core.training.rollouts.seeds import uniforms
 from rlhf_core.training.types import Completion
 
 

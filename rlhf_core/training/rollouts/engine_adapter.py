@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from rlhf_core.schemas.checkpoint_files import BaseModelRecord
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.training.adapters import add_adapter, base_files, has_adapter
-from rlhf_core.training.gathering import named_weights, weight_shapes
-from rlhf_core.training.models import load_causal_lm
+from rlhf_core.training.models.adapters import add_adapter, base_files, has_adapter
+from rlhf_core.training.models.causal_lm import load_causal_lm
+from rlhf_core.training.models.gathering import named_weights, weight_shapes
 
 
 def given_shapes(model: nn.Module) -> dict[str, tuple[dtype, Size]]:

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.training.adapters import has_adapter
-from rlhf_core.training.models import random_causal_lm
+from rlhf_core.training.models.adapters import has_adapter
+from rlhf_core.training.models.causal_lm import random_causal_lm
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.engine_adapter import adapted_causal_lm, count_differing, taken_weights
 from rlhf_core.training.rollouts.transformers_engine import generate

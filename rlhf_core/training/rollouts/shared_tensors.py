@@ -1,6 +1,6 @@
 """Tensors in memory that processes of one host share: mapped files, and the names by which others find a tensor there.
 
-The engine's process stages weights in such memory where several processes compute for it (``vllm_worker.py``): they
+The engine's process stages weights in such memory where several processes compute for it (``vllm/worker.py``): they
 read them where they lie, and no copy is made between processes.
 """
 
@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Size, Tensor, dtype
 
-from rlhf_core.private_files import FILE_MODE
+from rlhf_core.files.private import FILE_MODE
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import RolloutEngine
-from rlhf_core.training.rollouts.remote import RemoteEngines
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.rollouts.weight_ledger import RecordedEngine
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.training.weight_ledger import RecordedEngine
 from rlhf_core.training.worker_events import write_event
 
 
@@ -31,7 +31,7 @@ def start_engine(
     if not (spec.rollout.engine == "vllm" if is_trainer else spec.starts_vllm_in_evaluators):
         return TransformersEngine(tokenizer)
     # Only this engine needs vLLM.
-    from rlhf_core.training.rollouts.vllm_engine import VllmEngine
+    from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 
     ranks.log("starting a vLLM engine on every rank")
     engine = VllmEngine(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from rlhf_core.training.gathering import whole_model
+from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
 from rlhf_core.training.types import Completion
 

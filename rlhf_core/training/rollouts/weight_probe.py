@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
-from rlhf_core.training.gathering import whole_model
+from rlhf_core.training.models.gathering import whole_model
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest difference of a log-probability that rounding and other kernels explain, by number format of the weights.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.appended_files import LineWriter
 from rlhf_core.errors import BadConfig, DegenerateRl
+from rlhf_core.files.appended import LineWriter
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
@@ -20,17 +20,17 @@ from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWar
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.algorithms.objective import MetricDef, PolicyOutput
-from rlhf_core.training.batches import SequenceBatch, collate
-from rlhf_core.training.checkpoint_parts import SavedModel
-from rlhf_core.training.checkpoint_state import Progress
-from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
+from rlhf_core.training.checkpoints.saving import SavedModel
+from rlhf_core.training.checkpoints.state import Progress
+from rlhf_core.training.data.batches import SequenceBatch, collate
+from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.loading import DataReport, EncodedPrompts, row_indices
+from rlhf_core.training.data.micro_batches import balanced, micro_batches
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.evaluation import Evaluator
-from rlhf_core.training.examples import Scorer
-from rlhf_core.training.health import Judge
-from rlhf_core.training.health_state import Batch
+from rlhf_core.training.evaluation.evaluator import Evaluator
+from rlhf_core.training.health.judge import Judge
+from rlhf_core.training.health.state import Batch
 from rlhf_core.training.metrics import StepMetrics, reduce_metrics
-from rlhf_core.training.partition import balanced, micro_batches
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 from rlhf_core.training.trainers.saving import Saving
 from rlhf_core.training.trainers.step_reports import refuse_non_finite, summary

@@ -28,7 +28,7 @@ from rlhf_core.errors import BadConfig, ResumeMismatch
 from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.gathering import is_split, note_hooks, own_part, unsplit, whole_shape
+from rlhf_core.training.models.gathering import is_split, note_hooks, own_part, unsplit, whole_shape
 from rlhf_core.training.trainers.shares import adamw, load_shares, pieces, saved_share
 
 _SAMPLED_ENTRIES = 64

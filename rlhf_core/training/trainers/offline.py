@@ -9,11 +9,19 @@ from torch import nn
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
-from rlhf_core.training.batches import SequenceBatch
-from rlhf_core.training.examples import Example, Scorer, make_batch, make_examples, mismatched, score_batch, step_sums
-from rlhf_core.training.models import PolicyModel
-from rlhf_core.training.partition import evened
-from rlhf_core.training.reward_models import RewardModel
+from rlhf_core.training.data.batches import SequenceBatch
+from rlhf_core.training.data.examples import (
+    Example,
+    Scorer,
+    make_batch,
+    make_examples,
+    mismatched,
+    score_batch,
+    step_sums,
+)
+from rlhf_core.training.data.micro_batches import evened
+from rlhf_core.training.models.causal_lm import PolicyModel
+from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.model import LoraSpec
-from rlhf_core.training.adapters import add_adapter
 from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
-from rlhf_core.training.batches import SequenceBatch
-from rlhf_core.training.gathering import save_weights
-from rlhf_core.training.packing import can_pack, hidden_of_targets
+from rlhf_core.training.data.batches import SequenceBatch
+from rlhf_core.training.models.adapters import add_adapter
+from rlhf_core.training.models.gathering import save_weights
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 

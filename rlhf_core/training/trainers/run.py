@@ -9,12 +9,26 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import BadConfig
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.adapters import (
+from rlhf_core.training.checkpoints.memory.resume import memory_checkpoint
+from rlhf_core.training.checkpoints.resume import resume_point
+from rlhf_core.training.checkpoints.soundness import agree, reference_folder, verify_checkpoint
+from rlhf_core.training.checkpoints.state import (
+    TrainerState,
+    kept_random_state,
+    load_trainer_state,
+    restore_random_state,
+)
+from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.loading import DataReport, encode_prompts, load_data
+from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports
+from rlhf_core.training.models.adapters import (
     AdapterReference,
     add_adapter,
     base_files,
@@ -22,25 +36,11 @@ from rlhf_core.training.adapters import (
     is_adapter,
     load_adapter,
 )
-from rlhf_core.training.checkpoint_soundness import agree, reference_folder, verify_checkpoint
-from rlhf_core.training.checkpoint_state import (
-    TrainerState,
-    kept_random_state,
-    load_trainer_state,
-    restore_random_state,
-)
-from rlhf_core.training.data import DataReport, encode_prompts, load_data
-from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
-from rlhf_core.training.evaluation import are_written, load_evaluator, write_reports
-from rlhf_core.training.examples import Scorer
-from rlhf_core.training.memory_resume import memory_checkpoint
-from rlhf_core.training.models import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
-from rlhf_core.training.resume import resume_point
-from rlhf_core.training.reward_models import RewardModel, is_reward_model, load_reward_model
+from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
+from rlhf_core.training.models.reward_model import RewardModel, is_reward_model, load_reward_model
+from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rewards.scoring_models import ScoringModels, load_scoring_models
 from rlhf_core.training.rollouts.start import start_engine
-from rlhf_core.training.scoring import RewardScorer, reward_scorer
-from rlhf_core.training.scoring_models import ScoringModels, load_scoring_models
-from rlhf_core.training.tokenizers import load_tokenizer
 from rlhf_core.training.trainers import offline, online
 from rlhf_core.training.trainers.context import Loop, TrainingContext, loops
 from rlhf_core.training.trainers.engine import Engine, split_frozen

@@ -16,9 +16,9 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms.grpo import zero_std_groups
 from rlhf_core.training.algorithms.objective import SampledBatch
+from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.scoring import Scores
-from rlhf_core.training.seeds import sample_seed
+from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.trainers.context import Loop, TrainingContext, TrainingStep
 from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
 from rlhf_core.training.trainers.updates import StepBatch

@@ -7,12 +7,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.training.checkpoint_parts import SavedModel
-from rlhf_core.training.checkpoint_state import Progress
-from rlhf_core.training.checkpoints import CheckpointWriter
+from rlhf_core.training.checkpoints.memory.copies import MemoryCopy
+from rlhf_core.training.checkpoints.memory.peer_copies import peer_copies
+from rlhf_core.training.checkpoints.saving import SavedModel
+from rlhf_core.training.checkpoints.state import Progress
+from rlhf_core.training.checkpoints.writer import CheckpointWriter
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.memory_copies import MemoryCopy
-from rlhf_core.training.peer_copies import peer_copies
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.types import WorkerContext
 

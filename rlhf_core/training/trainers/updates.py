@@ -17,10 +17,10 @@ from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.advantages import moments, whitened_sequences, whitened_tokens
 from rlhf_core.training.algorithms.aggregation import masked_stat
 from rlhf_core.training.algorithms.objective import Advantages, MicroBatch, PolicyOutput, SampledBatch, StepSums
-from rlhf_core.training.batches import SequenceBatch
-from rlhf_core.training.examples import Scorer
-from rlhf_core.training.models import PolicyModel
-from rlhf_core.training.partition import evened
+from rlhf_core.training.data.batches import SequenceBatch
+from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.micro_batches import evened
+from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.minibatches import divide

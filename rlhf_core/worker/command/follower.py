@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
-from rlhf_core.whole_files import read_model, write_model
-from rlhf_core.worker import collectives, processes
+from rlhf_core.worker import processes
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.job_record import JobRecord
@@ -30,8 +30,9 @@ from rlhf_core.worker.command.rank_process import RankProcess, find_rank
 from rlhf_core.worker.command.save_requests import SaveRequests
 from rlhf_core.worker.command.sources import make_sources
 from rlhf_core.worker.command.sources.collectives import CollectivesSource
-from rlhf_core.worker.heartbeat import Beat
-from rlhf_core.worker.nodes import unused_port
+from rlhf_core.worker.liveness import collectives
+from rlhf_core.worker.liveness.heartbeat import Beat
+from rlhf_core.worker.nodes.membership import unused_port
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 POLL_INTERVAL_S = 0.1

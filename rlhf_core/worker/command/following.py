@@ -6,8 +6,8 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from rlhf_core.appended_files import FilePosition, read_on
-from rlhf_core.files import FileLine
+from rlhf_core.files.appended import FilePosition, read_on
+from rlhf_core.files.reading import FileLine
 from rlhf_core.worker.command.observation import StepFigures, Watched
 
 VERSION_FOLDER = re.compile(r"v\d+-.+")

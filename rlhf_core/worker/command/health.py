@@ -1,8 +1,8 @@
 """Health of another program's training, judged from its metrics alone. Pure: the metrics of a step in, warnings out.
 
-Thresholds are those of ``[health]``, and the sense of the rules is that of ``rlhf_core/training/health.py``, which sees
-completions and weights as well: a task that is solved, and a policy that has gained reward, have no spread and are
-well. What can be judged depends on what the program logs; a metric that it does not log is no sign of anything.
+Thresholds are those of ``[health]``, and the sense of the rules is that of ``rlhf_core/training/health/judge.py``,
+which sees completions and weights as well: a task that is solved, and a policy that has gained reward, have no spread
+and are well. What can be judged depends on what the program logs; a metric that it does not log is no sign of anything.
 
 A step here is a logged one. With ``logging_steps`` above 1 a row of bad steps must be as long in optimizer steps, and
 have some lines: of the gradient a line shows the last step alone.

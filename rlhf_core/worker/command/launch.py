@@ -13,9 +13,9 @@ from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import values_of_spec
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
 from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
+from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
 IN_RANK = Path(__file__).parent / "in_rank"
 """Folder that is put on PYTHONPATH of the program."""

@@ -19,16 +19,16 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from rlhf_core.checkpoint_dir import CheckpointDir, checksum
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, WorkerError
-from rlhf_core.files import bring_to_disk
+from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.whole_files import remove_tree
 from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints, find_checkpoints
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 

@@ -9,10 +9,10 @@ import math
 import signal
 from typing import Literal
 
+from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.schemas.base import Int32, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.whole_files import read_model, write_model
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.rank_process import RankProcess
 
@@ -64,7 +64,7 @@ class SaveRequests:
         """Take note of a request, and see how far it is.
 
         Args:
-            request: As :meth:`rlhf_core.worker.heartbeat.Beat.request` says.
+            request: As :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request` says.
             step: Newest step that is known.
             now_s: Monotonic time in seconds.
         """

@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.attempt_dir import RestartDir
-from rlhf_core.diagnosis.verdict import Verdict
+from rlhf_core.diagnosis.hangs.verdict import Verdict
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
 from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.worker import processes
-from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.pause_clock import PauseClock
+from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 ELASTIC_VARIABLES = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
 """Settings that torch elastic takes from the agent's environment. All nodes have as many workers, so that ranks need

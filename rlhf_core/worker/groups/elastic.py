@@ -5,7 +5,7 @@ nodes to find out: elastic's own rendezvous unpickles the content of a store tha
 Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
 never ends a worker (its way waits 30 s for a stopped one) and never sees a worker die before we have (the order in
 which they died is evidence). This is the only module of the agent that imports torch when it is loaded, which is late;
-``agent_store.py`` imports its store when several nodes meet.
+``channel/store.py`` imports its store when several nodes meet.
 """
 
 import contextlib
@@ -28,10 +28,9 @@ from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from rlhf_core.attempt_dir import RestartDir
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.resources import GroupPlan
-from rlhf_core.worker.agent_store import LOOPBACK
-from rlhf_core.worker.fork_server import ForkServer, arguments_of
+from rlhf_core.worker.channel.store import LOOPBACK
 from rlhf_core.worker.groups.base import (
     ELASTIC_VARIABLES,
     PEER_TIMEOUT_S,
@@ -41,8 +40,9 @@ from rlhf_core.worker.groups.base import (
     Started,
     WorkerGroup,
 )
+from rlhf_core.worker.groups.fork_server import ForkServer, arguments_of
 from rlhf_core.worker.groups.gpus import visible_gpus
-from rlhf_core.worker.nodes import unused_port
+from rlhf_core.worker.nodes.membership import unused_port
 from rlhf_core.worker.processes import GROUP_VARIABLE
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE

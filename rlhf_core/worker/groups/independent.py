@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rlhf_core.attempt_dir import AttemptDir, RestartDir
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
-from rlhf_core.worker.fork_server import ForkedWorker, ForkServer, arguments_of
 from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
+from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, arguments_of
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
 from rlhf_core.worker.signals import SAVING, held_back

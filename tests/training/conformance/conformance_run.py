@@ -19,10 +19,10 @@ from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.advantages import moments, whitened_sequences
 from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, SampledBatch, StepSums
-from rlhf_core.training.batches import SequenceBatch, collate
-from rlhf_core.training.examples import Example, make_batch, score_batch, step_sums
-from rlhf_core.training.models import PolicyModel
-from rlhf_core.training.reward_models import RewardModel
+from rlhf_core.training.data.batches import SequenceBatch, collate
+from rlhf_core.training.data.examples import Example, make_batch, score_batch, step_sums
+from rlhf_core.training.models.causal_lm import PolicyModel
+from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.trainers.context import Totals
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -7,11 +7,11 @@ from typing import Any
 from agent_runs import make_spec
 from made_reports import stored_spec
 
-from rlhf_core.run_dir import RunDir, new_run_id
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.run import RunDir, new_run_id
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.training.types import NullReporter, WorkerContext
-from rlhf_core.whole_files import write_model
 
 MINIMAL: Mapping[str, Any] = {"kind": "command", "argv": ["program", "{output_dir}"], "num_steps": 40}
 

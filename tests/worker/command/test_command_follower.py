@@ -10,7 +10,7 @@ import pytest
 from agent_runs import TARGETS, AgentRun
 from process_tools import is_alive, until
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import MetricsLine

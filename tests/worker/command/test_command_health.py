@@ -9,8 +9,8 @@ from watched_programs import FIXTURES, trainer
 
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.health import HealthSpec
-from rlhf_core.training import health_rules as native
-from rlhf_core.training.health_state import block_steps
+from rlhf_core.training.health import rules as native
+from rlhf_core.training.health.state import block_steps
 from rlhf_core.worker.command import health
 from rlhf_core.worker.command.health import MetricHealth, MetricWarning
 from rlhf_core.worker.command.metric_names import MetricNames

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from program_contexts import context_of, trainer_of
 
-from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import CheckpointCorrupt, WorkerError
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.whole_files import write_model
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint
 from rlhf_core.worker.command.launch import resume_folder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from program_contexts import context_of, trainer_of
 
-from rlhf_core.appended_files import read_models
+from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.worker.command.observation import StepFigures

@@ -15,7 +15,7 @@ import psutil
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.observation import Reading, Watched
-from rlhf_core.worker.inspection import descendants_of
+from rlhf_core.worker.liveness.inspection import descendants_of
 
 SAMPLE_S = 2.0
 """Least time between two samples in seconds: processor time is counted in hundredths of a second."""

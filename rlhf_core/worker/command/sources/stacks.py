@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.observation import Reading, Watched
-from rlhf_core.worker.evidence import find_py_spy
+from rlhf_core.worker.evidence.collection import find_py_spy
 
 SAMPLE_S = 5.0
 """Least time between the beginnings of two samples in seconds."""

@@ -7,7 +7,7 @@ that the program holds back in a buffer, as Python does unless PYTHONUNBUFFERED 
 import re
 from pathlib import Path
 
-from rlhf_core.files import UnfitFile, open_regular
+from rlhf_core.files.reading import UnfitFile, open_regular
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce, by_step, is_of_this_start, numbers_of
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched

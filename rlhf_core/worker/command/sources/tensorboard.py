@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from rlhf_core.files import open_regular
+from rlhf_core.files.reading import open_regular
 from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer, ProgressSource
 from rlhf_core.worker.command.following import ToldOnce, by_step
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.files import read_document
+from rlhf_core.files.reading import read_document
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import (
     FollowedLines,

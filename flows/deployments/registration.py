@@ -1,0 +1,439 @@
+"""Deployments: runs that can be asked for in Prefect, by a form whose fields have the values of a config, or on time.
+
+Registering again brings a deployment up to date: its config, form and environment. Settings made in the UI in
+the meantime (schedules, limits, a pause) stay, unless they are given anew.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
+from pydantic import ValidationError
+
+from flows.deployments.form_schema import description_of, form_of
+from flows.deployments.work_pool import QUEUES
+from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
+from flows.form import Form, overrides_of, prefilled, read_form, without_setting
+from flows.schedules import SKIP_IF_BUSY
+from flows.server.settings import START_IT, server_answers
+from rlhf_core.config import loading as configs
+from rlhf_core.config import problems as config_problems
+from rlhf_core.config.site import Site
+from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.snapshots import keep
+from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.files import private as private_files
+from rlhf_core.machine.accounts import user_name
+from rlhf_core.presets import PRESETS
+from rlhf_core.text.redaction import carries_secret
+
+ENTRYPOINT = "flows.run.rlhf_run"
+"""Entry point of the flow for a worker: a module of this installation, whatever folder its process is in."""
+
+SCHEDULE = "rlhf-deploy"
+"""Slug of the schedule that is given on the command line; those that are made in the UI have others."""
+
+TOLD_SITE = ("RLHF_RUNS", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_MAX_RESTARTS_PER_HOUR", "RLHF_JOB_SECRETS")
+"""Settings of the site that go to the processes of flow runs where they come from the environment. What may hold a
+password does not: Prefect would show it. Those come from the environment of the worker, or from ``rlhf.toml``."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A deployment as Prefect has it."""
+
+    name: str
+    """``rlhf-run/<name>``."""
+    id: str
+    url: str
+    """Its page."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A flow run that was asked for."""
+
+    run_id: str
+    """Id that its run will have; also the name of the flow run."""
+    flow_run_id: str
+    url: str
+    """Its page."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A deployment before Prefect has it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    tags: Sequence[str]
+    priority: str | None
+    limit: int | None = None
+    schedule: CronSchedule | None = None
+    skip_if_busy: bool | None = None
+
+
+def register(
+    config: str,
+    site: Site,
+    *,
+    name: str = "",
+    cron: str = "",
+    timezone: str = "",
+    limit: int | None = None,
+    priority: str | None = None,
+    skip_if_busy: bool | None = None,
+    tags: Sequence[str] = (),
+    owner: str = "",
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+) -> Registered:
+    """Make a config a deployment, or bring the deployment of that name up to date.
+
+    Args:
+        config: a config file, or the name of a preset. A file is kept as it is now, with the user's code.
+        name: of the deployment. Default: the name in the config.
+        cron: when it is to run by itself, as in cron(8); empty leaves the schedules as they are.
+        timezone: in which that is meant, as ``Europe/Berlin``. Default: UTC.
+        limit: how many runs of it may be driven at the same time; further ones wait. 0 for no limit. None leaves it.
+        priority: ``high``, ``default`` or ``low``. None leaves it.
+        skip_if_busy: whether its schedules leave a time out at which its last run still goes on. None leaves it.
+        tags: words to find its runs by.
+        owner: who asks. Default: the user of this process.
+        overrides: settings to change, each as ``section.field=value``.
+        folder: where relative paths begin. Default: the current folder.
+
+    Raises:
+        BadConfig: the config cannot be used.
+        BadInput: the schedule, the name or the priority cannot be, or there is no work pool.
+        PrefectUnavailable: no server answers.
+    """
+    wanted = _wanted(
+        config,
+        site,
+        name=name,
+        schedule=_schedule(cron, timezone),
+        limit=limit,
+        priority=priority,
+        skip_if_busy=skip_if_busy,
+        tags=tags,
+        owner=owner,
+        overrides=overrides,
+        folder=folder,
+    )
+    with _client() as client:
+        _require_pool(client, site)
+        deployment = _put(client, site, wanted, _present(client, [wanted.name]).get(wanted.name))
+        if wanted.schedule is not None:
+            _set_schedule(client, UUID(deployment.id), wanted.schedule)
+    return deployment
+
+
+def _wanted(
+    config: str,
+    site: Site,
+    *,
+    name: str = "",
+    schedule: CronSchedule | None = None,
+    limit: int | None = None,
+    priority: str | None = None,
+    skip_if_busy: bool | None = None,
+    tags: Sequence[str] = (),
+    owner: str = "",
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+) -> _Wanted:
+    """The deployment of a config, as :func:`register` is asked for it."""
+    if priority is not None and priority not in QUEUES:
+        raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(QUEUES)}")
+    if limit is not None and limit < 0:
+        raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
+    spec = configs.load(config, overrides)
+    name = name or spec.name
+    if name == RESUME or not config_problems.is_name(name):
+        raise BadInput(
+            f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
+            f"{RESUME!r}, which goes on with runs; give --name"
+        )
+    # A preset goes with the version of the program; a file, or a changed preset, is kept.
+    is_preset = config in PRESETS and not overrides and not Path(config).is_file()
+    source = config if is_preset else str(keep(config, overrides, name, site.home, folder or Path.cwd()).config)
+    parameters = {
+        "config": source,
+        **prefilled(spec),
+        "owner": owner or user_name(),
+        "tags": ", ".join(tags),
+        "overrides": "",
+    }
+    return _Wanted(
+        name=name,
+        description=description_of(config, overrides),
+        parameters=parameters,
+        schema=form_of(parameters, hidden=("config", "run_id", *without_setting(spec))),
+        tags=["rlhf", *tags],
+        priority=priority,
+        limit=limit,
+        schedule=schedule,
+        skip_if_busy=skip_if_busy,
+    )
+
+
+def register_presets(site: Site) -> list[Registered]:
+    """Make every preset a deployment, and :data:`RESUME_DEPLOYMENT`. What ``rlhf up`` does.
+
+    Raises:
+        BadInput: there is no work pool.
+        PrefectUnavailable: no server answers.
+    """
+    resume = _Wanted(
+        name=RESUME,
+        description="Goes on with a run: adopts its job if it is alive, else starts it again from its last complete "
+        "checkpoint. `rlhf runs` lists the ids.",
+        parameters={},
+        schema=form_of({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
+        tags=["rlhf"],
+        priority=None,
+    )
+    wanted = [*(_wanted(preset, site) for preset in PRESETS), resume]
+    with _client() as client:
+        _require_pool(client, site)
+        present = _present(client, [one.name for one in wanted])
+        return [_put(client, site, one, present.get(one.name)) for one in wanted]
+
+
+def submit(
+    name: str, site: Site, *, overrides: Sequence[str] = (), config: str = "", tags: Sequence[str] = (), owner: str = ""
+) -> Submitted:
+    """Ask for a run of a deployment, and return at once.
+
+    Args:
+        name: of the deployment, with or without ``rlhf-run/``.
+        overrides: settings to change, each as ``section.field=value``.
+        config: take this config instead of the one that was deployed; it must have been kept.
+        tags: further words to find it by.
+        owner: who asks. Default: the owner of the deployment.
+
+    Raises:
+        BadConfig: the overrides cannot be used.
+        BadInput: there is no such deployment, or it goes on with runs.
+        PrefectUnavailable: no server answers.
+    """
+    full = name if name.startswith(f"{RUN_FLOW}/") else f"{RUN_FLOW}/{name}"
+    with _client() as client:
+        try:
+            deployment = client.read_deployment_by_name(full)
+        except ObjectNotFound:
+            known = [one.name for one in client.read_deployments()]
+            raise BadInput(
+                f"there is no deployment {full!r}, and no file of that name; there are {', '.join(known) or 'none'}"
+            ) from None
+        if full == RESUME_DEPLOYMENT:
+            raise BadInput(f"{full} goes on with runs: `rlhf resume RUN` does that, or its form in the UI")
+        given: dict[str, Any] = {"overrides": "\n".join(overrides)} if overrides else {}
+        if config:
+            given |= {"config": config, **prefilled(configs.load(config))}
+        if tags:
+            present = read_form(deployment.parameters).tags
+            given["tags"] = ", ".join(dict.fromkeys((*present, *tags)))
+        if owner:
+            given["owner"] = owner
+        # What is wrong is said here, not in a flow run that fails later.
+        form = read_form({**deployment.parameters, **given})
+        spec = configs.load(form.config, overrides_of(form, given_as="--set"))
+        flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
+        run_id = FlowRunLink(str(flow_run.id), created=flow_run.created).run_id(spec.name)
+        client.update_flow_run(flow_run.id, name=run_id)
+    return Submitted(run_id, str(flow_run.id), page(site, "runs/flow-run", flow_run.id))
+
+
+def submit_config(
+    config: str, site: Site, *, overrides: Sequence[str] = (), tags: Sequence[str] = (), owner: str = ""
+) -> Submitted:
+    """Ask for a run of a config file as it is now, or of a deployment; what is not deployed yet is deployed first.
+
+    Raises:
+        As :func:`register` and :func:`submit`.
+    """
+    if not Path(config).is_file():
+        if config in PRESETS and not is_deployed(config):
+            register(config, site)
+        return submit(config, site, overrides=overrides, tags=tags, owner=owner)
+    name = configs.load(config).name
+    if not is_deployed(name):
+        register(config, site, tags=tags, owner=owner)
+    kept = keep(config, (), name, site.home, Path.cwd(), further=overrides)
+    return submit(name, site, overrides=overrides, config=str(kept.config), tags=tags, owner=owner)
+
+
+def is_deployed(name: str) -> bool:
+    """True if there is a deployment of that name.
+
+    Raises:
+        PrefectUnavailable: no server answers.
+    """
+    with _client() as client:
+        try:
+            client.read_deployment_by_name(f"{RUN_FLOW}/{name}")
+        except ObjectNotFound:
+            return False
+    return True
+
+
+def page(site: Site, kind: str, id: UUID) -> str:
+    """Address of a page of the UI, as a browser of the site reaches it."""
+    address = site.prefect.url or PREFECT_UI_URL.value() or ""
+    return f"{address.rstrip('/')}/{kind}/{id}"
+
+
+def environment(site: Site) -> dict[str, str]:
+    """Settings of the site for the processes of flow runs. Nothing that may hold a password."""
+    told = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
+    database = os.environ.get("RLHF_DATABASE_URL", "")
+    if database and not carries_secret(database):
+        told["RLHF_DATABASE_URL"] = database
+    return {"RLHF_HOME": str(site.home), **told}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prefect
+
+
+@contextmanager
+def _client() -> Iterator[SyncPrefectClient]:
+    """A client of the server in use.
+
+    Raises:
+        PrefectUnavailable: there is none, or it does not answer.
+    """
+    if not server_answers():
+        raise PrefectUnavailable(f"the Prefect server at {PREFECT_API_URL.value()} does not answer. {START_IT}")
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def _require_pool(client: SyncPrefectClient, site: Site) -> None:
+    try:
+        client.read_work_pool(site.prefect.pool)
+    except ObjectNotFound:
+        raise BadInput(
+            f"the Prefect server has no work pool {site.prefect.pool!r} ([prefect] pool of rlhf.toml). "
+            f"`rlhf up` makes it"
+        ) from None
+
+
+def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
+    """Deployments of the flow that have one of these names, by name."""
+    found = client.read_deployments(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[RUN_FLOW])),
+        deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names))),
+    )
+    return {one.name: one for one in found}
+
+
+def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted, present: DeploymentResponse | None) -> Registered:
+    _make_working_folder(site)
+    if present is None:
+        deployment_id = _create(client, site, wanted)
+    else:
+        deployment_id = present.id
+        _update(client, site, wanted, present)
+    return Registered(
+        f"{RUN_FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id)
+    )
+
+
+def _make_working_folder(site: Site) -> None:
+    try:
+        if not site.runs_dir.exists():
+            private_files.make_folder(site.runs_dir)
+    except OSError as error:
+        raise BadInput(
+            f"cannot make the folder of the runs {site.runs_dir}: {error.strerror}. Set RLHF_RUNS to a writable folder"
+        ) from None
+
+
+def _tags(wanted: _Wanted, present: Sequence[str] = ()) -> list[str]:
+    """Tags of a deployment, which its flow runs take over."""
+    skips = SKIP_IF_BUSY in present if wanted.skip_if_busy is None else wanted.skip_if_busy
+    return [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])]
+
+
+def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "description": wanted.description,
+        "parameters": dict(wanted.parameters),
+        "parameter_openapi_schema": dict(wanted.schema),
+        "enforce_parameter_schema": True,
+        "entrypoint": ENTRYPOINT,
+        "path": None,
+        "pull_steps": [],
+        # Else it would be in a folder that goes with it, and so would be the jobs that it starts and that outlive it:
+        # a process whose folder is gone cannot even load torch. The nodes see this one.
+        "job_variables": {"env": environment(site), "working_dir": str(site.runs_dir)},
+        "tags": _tags(wanted),
+        "work_pool_name": site.prefect.pool,
+    }
+    if wanted.limit is not None:
+        common["concurrency_limit"] = wanted.limit or None
+        common["concurrency_options"] = _ENQUEUE if wanted.limit else None
+    return common
+
+
+_ENQUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
+
+
+def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
+    flow_id = client.create_flow_from_name(RUN_FLOW)
+    queue = wanted.priority or "default"
+    return client.create_deployment(flow_id, wanted.name, work_queue_name=queue, **_common(site, wanted))
+
+
+def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: DeploymentResponse) -> None:
+    # Asked for without a queue, Prefect would go back to the pool's default one.
+    queue = wanted.priority or deployment.work_queue_name or "default"
+    changed = {**_common(site, wanted), "tags": _tags(wanted, deployment.tags)}
+    update = DeploymentUpdate(work_queue_name=queue, **changed)
+    if wanted.limit is not None or not _has(deployment, update):  # its limit is kept elsewhere
+        client.update_deployment(deployment.id, update)
+
+
+def _has(deployment: DeploymentResponse, update: DeploymentUpdate) -> bool:
+    """True if a deployment has all that is set in an update already."""
+    has = deployment.model_dump(mode="json")
+    return all(has[field] == value for field, value in update.model_dump(mode="json", exclude_unset=True).items())
+
+
+def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: CronSchedule) -> None:
+    for present in client.read_deployment_schedules(deployment_id):
+        if present.slug == SCHEDULE:
+            client.delete_deployment_schedule(deployment_id, present.id)
+    client.create_deployment_schedules(deployment_id, [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)])
+
+
+def _schedule(cron: str, timezone: str) -> CronSchedule | None:
+    if not cron:
+        if timezone:
+            raise BadInput("--timezone is about --cron, which is not given")
+        return None
+    try:
+        return CronSchedule(cron=cron, timezone=timezone or "UTC")
+    except ValidationError as error:
+        said = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+    raise BadInput(
+        f"--cron {cron!r}{f' in {timezone!r}' if timezone else ''} is no schedule: {said}. Expected minute, hour, day "
+        f'of the month, month, day of the week, for instance "0 2 * * *" for two o\'clock every night'
+    )

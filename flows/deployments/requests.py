@@ -1,0 +1,110 @@
+"""Requests in Prefect that have made no run: each waits, or was refused. Kept in a file for `rlhf runs`.
+
+The site daemon writes it in each of its rounds. So `rlhf runs` shows it without Prefect, as fast as ever.
+"""
+
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+
+from flows.deployments.registration import page
+from rlhf_core.config.site import Site
+from rlhf_core.files.whole import write_model
+from rlhf_core.history.queries import open_runs
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.site import Request, Requests, requests_file
+
+RECENT = timedelta(days=1)
+"""Time for which a request that was refused is shown."""
+
+_WAITING = [StateType.SCHEDULED, StateType.PENDING]
+_REFUSED = [StateType.FAILED, StateType.CANCELLED, StateType.CRASHED]
+_AT_MOST = 100
+
+_MEANINGS = {
+    "Scheduled": "waits for its time or for a worker",
+    "Late": "due, and no worker has taken it: `rlhf up --status` says whether one is there",
+    "Pending": "a worker has taken it",
+    "AwaitingConcurrencySlot": "waits for its turn: the limit of its deployment is reached",
+}
+"""States of a flow run that waits, in words."""
+
+
+def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
+    """Ask Prefect and write the file.
+
+    Raises:
+        HistoryError: the history does not answer; and whatever Prefect raises when it does not.
+    """
+    with get_client(sync_client=True) as client:
+        waiting = [one for one in _newest(client, flow, _WAITING) if not (one.auto_scheduled and _is_ahead(one, now))]
+        since = FlowRunFilterExpectedStartTime(after_=now - RECENT)
+        refused = _newest(client, flow, _REFUSED, since)
+        driven = open_runs.runs_of_flow_runs(store, {str(one.id) for one in refused})
+        without_run = [one for one in refused if str(one.id) not in driven and not _has_run(site, one)]
+        found = [one for one in (*waiting, *without_run) if not one.parameters.get("run_id")]
+        names = _deployments(client, found)
+    requests = Requests(as_of=now, requests=tuple(_request(site, one, names) for one in found))
+    write_model(requests_file(site.home), requests)
+    return requests
+
+
+def _newest(
+    client: SyncPrefectClient, flow: str, types: list[StateType], since: FlowRunFilterExpectedStartTime | None = None
+) -> list[FlowRun]:
+    state = FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
+    return client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
+        flow_run_filter=FlowRunFilter(state=state, expected_start_time=since),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=_AT_MOST,
+    )
+
+
+def _is_ahead(flow_run: FlowRun, now: datetime) -> bool:
+    """True if it is only planned by a schedule."""
+    return flow_run.expected_start_time is not None and flow_run.expected_start_time > now
+
+
+def _has_run(site: Site, flow_run: FlowRun) -> bool:
+    return RunDir.find(site.runs_dir, flow_run.name) is not None
+
+
+def _deployments(client: SyncPrefectClient, flow_runs: list[FlowRun]) -> dict[UUID, str]:
+    ids = {one.deployment_id for one in flow_runs if one.deployment_id is not None}
+    if not ids:
+        return {}
+    found = client.read_deployments(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=list(ids))))
+    return {one.id: one.name for one in found}
+
+
+def _request(site: Site, flow_run: FlowRun, deployments: dict[UUID, str]) -> Request:
+    state = flow_run.state
+    name = (state.name if state is not None else "") or ""
+    waits = state is None or state.type in _WAITING
+    why = _MEANINGS.get(name, "") if waits else (state.message if state is not None else "") or ""
+    return Request(
+        run_id=flow_run.name,
+        flow_run_id=str(flow_run.id),
+        deployment=deployments.get(flow_run.deployment_id, "") if flow_run.deployment_id else "",
+        state="waiting" if waits else "refused" if name == "Failed" else name.lower(),
+        owner=str(flow_run.parameters.get("owner") or ""),
+        asked_at=flow_run.created or flow_run.expected_start_time,
+        due_at=flow_run.expected_start_time,
+        why=why,
+        url=page(site, "runs/flow-run", flow_run.id),
+    )

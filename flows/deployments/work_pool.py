@@ -1,0 +1,76 @@
+"""The work pool of a site and its queues, and what else the server of a site needs to have."""
+
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.site import Site
+from rlhf_core.errors import BadInput
+
+QUEUES = ("high", "default", "low")
+"""The queues of the work pool; runs of an earlier one start first."""
+
+
+def flow_run_log(home: Path) -> Path:
+    """Path of the log of all flow runs."""
+    return home / "logs" / "flow-runs.log"
+
+
+def set_up(site: Site) -> None:
+    """Give the site's server what it needs to have: idempotent, and changed settings are applied.
+
+    The process must be connected to the server (:func:`flows.server.settings.connect`) before Prefect is imported.
+    """
+    from flows import notify
+    from flows import reconcile as housekeeping
+    from flows.deployments import registration as deployments
+
+    _set_up_pool(site)
+    deployments.register_presets(site)
+    housekeeping.register(site)
+    notify.register(site)
+
+
+def _set_up_pool(site: Site) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    wanted = {"concurrency_limit": site.prefect.max_runs, "base_job_template": _job_template(site)}
+    with get_client(sync_client=True) as client:
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=site.prefect.pool, type="process", **wanted))
+        pool = client.read_work_pool(site.prefect.pool)
+        if pool.type != "process":
+            raise BadInput(
+                f"the work pool {site.prefect.pool} of the Prefect server has type {pool.type!r}, expected 'process'; "
+                f"name another one as pool under [prefect] in {site.home / 'rlhf.toml'}"
+            )
+        if any(getattr(pool, name) != value for name, value in wanted.items()):
+            client.update_work_pool(site.prefect.pool, WorkPoolUpdate(**wanted))
+        there = {queue.name for queue in client.read_work_queues(work_pool_name=site.prefect.pool)}
+        for name in QUEUES:
+            if name not in there:
+                client.create_work_queue(name=name, work_pool_name=site.prefect.pool)
+        for priority, name in enumerate(QUEUES, start=1):
+            queue = client.read_work_queue_by_name(name, work_pool_name=site.prefect.pool)
+            if queue.priority != priority:  # each move shifts the others: they are looked at one by one
+                client.update_work_queue(queue.id, priority=priority)
+
+
+def _job_template(site: Site) -> dict[str, Any]:
+    """Flow runs write to one log file themselves. Through a pipe of the worker, they would break when it is killed.
+
+    They import nothing from the folder they begin in, and jobs are handed no variable that says the same to user code.
+    """
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    log = flow_run_log(site.home)
+    script = 'unset PYTHONSAFEPATH; exec "$0" -P -m rlhf_core.garbage prefect.engine >>"$1" 2>&1'
+    variables = template["variables"]["properties"]
+    variables["command"]["default"] = shlex.join(["/bin/sh", "-c", script, sys.executable, str(log)])
+    variables["stream_output"]["default"] = False
+    return template

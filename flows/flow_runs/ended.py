@@ -1,0 +1,65 @@
+"""Hooks for a flow run that ended from outside. Prefect's worker calls them in its own process."""
+
+import os
+from typing import Any
+
+from prefect import Flow, State
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.logging.loggers import flow_run_logger
+
+from rlhf_core.config.site import Site, load_site
+from rlhf_core.control.cancel import cancel_run
+from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.history.queries.controllers import run_of_flow_run
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.text.formatting import THROUGH_PREFECT
+
+
+def end_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """End the run of a flow run that was cancelled in Prefect, and its job."""
+    say = flow_run_logger(flow_run, flow).info
+    site = _site_of(flow_run)
+    with HistoryStore(site.database_url) as store:
+        run_dir = _run_of(flow_run, site, store)
+        if run_dir is None:
+            say("this flow run had not made a run yet; there is nothing to end")
+            return
+        say(cancel_run(run_dir, site, store, f"cancelled in Prefect ({THROUGH_PREFECT})", say=say).message)
+
+
+def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Leave the job of a flow run whose process died alone: it trains on, unless it was to be cancelled."""
+    say = flow_run_logger(flow_run, flow).info
+    site = _site_of(flow_run)
+    with HistoryStore(site.database_url) as store:
+        run_dir = _run_of(flow_run, site, store)
+        if run_dir is None:
+            return
+        if run_dir.cancel_request.exists():
+            say(cancel_run(run_dir, site, store, "it was to be ended when its controller died", say=say).message)
+        else:
+            say(
+                f"the controller of run {run_dir.run_id} died; what it has started goes on. Retry this flow run, or "
+                f"`rlhf resume {run_dir.run_id}`, to adopt it; `rlhf cancel {run_dir.run_id}` ends it"
+            )
+
+
+def _site_of(flow_run: FlowRun) -> Site:
+    """The site whose runs this flow run drives: its deployment says which, as it did to its process."""
+    environment = dict(os.environ)
+    if flow_run.deployment_id is not None:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment(flow_run.deployment_id)
+        environment |= deployment.job_variables.get("env") or {}
+    return load_site(environment)
+
+
+def _run_of(flow_run: FlowRun, site: Site, store: HistoryStore) -> RunDir | None:
+    """The run of a flow run: the one that it was to go on with, the one that it made, or the one that it drove."""
+    found = flow_run.parameters.get("run_id") or ""
+    made = FlowRunLink(str(flow_run.id)).run_dir(site.runs_dir)
+    if not found and made is not None:
+        return made
+    return RunDir.find(site.runs_dir, str(found) or run_of_flow_run(store, str(flow_run.id)) or "")

@@ -1,0 +1,251 @@
+"""The flow runs of a site for the reconciler: Prefect behind the interface of :mod:`rlhf_core.control.reconcile`."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from uuid import UUID
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterName,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
+from prefect.exceptions import ObjectNotFound
+
+from flows import references
+from flows.flow_runs import task_runs
+from flows.publishing.artifacts import Publication, publication_of, publish, unpublished_parts
+from flows.publishing.events import FlowRunRef
+from flows.server.settings import server_answers
+from rlhf_core.config.site import Site
+from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
+from rlhf_core.diagnosis.reconcile.facts import FlowRunFacts, FlowState, ProcessState
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.lease import Owner
+from rlhf_core.run_dir.journal import read_journal, valid_lines
+from rlhf_core.run_dir.run import RunDir, is_run_id
+from rlhf_core.schemas.journal import ControllerStarted
+
+RUN_FLOW = "rlhf-run"
+"""Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""
+
+RESUME = "resume"
+RESUME_DEPLOYMENT = f"{RUN_FLOW}/{RESUME}"
+"""The deployment that goes on with a run; its only parameter is ``run_id``."""
+
+ADOPTED_TAG = "rlhf-adopted"
+"""Tag of the flow runs that the reconciler starts: no user asked for them, so budgets of retries go on as they were."""
+
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+"""Environment variable by which the process of a flow run knows which it is."""
+
+_PAGE = 200
+_AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING]
+
+
+@dataclass(frozen=True)
+class PrefectFlowRuns:
+    """The flow runs of a site on the Prefect server that this process is connected to."""
+
+    site: Site
+
+    def answers(self) -> bool:
+        """True if the server answers now."""
+        return server_answers()
+
+    def poll(
+        self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns, now: datetime
+    ) -> FlowRunSnapshot:
+        """Flow runs that Prefect takes for alive, those named after a run, and those that are named."""
+        seen = _poll(run_ids, flow_run_ids)
+        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), self.site.prefect.pool, now)
+        run_of = {one.flow_run_id: one.run_id for one in found}
+        return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
+
+    def adopt(self, run_id: str, key: str) -> str:
+        """Start a flow run that goes on with a run; its id. The same key makes no second one."""
+        with get_client(sync_client=True) as client:
+            try:
+                deployment = client.read_deployment_by_name(RESUME_DEPLOYMENT)
+            except ObjectNotFound:
+                raise NotRegistered(f"the deployment {RESUME_DEPLOYMENT} is not registered") from None
+            made = client.create_flow_run_from_deployment(
+                deployment.id, parameters={"run_id": run_id}, name=run_id, tags=[ADOPTED_TAG], idempotency_key=key
+            )
+            return str(made.id)
+
+    def end_flow_run(self, flow_run_id: str, state: FlowState, changed_at: datetime, reason: str) -> bool:
+        """Give a flow run a last state; False, with nothing done, where its state has changed since ``changed_at``."""
+        with get_client(sync_client=True) as client:
+            try:
+                present = client.read_flow_run(UUID(flow_run_id)).state
+            except ObjectNotFound:
+                return False
+            if present is None or present.timestamp != changed_at:
+                return False
+            last: State[None] = State(type=StateType(state.value), name=state.value.capitalize(), message=reason)
+            client.set_flow_run_state(UUID(flow_run_id), last, force=True)
+            return True
+
+    def end_task_run(self, task_run_id: str, state: FlowState, reason: str) -> None:
+        """Give a task run that is still open a last state."""
+        task_runs.end(task_run_id, state, reason)
+
+    def num_unpublished(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> int:
+        """Number of events and artifacts that the server lacks of a run that has ended."""
+        return len(unpublished_parts(_publication(run_dir, store, known)))
+
+    def publish(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> list[str]:
+        """Publish what the server lacks of a run; names of what was."""
+        return list(publish(_publication(run_dir, store, known)))
+
+    def configs(self) -> Iterator[str]:
+        """Configs that deployments refer to, and flow runs that may still begin or be retried."""
+        return references.configs()
+
+
+def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> Publication:
+    """The view of a run on this server, in the name of the newest flow run that drove the run and that this server
+    knows; nothing of a run that belongs to another server, or to none."""
+    # Not the newest controller: that may have been without Prefect, because its server was away.
+    events = [line.event for line in valid_lines(read_journal(run_dir.control))]
+    drove = [event.flow_run_id for event in events if isinstance(event, ControllerStarted)]
+    source = FlowRunRef(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
+    return publication_of(run_dir, store, source)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Flow runs as Prefect has them, and what is known of the processes on this machine after that."""
+
+    flow_runs: Sequence[FlowRun]
+    processes: frozenset[str]
+    """Ids of the flow runs that have a process here."""
+    attended: frozenset[str] = frozenset()
+    """Those whose process a worker has, which can cancel it."""
+    task_runs: Sequence[TaskRun] = ()
+    """Task runs that Prefect takes for alive although their flow runs have ended."""
+
+
+def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
+    """Flow runs that Prefect takes for alive, those named after a run, and those that are named; in a few questions.
+
+    Raises whatever Prefect raises when it does not answer.
+    """
+    with get_client(sync_client=True) as client:
+        found = {one.id: one for one in _pages(client, FlowRunFilter(state=_state_filter()))}
+        for names in _chunks(sorted(run_ids)):
+            named = FlowRunFilter(name=FlowRunFilterName(any_=names))
+            found |= {one.id: one for one in _pages(client, named)}
+        for ids in _chunks(sorted(flow_run_ids)):
+            identified = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]))
+            found |= {one.id: one for one in _pages(client, identified)}
+        left_open = task_runs.left_open(client, RUN_FLOW, found.keys())
+    # Processes last: what is alive now was not dead when Prefect was asked.
+    processes = dict(_flow_run_processes())
+    attended = frozenset(one for one, is_attended in processes.items() if is_attended)
+    return _Found(list(found.values()), frozenset(processes), attended, left_open)
+
+
+def _all_facts(
+    seen: _Found, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime
+) -> list[FlowRunFacts]:
+    """Facts about what was found.
+
+    Args:
+        controllers: run and controller of each flow run that the history knows.
+        pool: work pool whose worker is on this machine.
+        now: the present.
+    """
+    return [_facts(one, seen, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
+
+
+def _facts(
+    flow_run: FlowRun,
+    seen: _Found,
+    controllers: Mapping[str, tuple[str, str]],
+    pool: str,
+    now: datetime,
+) -> FlowRunFacts:
+    assert flow_run.state is not None
+    flow_run_id = str(flow_run.id)
+    run_id, controller = controllers.get(flow_run_id, ("", ""))
+    state = FlowState(flow_run.state.type.value)
+    changed_at = flow_run.state.timestamp
+    return FlowRunFacts(
+        flow_run_id=flow_run_id,
+        run_id=run_id or _named_run(flow_run),
+        state=state,
+        changed_at=changed_at,
+        state_s=(now - changed_at).total_seconds(),
+        created_at=flow_run.created or datetime.min.replace(tzinfo=UTC),
+        process=_process(flow_run, flow_run_id in seen.processes, controller, pool),
+        suspended=state is FlowState.PAUSED and flow_run.state.name == "Suspended",
+        attended=flow_run_id in seen.attended or flow_run_id not in seen.processes,
+    )
+
+
+def _named_run(flow_run: FlowRun) -> str:
+    asked = str((flow_run.parameters or {}).get("run_id") or "")
+    return next((one for one in (asked, flow_run.name or "") if is_run_id(one)), "")
+
+
+def _process(flow_run: FlowRun, is_here: bool, controller: str, pool: str) -> ProcessState:
+    if is_here:
+        return ProcessState.ALIVE
+    owner = Owner.parse(controller)
+    if owner is not None:
+        if not owner.is_here():
+            return ProcessState.UNKNOWN
+        return ProcessState.GONE if owner.is_known_dead() else ProcessState.ALIVE
+    # Of this machine's worker, which starts all flow runs of the pool; it had a process once, and has none now.
+    started = bool(flow_run.infrastructure_pid) or flow_run.start_time is not None
+    return ProcessState.GONE if flow_run.work_pool_name == pool and started else ProcessState.UNKNOWN
+
+
+def _flow_run_processes() -> Iterator[tuple[str, bool]]:
+    """Ids of the flow runs that have a living process of this user here, and whether a worker has it.
+
+    It is known by its command line too: jobs inherit the environment of the flow run that submitted them.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            flow_run_id = process.environ().get(FLOW_RUN_VARIABLE, "")
+            if flow_run_id and any(word.startswith("prefect.") for word in process.cmdline()):
+                parent = process.parent()
+                yield flow_run_id, parent is not None and "worker" in parent.cmdline()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages and chunks
+
+
+def _state_filter() -> FlowRunFilterState:
+    return FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK))
+
+
+def _pages(client: SyncPrefectClient, which: FlowRunFilter) -> Iterator[FlowRun]:
+    flow = FlowFilter(name=FlowFilterName(any_=[RUN_FLOW]))
+    offset = 0
+    while True:
+        page = client.read_flow_runs(flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=offset)
+        yield from page
+        if len(page) < _PAGE:
+            return
+        offset += _PAGE
+
+
+def _chunks(ids: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(ids), _PAGE):
+        yield list(ids[start : start + _PAGE])

@@ -1,0 +1,70 @@
+"""The flow run that this process is: its id and page for the journal of its run, the name of its run for Prefect."""
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_UI_URL
+
+from flows.flow_runs.facts import ADOPTED_TAG
+from rlhf_core.config.site import Site
+from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.survival import Survived
+
+
+def present() -> FlowRun | None:
+    """The flow run of this process; None outside of one."""
+    context = FlowRunContext.get()
+    return context.flow_run if context is not None else None
+
+
+def of_this_process(site: Site) -> FlowRunLink:
+    """The link that the journal keeps; empty outside of a flow run."""
+    flow_run = present()
+    if flow_run is None:
+        return FlowRunLink()
+    adopts = ADOPTED_TAG in flow_run.tags and flow_run.run_count <= 1
+    return FlowRunLink(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created, adopts)
+
+
+def label(link: FlowRunLink, run_dir: RunDir, say: Callable[[str], None]) -> None:
+    """Name the flow run after its run, and let it be found by the run's id, owner and tags.
+
+    This is for the view alone: a server that is away is reported and changes nothing.
+    """
+    with Survived() as failed:  # whatever Prefect raises, the run directory and the history have it all
+        _label(link, run_dir)
+    if failed.error is not None:
+        say(f"Prefect could not be told: {failed.problem}")
+
+
+def _label(link: FlowRunLink, run_dir: RunDir) -> None:
+    stored = run_dir.read_spec()
+    flow_run_id = UUID(link.id)
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_run(flow_run_id)
+        client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*found.tags, *stored.tags}))
+        client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
+
+
+def _page(site: Site, flow_run_id: str) -> str:
+    """Address of a flow run for a browser; empty where the server in use has no pages, as a temporary one."""
+    address = site.prefect.url or PREFECT_UI_URL.value() or ""
+    if not site.prefect.url and not _is_a_page(address):
+        return ""
+    return f"{address.rstrip('/')}/runs/flow-run/{flow_run_id}"
+
+
+def _is_a_page(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=2.0):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # it wants a password, as it may
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,247 @@
+"""Publishing a run to Prefect from a thread of its controller's process.
+
+Neither a server that is away nor one that never answers holds up a controller, which has a lease to renew. What could
+not be published is published when the server is back, by this thread or by the site daemon.
+"""
+
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from prefect import get_run_logger, runtime
+
+from flows.publishing.artifacts import (
+    CURVES_AGE_SHARE,
+    CURVES_INTERVAL_S,
+    Publication,
+    publication_from,
+    publish,
+    without,
+)
+from flows.publishing.events import FlowRunRef
+from flows.server.settings import server_answers
+from rlhf_core.control.controller import Controller, Observer
+from rlhf_core.control.views.progress import RunReader, RunSnapshot, StepTimer, progress_of_poll
+from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.render.progress import RunProgress
+from rlhf_core.render.timeline import Timeline, decision_text
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import RunMoved
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.survival import Survived
+from rlhf_core.text.escaping import terminal
+from rlhf_core.watchdog.watcher import AttemptSnapshot
+
+RunLog = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+PUBLISH_INTERVAL_S = 5.0
+"""Time between two publications of a run that is at work."""
+
+RETRY_INTERVAL_S = 10.0
+"""Pause after a publication that failed."""
+
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Longest time for which the end of a run waits for its last publication."""
+
+LAST_TRIES, LAST_RETRY_INTERVAL_S = 3, 1.0
+"""Tries of the last publication, and the pause between them."""
+
+_LOGGED_EVENTS = frozenset({"suspect", "checkpoint", "file", "killed", "command", "save_requested", "verdict"})
+"""Events of the agents that are logged as they are; incidents and decisions are logged from the timeline."""
+
+
+@contextmanager
+def published(controller: Controller) -> Iterator[None]:
+    """Publish the run to Prefect for as long as the block lasts. Use it in the flow run."""
+    log = get_run_logger()
+    flow_run = FlowRunRef(str(runtime.flow_run.id or ""), controller.run_dir.run_id)
+    publisher = Publisher(controller, flow_run, log, controller.observer.log)
+    observer, controller.observer = (
+        controller.observer,
+        _PublishingObserver(controller.observer, publisher, controller.spec, log),
+    )
+    publisher.start()
+    try:
+        yield
+    finally:
+        controller.observer = observer
+        # Where the run was taken over, another controller publishes the rest.
+        publisher.close(publishes_rest=not controller.lease_lost)
+
+
+class Publisher:
+    """Thread that publishes a run and logs what is new in it."""
+
+    def __init__(self, controller: Controller, flow_run: FlowRunRef, log: RunLog, say: Callable[[str], None]) -> None:
+        """Take a run; to be called in the flow run.
+
+        Args:
+            flow_run: in whose name it is published.
+            log: log of the flow run.
+            say: called once per outage of the server.
+        """
+        self.title = ""
+        """Stage at work."""
+        self.progress: RunProgress | None = None
+        """Progress by the latest poll; None before the first."""
+        self._run_dir, self._store = controller.run_dir, controller.store
+        self._flow_run, self._log, self._say = flow_run, log, say
+        self._reader: RunReader | None = None
+        self._logged = self._known_before()
+        self._last: Publication | None = None
+        """Last one that the server took: what is unchanged in the next one is not sent."""
+        self._seen: tuple[Timeline, bool] | None = None
+        """Timeline of the last publication, and whether it was the last one of this controller."""
+        self._drawn_at = float("-inf")
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._publishes_rest = True
+        self._has_failed = False
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._run), name="publisher", daemon=True)
+
+    def start(self) -> None:
+        """Begin with what there is."""
+        self._wake.set()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Publish soon. Never blocks."""
+        self._wake.set()
+
+    def close(self, *, publishes_rest: bool = True) -> None:
+        """End the thread, after a last publication where ``publishes_rest``; wait for it a limited time."""
+        self._publishes_rest = publishes_rest
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(timeout=PUBLISH_INTERVAL_S)
+            self._wake.clear()
+            if not self._stop.is_set() and not self._publish_safely(last=False):
+                self._wake.set()
+                self._stop.wait(RETRY_INTERVAL_S)
+        for number in range(LAST_TRIES if self._publishes_rest else 0):
+            if number:
+                time.sleep(LAST_RETRY_INTERVAL_S)
+            if self._publish_safely(last=True):
+                return
+
+    def _publish_safely(self, *, last: bool) -> bool:
+        """Publish, and return True if the server took everything."""
+        with Survived() as failed:  # Prefect raises what it likes, and must not end this thread
+            self._publish(last=last)
+            self._has_failed = False
+            return True
+        if not self._has_failed:
+            self._has_failed = True
+            with contextlib.suppress(Exception):
+                self._say(f"the run could not be published to Prefect: {failed.problem}")
+        return False
+
+    def _publish(self, *, last: bool) -> None:
+        self._reader = self._reader or RunReader(self._run_dir)
+        snapshot = self._reader.read()
+        self._log_news(snapshot.timeline)
+        seen = (snapshot.timeline, last)
+        if snapshot.timeline.ended and seen == self._seen:
+            return  # an approval may be waited for, for days
+        draws = last or snapshot.timeline.ended or time.monotonic() - self._drawn_at >= _drawing_interval_s(snapshot)
+        progress = self._progress(snapshot)
+        publication = publication_from(snapshot, self._store, self._flow_run, progress, draws=draws, last=last)
+        news = publication if self._last is None else without(publication, self._last)
+        if news:
+            # Prefect's own client tries again for a minute.
+            if not server_answers():
+                raise ConnectionError("its server does not answer")
+            publish(news)
+        self._last, self._seen = publication, seen
+        if any(one.draw is not None for one in publication.artifacts):
+            self._drawn_at = time.monotonic()
+
+    def _progress(self, snapshot: RunSnapshot) -> RunProgress:
+        known = self.progress
+        if known is None or snapshot.timeline.ended:
+            return replace(snapshot.progress, title=self.title)
+        furthest = max(known.furthest, snapshot.progress.furthest)
+        return replace(known, state=snapshot.timeline.state, furthest=furthest, title=self.title)
+
+    def _known_before(self) -> frozenset[tuple[object, ...]]:
+        try:
+            return frozenset(_log_lines(read_timeline(self._run_dir)))
+        except OSError:  # of a file system that does not answer for a moment
+            return frozenset()
+
+    def _log_news(self, timeline: Timeline) -> None:
+        lines = _log_lines(timeline)
+        for level, _, text in (line for line in lines if line not in self._logged):
+            self._log.log(level, "%s", terminal(text))
+        self._logged = frozenset(lines)
+
+
+class _PublishingObserver:
+    """Hands everything on to the observer behind it, logs messages, and keeps the publisher up to date."""
+
+    def __init__(self, behind: Observer, publisher: Publisher, spec: RunSpec, log: RunLog) -> None:
+        self._behind = behind
+        self._publisher = publisher
+        self._run_spec = self._spec = spec
+        self._timer = StepTimer()
+        self._log = log
+
+    def follow(self, spec: RunSpec) -> None:
+        """Observe a run with another spec: a trial, or the run itself again."""
+        self._spec, self._timer, self._publisher.progress = spec, StepTimer(), None
+        self._behind.follow(spec)
+
+    def stage_started(self, title: str) -> None:
+        """Log that a stage begins."""
+        self._publisher.title = title
+        self._log.info("begins: %s", terminal(title))
+        self._publisher.wake()
+        self._behind.stage_started(title)
+
+    def polled(self, look: AttemptSnapshot) -> None:
+        """Keep the progress after a poll, and log its events."""
+        progress = progress_of_poll(look, self._spec, self._timer)
+        self._publisher.progress = replace(progress, is_trial=self._spec != self._run_spec)
+        for event in look.events:
+            if event.kind in _LOGGED_EVENTS:
+                self._log.warning("%s", terminal(f"{event.node}: {event.message}"))
+        self._behind.polled(look)
+
+    def log(self, text: str) -> None:
+        """Log a message."""
+        self._log.log(logging.WARNING if text.startswith("warning ") else logging.INFO, "%s", terminal(text))
+        self._publisher.wake()
+        self._behind.log(text)
+
+    def stop_requested(self) -> bool:
+        """True if the user asked to end the run."""
+        return self._behind.stop_requested()
+
+
+def _drawing_interval_s(snapshot: RunSnapshot) -> float:
+    age_s = (utc_now() - snapshot.stored.created_at).total_seconds()
+    return max(CURVES_INTERVAL_S, CURVES_AGE_SHARE * age_s)
+
+
+def _log_lines(timeline: Timeline) -> list[tuple[int, tuple[object, ...], str]]:
+    """Lines of the log of a flow run: level, identity, text."""
+    found: list[tuple[int, tuple[object, ...], str]] = [
+        (logging.INFO, (line.token, line.sequence), f"run is {line.event.state.value}: {line.event.cause}")
+        for line in timeline.lines
+        if isinstance(line.event, RunMoved)
+    ]
+    for incident in (one.incident for one in timeline.incidents):
+        text = f"{incident.failure_kind.value}: {incident.message}"
+        found.append((logging.ERROR, (incident.seen_at,), text))
+    for decision in (one.decision for one in timeline.decisions):
+        found.append((logging.WARNING, (decision.decided_at,), f"decision: {decision_text(decision)}"))
+    return found

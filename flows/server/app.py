@@ -1,0 +1,258 @@
+"""The web application of a site's Prefect server: Prefect's own, kept from reaching anything but this machine.
+
+Browsers are told by a Content-Security-Policy to talk to this server only: the pages of Prefect ask hosts outside for
+their configuration and statistics, and a Markdown artifact may name images of anywhere. The server itself serves the
+lists of worker types that come with the package, instead of asking the network for newer ones. What is asked of it
+passes :mod:`flows.server.guards` first, and a server without a password is none.
+
+Two faults of Prefect 3.7 on SQLite are mended here, too: schedules that never fire (:func:`let_schedules_be_inserted`),
+and what a browser asks and is lost (:class:`RetriedWhenBusy`).
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from prefect.server.api import collections
+from prefect.server.api.server import create_app as prefect_app
+from prefect.server.database.orm_models import Base
+from prefect.settings import PREFECT_SERVER_API_AUTH_STRING
+
+from flows.server.guards import (
+    READING,
+    App,
+    Authenticated,
+    Known,
+    Limited,
+    Message,
+    Names,
+    Receive,
+    Scope,
+    Send,
+    names_of,
+)
+from rlhf_core.errors import BadInput
+
+POLICY = "; ".join(
+    [
+        "default-src 'self'",
+        # Prefect's pages carry styles and scripts inline, and the drawing of flow runs compiles its shaders.
+        "script-src 'self' 'unsafe-inline' 'unsafe-eval'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        "worker-src 'self' blob:",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'self'",
+        "object-src 'none'",
+    ]
+)
+"""Sources that a page of this server may load and ask: this server, and images that stand in the page itself."""
+
+
+BUSY_TIMEOUT_S = 20.0
+"""Time for which a request that SQLite was too busy for is tried again."""
+RETRY_INTERVAL_S = 0.1
+"""Pause before that."""
+
+_WRITING_PATH = "/csrf-token"
+"""End of the path of a question that writes: each client gets a token that the server remembers."""
+
+
+class RetriedWhenBusy:
+    """An ASGI application that tries a request again which SQLite was too busy for.
+
+    Most transactions of Prefect 3.7 read before they write. Where another client has written in between, SQLite refuses
+    at once ("database is locked"), all of it is rolled back, and Prefect answers 503: its own client tries again then,
+    its pages in a browser do not. What a user had just asked for or answered went nowhere, and the form stayed open.
+    Seen with approvals and with the removal of a schedule, on a site with some runs at work.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; a writing request again while the answer is 503, up to ``BUSY_TIMEOUT_S``."""
+        if scope["type"] != "http" or (scope["method"] in READING and not scope["path"].endswith(_WRITING_PATH)):
+            await self._app(scope, receive, send)
+            return
+        body = await _whole_body(receive)
+        if body is None:
+            return
+        until = time.monotonic() + BUSY_TIMEOUT_S
+        while await self._is_refused(scope, _again(body, receive), send, is_last=time.monotonic() > until):
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _is_refused(self, scope: Scope, receive: Receive, send: Send, *, is_last: bool) -> bool:
+        """One try; True when it was refused and nothing was sent."""
+        refused = False
+
+        async def unless_refused(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] == 503 and not is_last:
+                refused = True
+            if not refused:
+                await send(message)
+
+        try:
+            await self._app(dict(scope), receive, unless_refused)
+        except Exception:
+            if not refused:  # else it is the error that was answered with 503
+                raise
+        return refused
+
+
+async def _whole_body(receive: Receive) -> bytes | None:
+    """The body of a request; None where its sender went away before the end of it."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body of a request that was read already, and then what else comes."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Message:
+        return next(messages, None) or await receive()
+
+    return replay
+
+
+class Guarded:
+    """An ASGI application whose every answer says what its page may reach."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; add the header where an answer begins."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(b"content-security-policy", POLICY.encode()), (b"referrer-policy", b"same-origin")]
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            await send(message)
+
+        await self._app(scope, receive, guarded)
+
+
+STYLE = (
+    b"<style>a[href^='data:']{display:inline-block;max-width:40rem;overflow:hidden;text-overflow:ellipsis;"
+    b"white-space:nowrap}</style>"
+)
+"""Prefect writes the address of an image under it. That of the curves is the whole picture, wider than any screen."""
+
+
+class Styled:
+    """An ASGI application that adds :data:`STYLE` to each of its pages."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; pages as a whole, with the style in their head."""
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        start: Message = {}
+        body = bytearray()
+
+        async def styled(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and _is_page(message):
+                start = message
+            elif not start:
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    page = bytes(body).replace(b"</head>", STYLE + b"</head>", 1)
+                    await send({**start, "headers": _with_length(start["headers"], len(page))})
+                    await send({"type": "http.response.body", "body": page})
+
+        await self._app(scope, receive, styled)
+
+
+def _is_page(start: Message) -> bool:
+    kinds = [value for name, value in start.get("headers", ()) if name == b"content-type"]
+    return start["status"] == 200 and any(kind.startswith(b"text/html") for kind in kinds)
+
+
+def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    """The headers of a page that was changed: its length, and no tag of the file that it was made from."""
+    changed = {b"content-length", b"etag", b"last-modified"}
+    return [*(pair for pair in headers if pair[0] not in changed), (b"content-length", str(length).encode())]
+
+
+def create_app(names: Names | None = None) -> Guarded:
+    """Make the application that uvicorn serves.
+
+    Args:
+        names: By which it may be asked. Default: those of loopback.
+
+    Raises:
+        BadInput: no password is set (``PREFECT_SERVER_API_AUTH_STRING``).
+    """
+    password = PREFECT_SERVER_API_AUTH_STRING.value()
+    if not password:
+        raise BadInput("the Prefect server has no password; `rlhf serve server` gives it one")
+    collections.get_collection_view = shipped_view
+    logging.getLogger("docket.dependencies").addFilter(is_news)
+    let_schedules_be_inserted()
+    inner = Limited(Styled(RetriedWhenBusy(prefect_app())))
+    return Guarded(Known(Authenticated(inner, password), names or names_of(())))
+
+
+def let_schedules_be_inserted() -> None:
+    """Let SQLAlchemy 2.1 insert what Prefect 3.7 hands it for a schedule; else no schedule ever starts a run.
+
+    Prefect's scheduler inserts rows that carry computed attributes beside the columns (the state of a flow run, the
+    data of a state). Before 2.1 those were left out; 2.1 refuses the whole insert unless it is told what to do with
+    them. It asks each attribute for its ``bulk_dml_setter``; before 2.1 none has one, and nothing is changed.
+
+    Seen with Prefect 3.7.7 and a deployment that is due every 5 s: under SQLAlchemy 2.0.58 it ran on a server with and
+    on one without this, under 2.1.9 only with it (without: no flow run in 90 s, and an error in each round).
+    """
+    attribute: Any
+    for mapper in Base.registry.mappers:
+        for attribute in mapper.all_orm_descriptors:
+            if getattr(attribute, "bulk_dml_setter", True) is None:
+                attribute.bulk_dml_setter = left_out
+
+
+def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
+    """Insert nothing for a computed attribute: it has no column."""
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Filter lines of the server's log: False for those that SQLite was busy and the work is tried again.
+
+    Prefect keeps these out of its other logs itself. With a worker that polls they would be most of this one.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return "database is locked" not in str(error)
+
+
+async def shipped_view(view: str) -> dict[str, Any]:
+    """A list of what workers and blocks there are, as it was when this version of Prefect was made.
+
+    Raises:
+        KeyError: there is no list of that name; Prefect answers 404.
+    """
+    file = Path(collections.__file__).parent / "collections_data" / "views" / f"{view}.json"
+    if view not in collections.KNOWN_VIEWS or not file.is_file():
+        raise KeyError(view)
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,34 @@
+"""A Prefect server for what cannot be done without one, or words about where it should be. Imports no Prefect."""
+
+from flows.server.settings import START_IT, connect, is_there, own_url
+from rlhf_core.config.site import Site
+from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.services.presence import ServiceFiles, ServiceState, look
+from rlhf_core.services.supervisord import Supervisord
+
+
+def require(site: Site) -> str:
+    """Connect this process to a server that answers (:func:`flows.server.settings.connect`). Returns its address.
+
+    Raises:
+        PrefectUnavailable: there is none, or it does not answer; the message says where it should be.
+    """
+    url = connect(site)
+    if url and is_there(url):
+        return url
+    if url and url != own_url(site):
+        raise PrefectUnavailable(
+            f"the Prefect server at {url} does not answer; PREFECT_API_URL names it, in the environment or in "
+            f"Prefect's active profile. Start it, or unset PREFECT_API_URL and use the one of `rlhf up`"
+        )
+    found = look(site.home, "server")
+    if "server" not in Supervisord(site.home).programs() and found.state is ServiceState.STOPPED:
+        raise PrefectUnavailable(f"no Prefect server is configured, and this site has none yet. {START_IT}")
+    why = {
+        ServiceState.STOPPED: "its process is gone",
+        ServiceState.STARTING: f"process {found.pid} is starting" if found.pid else "it is starting",
+    }.get(found.state, f"process {found.pid} is silent")
+    raise PrefectUnavailable(
+        f"the Prefect server of this site does not answer at {own_url(site)}: {why}. `rlhf up` starts it again; "
+        f"`rlhf up --status` says how the services stand; its log is {ServiceFiles(site.home, 'server').log}"
+    )

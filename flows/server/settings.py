@@ -1,0 +1,353 @@
+"""The Prefect server of a site: its addresses, password and settings, and those of its clients."""
+
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from flows.server.guards import Names, names_of
+from rlhf_core.config.site import Site
+from rlhf_core.errors import BadInput
+from rlhf_core.files import private as private_files
+from rlhf_core.files.whole import create_once
+from rlhf_core.services.presence import ServiceState, look, private_folder
+
+ANSWER_TIMEOUT_S = 10.0
+"""Time that a server has to answer."""
+
+START_IT = "`rlhf up` starts the server of this site; PREFECT_API_URL names another one."
+
+HOME_MARKER = "RLHF_SERVICES_HOME"
+"""Environment variable that the services of a home folder carry, and so everything they start."""
+
+AUTH_VARIABLE = "RLHF_PREFECT_AUTH"
+"""Variable with the password of the site's server, as ``user:password``."""
+SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
+"""Prefect's own variable for the password of a server."""
+CLIENT_AUTH = "PREFECT_API_AUTH_STRING"
+"""Prefect's own variable for the password that a client sends."""
+
+DAY_S = 24 * 3600
+
+SILENCE = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+}
+"""Everything by which Prefect would tell others that it is used."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The server of the site
+
+
+def own_url(site: Site) -> str:
+    """Address of the API of the server that ``rlhf up`` starts, as programs on this machine reach it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(site.prefect.host, site.prefect.host)
+    return f"http://{_in_url(host)}:{site.prefect.port}/api"
+
+
+def ui_url(site: Site) -> str:
+    """Address of its UI, as browsers reach it."""
+    if site.prefect.url:
+        return site.prefect.url.rstrip("/")
+    host = socket.gethostname() if site.prefect.host in ("0.0.0.0", "::") else site.prefect.host
+    return f"http://{_in_url(host)}:{site.prefect.port}"
+
+
+def is_public(site: Site) -> bool:
+    """True if other machines reach the server."""
+    host = site.prefect.host
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def own_names(site: Site) -> Names:
+    """Names by which the server may be asked: of loopback, of this machine where others reach it, and configured ones.
+
+    An address in figures is one of them where other machines reach the server: behind containers and routers it need
+    not be one that this machine knows.
+    """
+    public, page = is_public(site), urlsplit(ui_url(site))
+    names = [site.prefect.host, *site.prefect.hosts, page.netloc, urlsplit(configured_url()).netloc]
+    names += [socket.gethostname(), socket.getfqdn()] if public else []
+    return names_of(names, [f"{page.scheme}://{page.netloc}"], any_address=public)
+
+
+def password_file(site: Site) -> Path:
+    """Path of the file with the password of the server, readable by this user alone."""
+    return site.home / "prefect" / "auth"
+
+
+def password(site: Site) -> str:
+    """The password of the site's server, as ``user:password``.
+
+    ``RLHF_PREFECT_AUTH`` wins over ``PREFECT_SERVER_API_AUTH_STRING``, and both over the file; where there is none of
+    them, one is made and kept in the file.
+
+    Raises:
+        BadInput: the file cannot be written, is empty or another user's, or others may read it.
+    """
+    given = os.environ.get(AUTH_VARIABLE) or os.environ.get(SERVER_AUTH)
+    if given:
+        return given
+    path = password_file(site)
+    if not path.exists():
+        private_folder(path.parent)
+        try:
+            create_once(path, f"{new_password()}\n", private_files.FILE_MODE)
+        except OSError as error:
+            raise BadInput(f"cannot keep a password for the Prefect server in {path}: {error.strerror}") from None
+    found = _private_text(path).strip()
+    if not found:
+        raise BadInput(f"{path} is empty, expected user:password; write one, or remove the file and one is made")
+    return found
+
+
+def new_password() -> str:
+    return f"rlhf:{secrets.token_urlsafe(24)}"
+
+
+def _private_text(path: Path) -> str:
+    """Text of a file that holds a secret.
+
+    Raises:
+        BadInput: it is not this user's own file, or others may read it.
+    """
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot read {path}, the password of the Prefect server: {error.strerror}") from None
+    with file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid():
+            raise BadInput(f"{path} holds the password of the Prefect server and belongs to user {found.st_uid}")
+        if found.st_mode & 0o077:
+            raise BadInput(f"{path} holds the password of the Prefect server and others may read it; chmod 600 {path}")
+        return file.read()
+
+
+def configured_url(environ: Mapping[str, str] | None = None) -> str:
+    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty."""
+    return _configured("PREFECT_API_URL", os.environ if environ is None else environ)
+
+
+def _configured(setting: str, environment: Mapping[str, str]) -> str:
+    """A setting of Prefect's, read without importing it: it takes its settings when it is imported."""
+    if environment.get(setting):
+        return environment[setting]
+    home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
+    try:
+        content = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return ""
+    name = environment.get("PREFECT_PROFILE") or content.get("active", "")
+    return str(content.get("profiles", {}).get(name, {}).get(setting, ""))
+
+
+def connect(site: Site) -> str:
+    """Make this process use the site's server: a configured one, else the one that ``rlhf up`` started, else none.
+
+    Call it before Prefect is imported. Returns the address of the API, or an empty text.
+    """
+    quiet_settings(site.home)
+    configured = configured_url()
+    if configured and configured != own_url(site):
+        if os.environ.get(AUTH_VARIABLE):
+            os.environ.setdefault(CLIENT_AUTH, os.environ[AUTH_VARIABLE])
+        return configured
+    if not configured and (look(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))):
+        return ""
+    os.environ.update(client_settings(site, own_url(site)))
+    return own_url(site)
+
+
+def client_settings(site: Site, url: str) -> dict[str, str]:
+    """Settings that a client of a server needs.
+
+    The password of the site goes to its own server only, unless it was given; one that this user has set for Prefect,
+    together with an address, is kept.
+    """
+    settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
+    if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
+        return settings
+    auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
+    return {**settings, CLIENT_AUTH: auth} if auth else settings
+
+
+def service_settings(site: Site) -> dict[str, str]:
+    """Environment of every service of a site: its files in the home folder, and no telemetry."""
+    url = configured_url() or own_url(site)
+    return {
+        **SILENCE,
+        "RLHF_HOME": str(site.home),
+        HOME_MARKER: str(site.home),
+        "PREFECT_HOME": str(site.home / "prefect"),
+        # Stays in the user's folder whatever PREFECT_HOME says.
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(site.home / "prefect" / "memo_store.toml"),
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        # A client that does not know its server is to say so, not to start one of its own.
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+        **client_settings(site, url),
+    }
+
+
+def server_settings(site: Site) -> dict[str, str]:
+    """Environment of the server, beside that of every service."""
+    settings = {
+        "PREFECT_API_DATABASE_CONNECTION_URL": site.prefect.database_url
+        or f"sqlite+aiosqlite:///{site.home / 'prefect' / 'prefect.db'}",
+        "PREFECT_SERVER_API_HOST": site.prefect.host,
+        "PREFECT_SERVER_API_PORT": str(site.prefect.port),
+        # Relative: whatever name a browser knows this server by, and through whatever proxy.
+        "PREFECT_UI_API_URL": "/api",
+        # Prefect copies its pages before it serves them, by default into its own package, which may be read-only.
+        "PREFECT_UI_STATIC_DIRECTORY": str(site.home / "prefect" / "ui"),
+        # Prefect lets pages of any site call the API from a browser on this machine; only its own UI has to.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ui_url(site),
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(site.prefect.keep_days * DAY_S),
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+    return {**settings, **door(password(site))}
+
+
+def door(auth: str) -> dict[str, str]:
+    """Settings by which a server asks for a password, and for a token of whatever writes from a browser."""
+    return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
+
+
+def worker_settings(site: Site) -> dict[str, str]:
+    """Environment of the worker and of the flow runs that it starts, beside that of every service.
+
+    ``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
+    healthy runs. A flow run that can no longer be cancelled for that reason is ended by the site daemon.
+    """
+    del site  # the same everywhere; asked for like the settings of the server
+    return {
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        # Flow runs begin in the folder of the runs, which others may write to: nothing is imported from there.
+        "PYTHONSAFEPATH": "1",
+    }
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Use of a server
+
+
+def quiet_settings(home: Path) -> None:
+    """Set what Prefect reads when it is imported: no telemetry, no log lines into the progress display.
+
+    Its files go under ``home`` unless this user has settings in a Prefect home already. Call it before ``flows.run`` is
+    imported.
+    """
+    quiet = {
+        **SILENCE,
+        # Log lines still reach the server, where they belong to the flow run.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "CRITICAL",
+    }
+    if not (Path.home() / ".prefect" / "profiles.toml").exists():
+        quiet["PREFECT_HOME"] = str(home / "prefect")
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    # A log line that cannot be sent to a lost server is no news for the terminal: flows.tasks says that it was lost.
+    logging.raiseExceptions = False
+
+
+def server_answers() -> bool:
+    """True if the Prefect server in use answers within two seconds."""
+    from prefect.settings import PREFECT_API_URL
+
+    url = PREFECT_API_URL.value()
+    return bool(url) and is_there(url)
+
+
+def is_there(url: str) -> bool:
+    """True if something answers at an address of an API; at most two seconds."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2.0):
+            return True
+    except urllib.error.HTTPError:
+        return True  # it may want a key for this, as a hosted one does; but it is there
+    except (OSError, ValueError):
+        return False
+
+
+def answers(url: str) -> bool:
+    """True if a Prefect server answers at an address of an API within two seconds. No password is needed for this."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError, ValueError):
+        return False
+
+
+def asks_for_password(url: str) -> bool:
+    """False where the server at an address of an API answers without a password."""
+    try:
+        with urllib.request.urlopen(f"{url}/admin/version", timeout=ANSWER_TIMEOUT_S):
+            return False
+    except (OSError, ValueError):
+        return True
+
+
+def answers_within(seconds: float, url: str) -> bool:
+    """True if one answers within some seconds: it may be busy, or just starting."""
+    deadline = time.monotonic() + seconds
+    while not answers(url):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def require_free_port(site: Site) -> None:
+    """Find out before the server is started whether it can listen.
+
+    Raises:
+        BadInput: something else listens there; the message says what, where this user may know it.
+    """
+    host, port = site.prefect.host, site.prefect.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise BadInput(f"prefect.host: found {host!r}, expected an address of this machine: {error.strerror}") from None
+    except OSError as error:
+        raise BadInput(
+            f"the Prefect server cannot listen on {host} port {port}: {error.strerror}{_listener(port)}. "
+            f"End that, or give the server another port: port under [prefect] in {site.home / 'rlhf.toml'}"
+        ) from None
+
+
+def _listener(port: int) -> str:
+    """Description of the listener on a port of this machine, as far as this user may know it."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.net_connections(kind="tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+                return f" (process {one.pid}, {' '.join(psutil.Process(one.pid).cmdline())[:120]})"
+    return ""

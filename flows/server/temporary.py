@@ -1,0 +1,162 @@
+"""A temporary Prefect server for as long as a run lasts, where none is configured and ``rlhf up`` started none."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from flows.server.guards import MAX_SOCKET_BYTES
+from flows.server.settings import ANSWER_TIMEOUT_S, answers, answers_within, door, new_password
+from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.services.presence import private_folder
+from rlhf_core.services.processes import die_with_parent
+
+STARTUP_TIMEOUT_S = 180.0
+"""Time that the server has to answer. Its first start makes a database: 20 s, longer on a busy machine."""
+
+NO_PREFECT = "Run without Prefect: add --no-prefect."
+
+
+@contextmanager
+def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
+    """Make a server usable for the block: the configured one, or a temporary one. Yields its address.
+
+    Args:
+        home: folder of this user (``RLHF_HOME``); database and log of a temporary server lie in it.
+        say: told what is done.
+
+    Raises:
+        PrefectUnavailable: there is none, and none could be started.
+    """
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    configured = PREFECT_API_URL.value()
+    if configured:
+        _require_answer(configured)
+        yield configured
+        return
+    say(
+        "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
+        "--no-prefect runs without"
+    )
+    auth = new_password()  # of this server alone: other users of the machine reach its port
+    with (
+        _temporary_server(home / "prefect", auth) as url,
+        temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}),
+    ):
+        try:
+            yield url
+        finally:
+            _send_what_is_queued()
+
+
+def _send_what_is_queued() -> None:
+    """Let Prefect's background senders finish while their server is there; at exit they would try for a minute."""
+    from prefect.events.worker import EventsWorker
+
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        for handler in logging.getLogger(name).handlers:
+            handler.flush()
+    EventsWorker.drain_all(timeout=5)
+
+
+def _require_answer(url: str) -> None:
+    if not answers_within(ANSWER_TIMEOUT_S, url):
+        raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
+
+
+@contextmanager
+def _temporary_server(folder: Path, auth: str) -> Iterator[str]:
+    try:
+        private_folder(folder)
+        log = (folder / "server.log").open("wb")
+    except OSError as error:
+        raise PrefectUnavailable(f"cannot write {folder}: {error.strerror}. {NO_PREFECT}") from None
+    with log:
+        url, process = _start(folder, log.fileno(), auth)
+        try:
+            yield url
+        finally:
+            _stop(process)
+
+
+def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[bytes]"]:
+    deadline = time.monotonic() + STARTUP_TIMEOUT_S
+    while True:
+        port = _free_port()
+        url = f"http://127.0.0.1:{port}/api"
+        process = subprocess.Popen(
+            _command(port),
+            env=_environment(folder, auth),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # A Ctrl-C is for the run, which still needs its server while it is being cancelled.
+            start_new_session=True,
+            umask=0o077,  # its database holds secrets, and the key that they are encrypted with
+            preexec_fn=die_with_parent,
+        )
+        try:
+            if _wait_for_answer(url, process, deadline):
+                return url, process
+        except BaseException:
+            _stop(process)
+            raise
+        _stop(process)
+        # It ended: its port was taken in between, or two servers were making the same database. Try again until late.
+        if time.monotonic() > deadline:
+            raise PrefectUnavailable(
+                f"a temporary Prefect server did not start within {STARTUP_TIMEOUT_S:g} s; its log is "
+                f"{folder / 'server.log'}. {NO_PREFECT}"
+            )
+        time.sleep(1.0)
+
+
+def _wait_for_answer(url: str, process: "subprocess.Popen[bytes]", deadline: float) -> bool:
+    while time.monotonic() < deadline and process.poll() is None:
+        if answers(url):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _command(port: int) -> list[str]:
+    # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own, and
+    # imports nothing from the folder that this process happens to be in.
+    serve = ["-P", "-m", "rlhf_core.garbage", "uvicorn", "--factory", "flows.server.app:create_app", "--lifespan", "on"]
+    serve += ["--host", "127.0.0.1", "--port", str(port), "--ws-max-size", str(MAX_SOCKET_BYTES)]
+    return [sys.executable, *serve, "--log-level", "error"]
+
+
+def _environment(folder: Path, auth: str) -> Mapping[str, str]:
+    environment = {
+        **os.environ,
+        **door(auth),
+        "PREFECT_UI_ENABLED": "0",
+        "PREFECT__SERVER_EPHEMERAL": "1",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+    if "PREFECT_HOME" not in os.environ:
+        environment.setdefault("PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{folder / 'prefect.db'}")
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

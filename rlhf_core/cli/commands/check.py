@@ -1,0 +1,146 @@
+"""``rlhf init`` and ``check``: a config before its run.
+
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rlhf_core.cli import output
+from rlhf_core.cli.output import JsonOption
+from rlhf_core.errors import BadInput
+from rlhf_core.presets import PRESETS
+
+if TYPE_CHECKING:
+    from rlhf_core.schemas.checks import CheckResult
+
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help=f"A TOML file, or the name of a preset: {', '.join(PRESETS)}.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one setting; may be given several times."),
+]
+
+
+class CommandWithSettings(TyperCommand):
+    """Command whose help ends with every setting of a config."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the usual help, then the table. Computed only now: the settings come from the schemas."""
+        super().format_help(ctx, formatter)
+        from rlhf_core.config.fields import describe_fields
+
+        rows = [
+            (field.name, field.type, "required" if field.required else field.default, field.meaning)
+            for field in describe_fields()
+        ]
+        output.print_table(("setting", "type", "default", "meaning"), rows, "Settings (TOML, or --set)")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write it to.")] = Path(),
+    preset: Annotated[str, typer.Option(help=f"Name of a preset to start from: {', '.join(PRESETS)}.")] = "quickstart",
+) -> None:
+    """Write a commented starter config: every setting with its meaning and default."""
+    from rlhf_core.cli.starter_config import starter_config
+
+    target = folder / f"{preset}.toml"
+    text = starter_config(preset, str(target))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise BadInput(f"{target} exists already; give another folder, or remove it first") from None
+    except OSError as error:
+        raise BadInput(f"cannot write {target}: {error.strerror}") from None
+    output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")
+
+
+def check(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also take the allocation, and compare and measure its nodes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a config before anything starts, and show all findings at once. Exit code 0: fine, 2: blocked."""
+    from rlhf_core.preflight.runner import blocking
+
+    results = [*_checks(config, set_ or [])]
+    if probe and not blocking(results):
+        results += _probe(config, set_ or [])
+    if as_json:
+        output.print_json([result.model_dump() for result in results])
+    else:
+        _print_checks(results)
+    if blocking(results):
+        raise typer.Exit(2)
+
+
+def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.baseline import read_baseline_of_site
+    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.site_names import for_site
+    from rlhf_core.launch.prepare import keep_code
+    from rlhf_core.preflight.gather_facts import Surroundings
+    from rlhf_core.preflight.runner import make_checks
+    from rlhf_core.scheduler import get_scheduler
+
+    site = load_site()
+    spec = for_site(resolve(config, overrides), site)
+    scheduler = get_scheduler(site.scheduler)
+    # User code is imported from a snapshot like the one the nodes would get.
+    there = tuple(path for path in spec.code.paths if Path(path).exists())
+    with tempfile.TemporaryDirectory() as folder:
+        keep_code(
+            Path(folder),
+            spec.model_copy(update={"code": spec.code.model_copy(update={"paths": there})}),
+            Path.cwd(),
+            "",
+        )
+        around = Surroundings(
+            inventory=scheduler.inventory(),
+            scheduler=scheduler.name,
+            compute_python=site.compute_python,
+            runs_dir=site.runs_dir,
+            home=site.home,
+            code_path=Path(folder) / "snapshot",
+            site_slurm=site.slurm,
+            job_secrets=site.job_secrets,
+            baseline=read_baseline_of_site(site, spec, output.note),
+        )
+        return make_checks(spec, around)
+
+
+def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.node_probe import probe_nodes
+    from rlhf_core.control.site_names import for_site
+    from rlhf_core.launch.prepare import absolute_paths
+    from rlhf_core.scheduler import get_scheduler
+
+    site = load_site()
+    spec = absolute_paths(for_site(resolve(config, overrides), site), Path.cwd())
+    return probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
+
+
+def _print_checks(results: "Sequence[CheckResult]") -> None:
+    order = {"blocked": 0, "warning": 1, "skipped": 2, "passed": 3}
+    rows = [
+        (result.status.value, result.id, result.found, result.expected, result.advice)
+        for result in sorted(results, key=lambda result: order[result.status.value])
+    ]
+    output.print_table(("status", "check", "found", "expected", "what to do"), rows)
+    counts = {name: sum(result.status.value == name for result in results) for name in order}
+    output.print_text(", ".join(f"{count} {name}" for name, count in counts.items() if count))

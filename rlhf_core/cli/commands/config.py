@@ -1,0 +1,179 @@
+"""Commands about config files: ``rlhf config migrate``."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.errors import BadConfig
+
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
+    from tomlkit.items import Table
+
+_MARK = "rlhf_loops_stand_here"
+_ORDER = (
+    "loops.warm_start", "loops.warm_start.algorithm", "loops.warm_start.optimizer",
+    "loops.main", "loops.main.algorithm", "loops.main.optimizer", "trainer",
+)  # fmt: skip
+
+
+@dataclass
+class _Section:
+    """A section of the new form, as lines."""
+
+    header_comment: str = ""
+    before: list[str] = field(default_factory=list)
+    """Comments above the header."""
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    """Setting to its line, with the comments above it."""
+
+
+def migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config, rewritten in place.")],
+) -> None:
+    """Rewrite a config of rlhf-flows 0.1 for this version, keeping its comments."""
+    from rlhf_core.files.whole import write_text
+
+    after = migrated_text(file)
+    if after == file.read_text(encoding="utf-8"):
+        output.print_text(f"{file} is in the form of this version already.")
+        return
+    write_text(file, after)
+    output.print_text(f"{file} was rewritten; it means the same.")
+
+
+def migrated_text(file: Path) -> str:
+    """A config in the form of this version.
+
+    Raises:
+        BadConfig: the file cannot be used, or is written in a way that has to be rewritten by hand.
+    """
+    from tomlkit import parse
+
+    from rlhf_core.config.loading import validate
+    from rlhf_core.config.toml_files import read_toml
+    from rlhf_core.schemas.migration import OLD_SECTIONS, current_document, current_name, old_settings
+
+    try:
+        content = read_toml(file)
+    except OSError as error:
+        raise BadConfig(f"cannot read {file}: {error.strerror}") from None
+    old = old_settings(content)
+    text = file.read_text(encoding="utf-8")
+    if not old:
+        return text
+    by_hand = "\n".join(f"  write {current_name(name)} instead of {name}" for name in old)
+    if "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
+        raise BadConfig(f"{file} has to be rewritten by hand:\n{by_hand}")
+    wanted = current_document(content)
+    meant = validate(wanted, str(file))
+    document = parse(text)
+    block = _block(_sections(document, wanted))
+    found = re.sub(
+        rf"(?m)^[ \t]*\[[^\n]*\n{_MARK} = (true|false)\n",
+        lambda mark: block if mark[1] == "true" else "",
+        document.as_string(),
+    )
+    found = re.sub(r"\n{3,}", "\n\n", found).rstrip() + "\n"
+    try:
+        same = validate(parse(found).unwrap(), str(file)) == meant
+    except (BadConfig, ValueError):
+        same = False
+    if not same:
+        raise BadConfig(f"{file} has to be rewritten by hand:\n{by_hand}")
+    return found
+
+
+def _is_plain(text: str, section: str) -> bool:
+    """True if a section has a header line of its own, and is no inline table."""
+    return re.search(rf"(?m)^\s*\[\s*{section}\s*\]", text) is not None
+
+
+def _sections(document: "TOMLDocument", wanted: dict[str, Any]) -> dict[str, _Section]:
+    """Take the old sections out of the document, and sort their settings into sections of the new form.
+
+    The first of them leaves a mark in its place. What stands under the last setting of one belongs to what follows it.
+    """
+    from tomlkit import parse
+
+    from rlhf_core.schemas.migration import OLD_SECTIONS, current_name
+
+    found = {name: _Section() for name in _ORDER}
+    order = [str(key.key) if key else "" for key, _ in document.body]
+    above: list[str] = []
+    for old in [name for name in order if name in OLD_SECTIONS]:
+        table: Any = document[old]
+        header = _HEADERS[old]
+        found[header].header_comment = table.trivia.comment
+        found[header].before += above
+        above = []
+        for key, item in table.value.body:
+            if key is None:
+                above.append(item.as_string().rstrip("\n"))
+                continue
+            section, _, name = current_name(f"{old}.{key.key}").rpartition(".")
+            comment = f" {item.trivia.comment}" if item.trivia.comment else ""
+            found[section].lines[name] = [*_without_gaps(above), f"{name} = {item.as_string()}{comment}"]
+            above = []
+        last = order.index(old) == len(order) - 1 or order[order.index(old) + 1] not in OLD_SECTIONS
+        document[old] = _left_of(above if last else [], is_first=old == next(n for n in order if n in OLD_SECTIONS))
+        above = [] if last else _without_gaps(above)
+    _complete(found, wanted)
+    if "trainer" in document and found["trainer"].lines:
+        trainer: Any = document["trainer"]
+        for lines in found.pop("trainer").lines.values():
+            for key, item in parse("\n".join(lines) + "\n").body:
+                trainer.add(item) if key is None else trainer.add(key, item)
+    return found
+
+
+_HEADERS = {"sft": "loops.warm_start", "train": "loops.main", "grpo": "loops.main.algorithm"}
+
+
+def _left_of(below: list[str], *, is_first: bool) -> "Table":
+    """The mark that stands for an old section, and the lines below its last setting."""
+    from tomlkit import comment, nl, table
+
+    left = table()
+    left[_MARK] = is_first
+    for line in below:
+        left.add(comment(line.lstrip("# ")) if line.strip() else nl())
+    return left
+
+
+def _complete(found: dict[str, _Section], wanted: dict[str, Any]) -> None:
+    """Add what 0.1 had as defaults and this version wants to be said; drop what has no effect."""
+    from rlhf_core.config.fields import to_toml
+
+    loops = wanted["loops"]
+    if not loops.get("warm_start", {}).get("num_steps"):
+        for name in [name for name in found if name.startswith("loops.warm_start")]:
+            found[name] = _Section()
+    for loop in ("warm_start", "main"):
+        for part in ("", "algorithm", "optimizer"):
+            name = f"loops.{loop}.{part}".rstrip(".")
+            table = loops.get(loop, {})
+            table = table.get(part, {}) if part else {key: table[key] for key in table if key == "num_steps"}
+            if loop == "warm_start" and not loops.get(loop, {}).get("num_steps"):
+                continue
+            lines = found[name].lines
+            given = {key: lines.get(key, [f"{key} = {to_toml(value)}"]) for key, value in table.items()}
+            found[name].lines = dict(sorted(given.items(), key=lambda line: line[0] != "name"))
+
+
+def _block(sections: dict[str, _Section]) -> str:
+    parts = []
+    for name, section in sections.items():
+        if section.lines:
+            comment = f" {section.header_comment}" if section.header_comment else ""
+            lines = [line for setting in section.lines.values() for line in setting]
+            parts.append("\n".join([*section.before, f"[{name}]{comment}", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _without_gaps(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.strip()]

@@ -1,0 +1,212 @@
+"""``rlhf deploy`` and ``rlhf submit``: runs requested in Prefect, on demand or on a schedule.
+
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.commands.check import ConfigArgument, SetOption
+from rlhf_core.cli.output import JsonOption
+from rlhf_core.errors import BadInput, RunCancelled, RunFailed, RunNotBegun
+from rlhf_core.schemas.attempts import RunState
+
+if TYPE_CHECKING:
+    from flows.deployments.registration import Submitted
+    from rlhf_core.config.site import Site
+
+POLL_INTERVAL_S = 2.0
+"""Interval between two queries of the reason why a run has not begun."""
+
+STUCK_S = 300.0
+"""Time that a program waits for a worker that could begin the run. At a terminal the user decides."""
+
+TagOption = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="TAG", help="Label to find its runs by; may be given several times."),
+]
+OwnerOption = Annotated[str, typer.Option("--owner", help="Owner of the runs. Default: you.")]
+
+
+def deploy(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    name: Annotated[str, typer.Option("--name", help="Name of the deployment, instead of the one in the config.")] = "",
+    cron: Annotated[str, typer.Option("--cron", metavar="CRON", help='Schedule, for instance "0 2 * * *".')] = "",
+    timezone: Annotated[
+        str, typer.Option("--timezone", metavar="ZONE", help="For --cron, for instance Europe/Berlin. Default: UTC.")
+    ] = "",
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=0, help="Largest number of its runs active at once; others wait. 0: no limit."),
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option("--priority", metavar="high|default|low", help="Priority of its runs in the queue.")
+    ] = None,
+    skip_if_busy: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-if-busy/--no-skip-if-busy",
+            help="Skip a scheduled run, with a message, while the last run of the deployment is still active.",
+        ),
+    ] = None,
+    tag: TagOption = None,
+    owner: OwnerOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Deploy a config to Prefect, with a form in the UI; deploy it again to update it.
+
+    Stores the config as it is now, with the code that it needs, so later edits do not change scheduled runs. Schedules
+    and limits set in the UI stay, unless you give them here.
+    """
+    _require_good_config(config, set_ or ())
+    site = _site_in_prefect()
+    from flows.deployments.registration import register
+
+    done = register(
+        config,
+        site,
+        name=name,
+        cron=cron,
+        timezone=timezone,
+        limit=limit,
+        priority=priority,
+        skip_if_busy=skip_if_busy,
+        tags=tag or (),
+        owner=owner,
+        overrides=set_ or (),
+    )
+    if as_json:
+        output.print_json({"deployment": done.name, "id": done.id, "url": done.url})
+    else:
+        output.print_text(f"{done.name} is deployed{f', runs at {cron!r}' if cron else ''}: {done.url}")
+
+
+def submit(
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG|DEPLOYMENT", help="A TOML file, or the name of a deployment or preset."),
+    ],
+    set_: SetOption = None,
+    tag: TagOption = None,
+    owner: OwnerOption = "",
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Watch the run until it ends; exit code 1 if it failed, 130 if it was cancelled."),
+    ] = False,
+    begin_within_s: Annotated[
+        float | None,
+        typer.Option(
+            "--begin-within",
+            metavar="SECONDS",
+            min=0,
+            help="With --watch: exit with code 1 if the run has not started after this time.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Request a run in Prefect and return immediately; a worker of the site runs it.
+
+    With --watch, standard error shows why a run has not started yet. If there is no worker, scripts (without a
+    terminal) wait at most five minutes, unless --begin-within says otherwise; the request remains.
+
+    A file that is not deployed yet is deployed first. Otherwise, the run uses the file as it is now, and the deployment
+    and its schedule stay unchanged.
+    """
+    _require_good_config(config, set_ or (), or_deployment=True)
+    site = _site_in_prefect()
+    from flows.deployments.registration import submit_config
+
+    asked = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
+    if as_json:
+        output.print_json({"run_id": asked.run_id, "flow_run_id": asked.flow_run_id, "url": asked.url})
+    else:
+        output.print_text(f"run {asked.run_id} is requested: {asked.url}")
+    if watch:
+        _watch(site, asked, begin_within_s, as_json)
+
+
+def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment: bool = False) -> None:
+    """Refuse unusable input before Prefect is imported, which takes seconds.
+
+    Raises:
+        BadConfig: the config or an override cannot be used.
+        BadInput: it is neither a file nor a preset, and no deployment can be called so.
+    """
+    from rlhf_core.config import loading as configs
+    from rlhf_core.config import problems as config_problems
+
+    if not or_deployment or Path(config).is_file():
+        configs.load(config, overrides)
+        return
+    configs.check_overrides(overrides)  # other errors depend on the deployed config
+    if not config_problems.is_name(config.removeprefix("rlhf-run/")):
+        expected = config_problems.expected_name(Path(config).stem)
+        raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
+
+
+def _site_in_prefect() -> "Site":
+    """Load the site's settings, and set Prefect's own before it is imported."""
+    from flows.server.required import require
+    from rlhf_core.config.site import load_site
+
+    site = load_site()
+    require(site)
+    return site
+
+
+def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
+    from rlhf_core.cli.watching import watch_run
+    from rlhf_core.run_dir.run import RunDir
+
+    run_dir = RunDir.of(site.runs_dir, asked.run_id)
+    _await_beginning(lambda: run_dir.spec.is_file(), asked, begin_within_s)
+    record = watch_run(run_dir, 2.0, as_json=as_json)
+    if record.state is RunState.CANCELLED:
+        raise RunCancelled(f"run {asked.run_id} was cancelled: {record.cause}")
+    if record.state is not RunState.COMPLETED:
+        raise RunFailed(
+            f"run {asked.run_id} {record.state.value}: {record.cause}. `rlhf show {asked.run_id}` says more"
+        )
+
+
+def _await_beginning(
+    has_begun: Callable[[], bool],
+    asked: "Submitted",
+    begin_within_s: float | None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until a worker has created the run, and report the reason for waiting.
+
+    Raises:
+        RunNotBegun: that takes too long.
+        RunFailed, RunCancelled: there will be no run.
+    """
+    from flows.queue import what_it_waits_for
+    from rlhf_core.cli.progress import person_at_terminal
+
+    timeout_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
+    started, stuck_since, said = clock(), None, ""
+    while not has_begun():
+        wait = what_it_waits_for(asked.flow_run_id)
+        if has_begun():
+            return  # while Prefect was asked
+        if wait.words != said:
+            said = wait.words
+            (output.warn if wait.stuck else output.note)(f"run {asked.run_id} has not begun: {said}")
+        now = clock()
+        stuck_since = (now if stuck_since is None else stuck_since) if wait.stuck else None
+        late = begin_within_s is not None and now - started >= begin_within_s
+        if late or (timeout_s is not None and stuck_since is not None and now - stuck_since >= timeout_s):
+            raise RunNotBegun(
+                f"run {asked.run_id} has not begun after {output.seconds_text(now - started)}: {said}. The request "
+                f"stays, and the run begins when it can: do not request it again; Cancel on its page withdraws it: "
+                f"{asked.url}"
+            )
+        sleep(POLL_INTERVAL_S)

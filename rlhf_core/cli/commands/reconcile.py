@@ -1,0 +1,59 @@
+"""``rlhf reconcile``: one round of the reconciler on request.
+
+Heavy modules are imported inside the function, so that ``rlhf --help`` stays fast.
+"""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.output import JsonOption
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
+
+if TYPE_CHECKING:
+    from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
+
+
+def reconcile(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the database, Prefect and the scheduler once and repair differences, as the site daemon does
+    continuously. Exit code 1 if an action failed."""
+    from flows.daemon import flow_runs_of
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.reconcile.once import poll_once, reconcile_once
+    from rlhf_core.history.store import HistoryStore
+
+    site = load_site()
+    flow_runs = flow_runs_of(site)
+    found: list[tuple[ReconcileAction, bool | None, str]]
+    with HistoryStore(site.database_url) as store:
+        if dry_run:
+            found = [(action, None, "would be done") for action in poll_once(site, store, flow_runs)]
+        else:
+            found = [(one.action, one.done, one.message) for one in reconcile_once(site, store, flow_runs)]
+    if as_json:
+        output.print_json([{**_as_dict(action), "done": done, "said": said} for action, done, said in found])
+    elif not found:
+        output.print_text("Database, Prefect and scheduler agree.")
+    else:
+        rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, said) for one, _, said in found]
+        output.print_table(("run", "action", "why", "how it went"), rows)
+    if any(done is False for action, done, _ in found if action.kind is not ActionKind.NOTE):
+        raise typer.Exit(1)
+
+
+def _as_dict(action: "ReconcileAction") -> dict[str, object]:
+    return {
+        "action": action.kind,
+        "run_id": action.run_id,
+        "reason": action.reason,
+        "attempt": action.attempt or None,
+        "job_id": action.job_id or None,
+        "flow_run_id": action.flow_run_id or None,
+        "task_run_id": action.task_run_id or None,
+        "flow_state": action.flow_state,
+        "step": action.step or None,
+    }

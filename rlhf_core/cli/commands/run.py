@@ -1,0 +1,297 @@
+"""``rlhf run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``.
+
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.commands.check import ConfigArgument, SetOption
+from rlhf_core.cli.commands.history import RunArgument
+from rlhf_core.cli.output import JsonOption
+from rlhf_core.cli.run_output import print_plan, print_summary
+from rlhf_core.errors import HistoryError, UnknownRun
+from rlhf_core.machine.accounts import account
+from rlhf_core.schemas.attempts import RunState
+
+if TYPE_CHECKING:
+    from rlhf_core.config.site import Site
+    from rlhf_core.control.controller import Controller
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.run_dir.run import RunDir
+
+NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
+TagOption = Annotated[
+    list[str] | None, typer.Option("--tag", metavar="TAG", help="Label to find it by; may be given several times.")
+]
+NoPrefectOption = Annotated[bool, typer.Option("--no-prefect", help="Run the same steps without Prefect.")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+def run(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    name: NameOption = "",
+    tag: TagOption = None,
+    no_prefect: NoPrefectOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and start nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a config from start to finish (preflight, allocate, train, evaluate), with progress and a summary.
+
+    Ctrl-C asks once, then cancels cleanly. If this process is killed, training continues, and `rlhf resume` adopts it.
+    Exit code 0: done, 1: failed (with the diagnosis), 2: bad input or blocked by a check, 130: cancelled.
+    """
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.controller import new_run, resolve
+    from rlhf_core.history.store import HistoryStore
+
+    overrides = set_ or []
+    site = load_site()
+    spec = resolve(config, overrides, name)  # its errors are reported before anything is started
+    if dry_run:
+        print_plan(spec, site, as_json)
+        return
+    with HistoryStore(site.database_url) as store, _server(site, no_prefect):
+        run_dir = new_run(config, overrides, site, name, tags=tag or ())
+        output.note(f"run {run_dir.run_id} in {run_dir.root}")
+        _drive(run_dir, site, store, no_prefect=no_prefect, resumed=False)
+    print_summary(run_dir, as_json)
+
+
+def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
+    """Resume a run: adopt its job if it is alive, or start a new attempt from the last complete checkpoint.
+
+    If the run still has a running controller, the command names it and changes nothing. A controller that died on this
+    host is replaced at once; one on another host when its lease expires, within a minute.
+    """
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.promotion import is_due
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.launch.journal import read_record
+    from rlhf_core.launch.lease import refuse_if_driven
+    from rlhf_core.watchdog.watcher import record
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        run_dir = find_run(store, site, run)
+        present = read_record(run_dir)
+        if present.state is RunState.COMPLETED and not is_due(run_dir.read_spec(), present):
+            record(run_dir, store)
+            output.note(f"run {run_dir.run_id} is completed; there is nothing to resume")
+        else:
+            record(run_dir, store)
+            refuse_if_driven(store, run_dir.run_id)  # before a server is started
+            with _server(site, no_prefect):
+                _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True)
+    print_summary(run_dir, as_json)
+
+
+def cancel(
+    run: RunArgument,
+    reason: Annotated[str, typer.Option(help="Reason; recorded in the history, with your user name.")] = "",
+    save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Cancel a run and make sure that its job is gone, with or without a running controller. Withdraws a request that
+    no worker has started."""
+    from rlhf_core.config.site import load_site
+    from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
+
+    site = load_site()
+    why = f"{reason or 'rlhf cancel'} (by {account()})"
+    with _history_if_usable(site) as store:
+        try:
+            run_dir = find_run(store, site, run)
+        except UnknownRun:
+            missing = cancel_missing(run, site, store, why) if store is not None else None
+            if missing is None and not _withdraw(site, run, why):
+                raise
+            not_begun = f"run {run} had not begun; its flow run in Prefect is cancelled"
+            run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
+        else:
+            run_id = run_dir.run_id
+            outcome = cancel_run(run_dir, site, store, why, save=save, say=output.note)
+    if as_json:
+        output.print_json({"run_id": run_id, "state": outcome.state, "job_ended": outcome.job_ended})
+    else:
+        output.print_text(outcome.message)
+
+
+@contextmanager
+def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
+    """Open the history; None, with a warning, if it cannot be used: a run can be ended without it."""
+    from rlhf_core.history.store import HistoryStore
+
+    store: HistoryStore | None = None
+    try:
+        store = HistoryStore(site.database_url)
+    except HistoryError as error:
+        output.warn(f"{error} The run is searched among the run directories")
+    with store or nullcontext():
+        yield store
+
+
+def _withdraw(site: "Site", text: str, reason: str) -> bool:
+    """Withdraw the request of this id if its run has not begun; False if there is none."""
+    from flows.server.settings import answers, connect
+    from rlhf_core.run_dir.run import is_run_id
+
+    if not is_run_id(text):
+        return False
+    url = connect(site)
+    if not url or not answers(url):
+        return False
+    from flows.queue import withdraw
+
+    return withdraw(text, reason)
+
+
+def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
+    """Find the directory of a run by the text that names it; a run that is not in the history yet is found on disk.
+
+    Args:
+        store: the history; None if it cannot be used. Then a run is found by its id alone.
+
+    Raises:
+        UnknownRun: there is none, or its directory is gone.
+    """
+    from rlhf_core.history import queries
+    from rlhf_core.run_dir.run import RunDir
+
+    on_disk = RunDir.find(site.runs_dir, text)
+    if on_disk is not None:
+        return on_disk
+    if store is None:
+        raise UnknownRun(f"{site.runs_dir} has no run {text!r}: without the history it is found by its whole id alone")
+    run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, text))))
+    if not run_dir.spec.is_file():
+        raise UnknownRun(f"the directory of run {run_dir.run_id}, {run_dir.root}, is gone")
+    return run_dir
+
+
+@contextmanager
+def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
+    """Provide the Prefect server of a run, unless it runs without Prefect."""
+    if no_prefect:
+        yield
+        return
+    from flows.server.settings import connect
+    from flows.server.temporary import prefect_server
+
+    connect(site)
+    with prefect_server(site.home, output.note):
+        yield
+
+
+def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool) -> None:
+    from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
+    from rlhf_core.control.controller import FlowRunLink, opened
+
+    progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
+
+    def waits(owner: str, seconds: float) -> None:
+        output.note(f"{owner} Waiting for its renewal or expiry, {seconds:.0f} s at most ...")
+
+    # With Prefect the flow run of this process is known only later; it records itself in the journal.
+    link = FlowRunLink() if no_prefect else None
+    controlling = opened(
+        run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
+    )
+    with controlling as controller, progress:
+        try:
+            _carry_out(controller, no_prefect)
+        except KeyboardInterrupt:
+            output.note(
+                f"left; the job of {run_dir.run_id} continues by itself. "
+                f"`rlhf resume {run_dir.run_id}` adopts it, `rlhf cancel {run_dir.run_id}` ends it"
+            )
+            raise
+
+
+def _carry_out(controller: "Controller", no_prefect: bool) -> None:
+    if no_prefect:
+        from rlhf_core.control.steps import drive
+
+        drive(controller)
+    else:
+        from flows.run import run_in_prefect
+
+        run_in_prefect(controller)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Watching
+
+
+def watch(
+    run: RunArgument = "last",
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two updates.")] = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Follow a run that another process drives, until it ends. Read-only; Ctrl-C does not affect the run.
+
+    With --json: prints one line of JSON whenever something changes.
+    """
+    from rlhf_core.cli.watching import watch_run
+
+    watch_run(_find(run), interval_s, as_json=as_json)
+
+
+def logs(
+    run: RunArgument = "last",
+    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent for the agents.")] = "",
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Attempt; default: the newest.")] = None,
+    restart: Annotated[int | None, typer.Option(min=0, help="Restart; default: the newest.")] = None,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Number of last lines of each log; 0 for all.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the logs of a run's workers and agents."""
+    from rlhf_core.cli.log_files import LogChoice, find_logs, follow_logs, last_lines, print_logs
+
+    choice = LogChoice(role=role, rank=rank, attempt=attempt, restart=restart)
+    run_dir = _find(run)
+    if as_json:
+        found = find_logs(run_dir, choice)
+        output.print_json([{"title": log.title, "path": log.path, "text": last_lines(log.path, tail)} for log in found])
+    elif follow:
+        follow_logs(run_dir, choice, tail)
+    else:
+        print_logs(run_dir, choice, tail)
+
+
+def _find(text: str) -> "RunDir":
+    from rlhf_core.config.site import load_site
+    from rlhf_core.history.store import HistoryStore
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        return find_run(store, site, text)
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Check this machine for the requirements of training. Exit code 1 if something is missing."""
+    from flows.server.settings import configured_url
+    from flows.services import status
+    from rlhf_core.cli.doctor import examine
+    from rlhf_core.config.site import load_site
+
+    site = load_site()
+    items = examine(site, {one.name: one.state.value for one in status(site)}, configured_url())
+    if as_json:
+        output.print_json([{"name": one.name, "ok": one.ok, "found": one.found, "advice": one.advice} for one in items])
+    else:
+        rows = [(one.name, "ok" if one.ok else "lacking", one.found, one.advice) for one in items]
+        output.print_table(("", "", "found", "what to do"), rows)
+    if not all(one.ok for one in items):
+        raise typer.Exit(1)

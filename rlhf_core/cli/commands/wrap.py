@@ -1,0 +1,144 @@
+"""``rlhf wrap``: from the launch line of a trainer to a config.
+
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.errors import BadInput
+from rlhf_core.files.reading import read_document
+from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
+
+if TYPE_CHECKING:
+    from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine
+
+_SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch", ".job")
+_MAX_FILE = 1 << 20
+_SHELLS = ("bash", "sh", "sbatch", "source", ".")
+
+
+def wrap(
+    line: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LINE...",
+            help="The launch command, or a shell script that contains it, with its arguments.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="FILE", help="Config to write; - for standard output.")
+    ] = Path("wrapped.toml"),
+    name: Annotated[str, typer.Option(help="Name of the run; by default derived from the command.")] = "",
+    framework: Annotated[
+        Literal["script", "transformers", "swift", "trl", "openrlhf"] | None,
+        typer.Option(help="Family of the program; detected by default."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**31 - 1, help="Number of optimizer steps, if the command gives epochs or no length."),
+    ] = None,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Make a config from the command that launches your current trainer: torchrun, accelerate, swift, a script ...
+
+    Put options of rlhf first. Nothing is run. The output shows the values found, with their place in the config, then
+    those that could not be read, with what to do about them. Next: rlhf check FILE, rlhf run FILE.
+
+    For instance: rlhf wrap -o my.toml -- torchrun --nproc_per_node 8 train.py --max_steps 500
+
+    For a script with arguments: rlhf wrap -o my.toml --steps 500 grpo.sh
+    """
+    from rlhf_core.launch.wrap.wrapping import WrapOptions
+
+    if str(out) != "-" and out.exists():
+        raise BadInput(f"{out} exists already; give another file with -o, or remove it first")
+    found = _wrapped(line, WrapOptions(name=name, framework=framework, steps=steps))
+    if str(out) == "-":
+        sys.stdout.write(found.text)
+        return
+    _write(out, found.text)
+    if as_json:
+        output.print_json(
+            {
+                "config": str(out),
+                "num_steps": found.num_steps,
+                "read": [vars(part) for part in found.read],
+                "unread": [vars(part) for part in found.unread],
+            }
+        )
+    else:
+        _print(found, out)
+
+
+def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
+    from rlhf_core.launch.wrap.draft import WrapSurroundings
+    from rlhf_core.launch.wrap.wrapping import wrap_line, wrap_script
+
+    folder = Path.cwd()
+    active = _active_environment()
+    around = WrapSurroundings(
+        str(folder),
+        _read_file,
+        lambda path: Path(path).expanduser().is_dir(),
+        active,
+        lambda name: bool(active) and "/" not in name and (Path(active) / "bin" / name).is_file(),
+    )
+    words = list(line)
+    if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(_SCRIPT_SUFFIXES):
+        words = words[1:]
+    if not words[0].endswith(_SCRIPT_SUFFIXES):
+        return wrap_line(words, around, options)
+    text = _read_file(words[0])
+    if text is None:
+        raise BadInput(f"cannot read {words[0]}: it is no text file of at most 1 MiB in UTF-8")
+    known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
+    known |= {"PWD": str(folder), FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
+    return wrap_script(text, words[0], around, options, known, words[1:])
+
+
+def _active_environment() -> str:
+    """Virtual environment of the shell, absolute; empty without one, and for that of rlhf itself: jobs have it."""
+    found = os.environ.get("VIRTUAL_ENV", "")
+    return "" if not found or Path(found).resolve() == Path(sys.prefix).resolve() else str(Path(found).absolute())
+
+
+def _read_file(path: str) -> str | None:
+    try:
+        text = read_document(Path(path).expanduser(), _MAX_FILE, follow_link=True).decode("utf-8")
+    except (OSError, ValueError):
+        return None
+    return None if "\0" in text else text
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise BadInput(f"cannot write {file}: {error.strerror}") from None
+
+
+def _print(found: "WrappedLine", file: Path) -> None:
+    rows = [(part.what, part.found, part.place) for part in found.read]
+    output.print_table(("read", "found", "where it is now"), rows)
+    if found.unread:
+        output.print_text("")
+        missing = [(part.what, part.advice) for part in found.unread]
+        output.print_table(("could not be read", "what to do"), missing)
+    output.print_text("")
+    if found.num_steps is None:
+        output.print_text(
+            f"{file} written, but the number of optimizer steps is missing: set trainer.num_steps in it, or remove it "
+            "and wrap again with --steps N."
+        )
+    else:
+        output.print_text(f"{file} written. Next: rlhf check {file}, then rlhf run {file}")

@@ -1,0 +1,216 @@
+"""TOML and overrides -> :class:`RunSpec`.
+
+Hand-written configs are sparse TOML; what ran is the resolved JSON in the run directory. A wrong key is answered with
+the nearest right one, and all mistakes of a file are reported at once.
+"""
+
+import difflib
+import tomllib
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhf_core.config.fields import field_meanings
+from rlhf_core.config.problems import (
+    MAX_PROBLEMS,
+    cut,
+    explain,
+    explain_override,
+    location_of,
+    override_of,
+    problems_in_words,
+    setting_of,
+)
+from rlhf_core.config.toml_files import (
+    MAX_CONFIG_BYTES,
+    read_toml,
+    readable,
+    require_bounded,
+    require_short_keys,
+    shortened,
+)
+from rlhf_core.errors import BadConfig
+from rlhf_core.presets import PRESETS, preset_path
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.trainers import trainer_kinds
+
+
+def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--set") -> RunSpec:
+    """Read a config file, apply ``section.field=value`` overrides, and validate.
+
+    Args:
+        config: path of a TOML file, or the name of a shipped preset.
+        overrides: each ``dotted.name=value``; the value is TOML, and a bare word is taken as a string.
+        given_as: where the overrides come from; a message says so.
+
+    Raises:
+        BadConfig: with the problems found, the first 20 of very many, each with the key, what was found, and what to
+            write instead.
+    """
+    path = find(config)
+    try:
+        content = read_toml(path)
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}: {error.strerror}") from None
+    found = old_settings(content)
+    if found:
+        if "loops" in content:
+            raise BadConfig(f"{path} holds settings of rlhf-flows 0.1 beside [loops]:\n{_translations(found)}")
+        _warn(f"{path}", found, f"`rlhf config migrate {path}` rewrites the file")
+        content = current_document(content)
+    for override in overrides:
+        _apply(content, override, given_as)
+    _warn_of_overrides(overrides, given_as)
+    return validate(content, str(path), overrides, given_as)
+
+
+def _warn(where: str, names: Sequence[str], remedy: str) -> None:
+    warnings.warn(
+        f"{where}: settings of rlhf-flows 0.1, which the next version will refuse; {remedy}:\n{_translations(names)}",
+        OldSettings,
+        stacklevel=4,
+    )
+
+
+def _translations(names: Sequence[str]) -> str:
+    shown = [f"  write {readable(current_name(name))} instead of {readable(name)}" for name in names[:MAX_PROBLEMS]]
+    more = len(names) - len(shown)
+    return "\n".join([*shown, *([f"  and {more} more"] if more else [])])
+
+
+def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
+    names = [override.partition("=")[0].strip() for override in overrides]
+    old = [name for name in names if current_name(name) != name and current_name(name) in field_meanings()]
+    if old:
+        _warn(given_as, old, "give the new names")
+
+
+def find(config: str | Path) -> Path:
+    """The file behind a config argument: a path, or the name of a preset.
+
+    Raises:
+        BadConfig: there is neither.
+    """
+    path = Path(config)
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise BadConfig(f"config file {shortened(str(config))} cannot be reached: {error.strerror}") from None
+    if str(config) in PRESETS:
+        return preset_path(str(config))
+    near = difflib.get_close_matches(str(config), PRESETS, n=1)
+    hint = f'; did you mean the preset "{near[0]}"?' if near else f"; shipped presets are {', '.join(PRESETS)}"
+    kind = "is a folder" if path.is_dir() else "does not exist"
+    raise BadConfig(f"config file {path.absolute()} {kind}{hint}")
+
+
+def validate(
+    content: Mapping[str, Any], source: str, overrides: Sequence[str] = (), given_as: str = "--set"
+) -> RunSpec:
+    """Validate a parsed config.
+
+    Args:
+        content: The config, with the overrides applied.
+        source: Where it comes from; a message says so.
+        overrides: What was changed in it, and is to blame where that is wrong.
+        given_as: Where they come from.
+
+    Raises:
+        BadConfig: with the problems found, the first 20 of very many.
+    """
+    require_bounded(content, f"{source} with {given_as}" if overrides else source)
+    try:
+        return RunSpec.model_validate(content)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    found: dict[str, list[str]] = {given_as: [], source: []}
+    for detail in details[:MAX_PROBLEMS]:
+        override = override_of(location_of(detail), overrides)
+        if override:
+            found[given_as].append(explain_override(detail, override))
+        else:
+            found[source].append(explain(detail))
+    if len(details) > MAX_PROBLEMS:
+        found[source].append(f"and {len(details) - MAX_PROBLEMS} more")
+    raise BadConfig(problems_in_words(found))
+
+
+def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
+    """Refuse overrides that no config can have: unknown settings, and values that they cannot take.
+
+    Raises:
+        BadConfig: with the problems found, the first 20 of very many. What depends on the config is not looked for.
+    """
+    content: dict[str, Any] = {}
+    for override in overrides:
+        _apply(content, override, given_as)
+    require_bounded(content, given_as)
+    try:
+        RunSpec.model_validate(_with_choices(content))
+        return
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    named = {setting_of(override) for override in overrides}
+    problems = [
+        explain_override(detail, override_of(location_of(detail), overrides))
+        for detail in details[:MAX_PROBLEMS]
+        if detail["type"] == "extra_forbidden" or (location_of(detail) in named and detail["type"] != "value_error")
+    ]
+    if problems:
+        raise BadConfig(problems_in_words({given_as: problems}))
+
+
+def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
+    """Overrides alone; the trainer and each algorithm that the config is to name are named by their settings, so that
+    these are checked."""
+    now = current_document(content)
+    trainer = now.get("trainer")
+    if isinstance(trainer, dict) and "kind" not in trainer:
+        known = {kind: trainer.keys() & spec.model_fields.keys() for kind, spec in trainer_kinds().items()}
+        trainer["kind"] = max(known, key=lambda kind: len(known[kind]))
+    loops = now.get("loops")
+    for loop in loops.values() if isinstance(loops, dict) else ():
+        given = loop.get("algorithm") if isinstance(loop, dict) else None
+        if isinstance(given, dict) and "name" not in given:
+            known = {name: given.keys() & spec.model_fields.keys() for name, spec in specs().items()}
+            given["name"] = max(known, key=lambda name: len(known[name]))
+    return now
+
+
+def _split(override: str, given_as: str) -> tuple[str, Any]:
+    name, separator, text = override.partition("=")
+    name = name.strip()
+    if not separator or not name or not all(name.split(".")):
+        raise BadConfig(
+            f"{given_as}: override {shortened(override)} is not of the form section.field=value, for instance "
+            f"loops.main.num_steps=10"
+        )
+    text = text.strip()
+    if len(override) > MAX_CONFIG_BYTES:
+        raise BadConfig(f"{given_as}: found an override of {len(override)} characters, expected one setting")
+    require_short_keys(text, f"{given_as}: override {shortened(override)}")
+    try:
+        return name, tomllib.loads(f"value = {text}")["value"]
+    except (RecursionError, ValueError):
+        return name, text
+
+
+def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
+    name, value = _split(override, given_as)
+    *sections, field = name.split(".")
+    table = content
+    for depth, section in enumerate(sections):
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            inner = ".".join(sections[: depth + 1])
+            what = f"{cut(inner)} is a value, not a section"
+            raise BadConfig(f"{given_as}: override {shortened(override)}: {what}")
+    if sections[-1:] == ["algorithm"] and field == "name" and table.get(field) != value:
+        table.clear()  # the settings of one algorithm mean nothing to another
+    table[field] = value

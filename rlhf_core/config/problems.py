@@ -1,0 +1,180 @@
+"""Errors of a config in words: what was found, what was expected, which setting was meant."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.config.fields import describe_fields, field_meanings
+from rlhf_core.config.toml_files import SHOWN_CHARACTERS, shortened
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.schemas.migration import current_name
+from rlhf_core.schemas.trainers import trainer_kinds
+from rlhf_core.text.formatting import count
+
+_NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
+MAX_PROBLEMS = 20
+"""Problems that are told at once, each with the nearest right name; of more only the number is."""
+
+
+def is_name(text: str) -> bool:
+    """True if a run, and what makes runs, may be called so."""
+    return re.fullmatch(_NAME, text) is not None
+
+
+def setting_of(override: str) -> str:
+    """Name of the setting of an override ``name=value``, as this version calls it."""
+    return current_name(override.partition("=")[0].strip())
+
+
+def problems_in_words(found: Mapping[str, Sequence[str]]) -> str:
+    """Problems with their places, one a line."""
+    return "\n".join(
+        f"{count(len(problems), 'problem')} in {where}:\n" + "\n".join(f"  {problem}" for problem in problems)
+        for where, problems in found.items()
+        if problems
+    )
+
+
+def override_of(location: str, overrides: Sequence[str]) -> str:
+    """The override that a problem is about: the last one that set the place, or something in or around it."""
+    for override in reversed(overrides):
+        name = setting_of(override)
+        if f"{name}.".startswith(f"{location}.") or location.startswith(f"{name}."):
+            return override
+    return ""
+
+
+def explain_override(detail: Any, override: str) -> str:
+    """One pydantic problem that an override ``name=value`` has caused."""
+    name = override.partition("=")[0].strip()
+    if detail["type"] == "extra_forbidden":
+        return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
+    return explain(detail)
+
+
+def _nearest_setting(name: str) -> str:
+    """The closest name that there is, for one that may be wrong in any of its parts."""
+    name = name[:SHOWN_CHARACTERS]  # nothing is like a longer one, and comparing takes its time
+    near = difflib.get_close_matches(name, list(field_meanings()), n=1, cutoff=0.7)
+    if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
+        return f'; did you mean "{near[0]}"?'
+    return _nearest(name)
+
+
+def location_of(detail: Any) -> str:
+    """Dotted name of the place of a problem, without what pydantic adds for members of unions and parts of types."""
+    inner = ("function-", "literal[", "str-", "[key]")
+    parts = [str(part) for part in detail["loc"] if not str(part).startswith(inner)]
+    choices = {"algorithm": ("name", specs().keys()), "trainer": ("kind", trainer_kinds().keys())}
+    kept = [
+        part
+        for part, before in zip(parts, ["", *parts], strict=False)
+        if before not in choices or part not in choices[before][1]
+    ]
+    ends_at_name = detail["type"].startswith("union_tag_")
+    return ".".join([*kept, choices.get(kept[-1], ("name",))[0]] if ends_at_name else kept)
+
+
+def explain(detail: Any) -> str:
+    """One pydantic problem in our words."""
+    location = location_of(detail)
+    kind = detail["type"]
+    found = detail.get("input")
+    if kind == "extra_forbidden":
+        return f'unknown key "{cut(location)}"{_nearest(location)}'
+    if kind in ("missing", "union_tag_not_found"):
+        return _explain_missing(location)
+    if kind == "union_tag_invalid":
+        return (
+            f"{location}: found {shortened(detail['ctx']['tag'])}, expected {_listed(detail['ctx']['expected_tags'])}"
+        )
+    if kind == "value_error":
+        message = str(detail["ctx"]["error"])
+        return f"{location}: {message}" if location else message
+    expected = detail["msg"][0].lower() + detail["msg"][1:]
+    if kind == "string_pattern_mismatch" and "[\\w.]*:" in detail["ctx"]["pattern"]:
+        expected = 'expected "module:function", for instance "my_rewards:score"'
+    if kind == "string_pattern_mismatch" and location == "name":
+        expected = expected_name(str(found))
+    return f"{location}: found {shortened(found)}, {expected}"
+
+
+def _explain_missing(location: str) -> str:
+    meaning = field_meanings().get(location, "")
+    if meaning:
+        return f'missing key "{location}": {meaning}'
+    inner = [field.name for field in describe_fields() if field.required and field.name.startswith(f"{location}.")]
+    return f'missing section "{location}"' + (f"; it needs {', '.join(inner)}" if inner else "")
+
+
+def _listed(tags: str) -> str:
+    """Tags of a union as pydantic writes them (``'a', 'b', 'c'``), as an alternative in words."""
+    *first, last = tags.split(", ")
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def cut(text: str) -> str:
+    """A text of the user, no longer than is shown."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def expected_name(found: str) -> str:
+    """Rule for names of runs, and a valid name like the one that was found."""
+    like = re.sub(r"[^a-z0-9_-]+", "-", found[:SHOWN_CHARACTERS].lower()).strip("-_")[:63]
+    example = f', for instance "{like}"' if is_name(like) else ""
+    return "expected at most 63 lower-case letters, digits, - and _, beginning with a letter or a digit" + example
+
+
+_OTHER_NAMES = {
+    # What people write who come from TRL, verl, OpenRLHF or torchrun.
+    "beta": "loops.main.algorithm.kl_coefficient",
+    "epsilon": "loops.main.algorithm.clip_low",
+    "epsilon_high": "loops.main.algorithm.clip_high",
+    "gpus": "resources.gpus_per_node",
+    "kl_coef": "loops.main.algorithm.kl_coefficient",
+    "lr": "loops.main.optimizer.learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "loops.main.num_steps",
+    "model_name_or_path": "model.path",
+    "nnodes": "resources.num_nodes",
+    "nodes": "resources.num_nodes",
+    "nproc_per_node": "resources.ranks_per_node",
+    "num_generations": "loops.main.algorithm.samples_per_prompt",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "reward_funcs": "reward.functions",
+    "save_steps": "checkpoint.every_num_steps",
+    "steps": "loops.main.num_steps",
+}
+
+
+def _nearest(location: str) -> str:
+    names = list(field_meanings())
+    *parents, leaf = location[:SHOWN_CHARACTERS].split(".")
+    if leaf in _OTHER_NAMES:
+        return f'; the name here is "{_OTHER_NAMES[leaf]}"'
+    if location in names:
+        return "; it is a setting of another algorithm"
+    # The right word in the wrong section: loops.main.learning_rate for loops.main.optimizer.learning_rate.
+    elsewhere = [name for name in names if name.split(".")[-1] == leaf]
+    elsewhere = [name for name in elsewhere if name.split(".")[: len(parents)] == parents] or elsewhere
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+    sections = sorted({name.split(".")[0] for name in names if "." in name})
+    if not parents:
+        near = difflib.get_close_matches(leaf, sections, n=1, cutoff=0.6)
+        if near:
+            return f"; did you mean the section [{near[0]}]?"
+    siblings = [name for name in names if name.split(".")[:-1] == parents]
+    near = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in siblings], n=1, cutoff=0.6)
+    if near:
+        return f'; did you mean "{".".join([*parents, near[0]])}"?'
+    inside = [name for name in names if name.startswith(f"{'.'.join(parents)}.")]
+    for among in (inside, names):
+        leaves = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in among], n=1, cutoff=0.7)
+        if leaves:
+            return f'; did you mean "{next(name for name in among if name.split(".")[-1] == leaves[0])}"?'
+    if parents and siblings:
+        return f"; [{'.'.join(parents)}] has {', '.join(name.split('.')[-1] for name in siblings)}"
+    return f"; the sections are {', '.join(sections)}"

@@ -1,0 +1,169 @@
+"""Settings of a site: `rlhf.toml`, and the variables that override it."""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rlhf_core.config.problems import explain
+from rlhf_core.config.toml_files import read_toml
+from rlhf_core.errors import BadConfig
+from rlhf_core.files import private as private_files
+from rlhf_core.schemas.base import Schema, storable_text
+from rlhf_core.schemas.cluster import SlurmSpec
+from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
+
+
+@dataclass(frozen=True)
+class Site:
+    """Places and settings of this site. Environment variables win over ``rlhf.toml``, which wins over the defaults."""
+
+    home: Path
+    """``RLHF_HOME``: this user's folder (default ``~/.rlhf``)."""
+    runs_dir: Path
+    """``RLHF_RUNS``: the run directories; on a cluster, a shared file system that the nodes see (default
+    ``<home>/runs``)."""
+    database_url: str
+    """``RLHF_DATABASE_URL``: SQLAlchemy URL of the history (default SQLite in ``<home>/history.db``)."""
+    scheduler: str
+    """``RLHF_SCHEDULER``: ``local`` or ``slurm`` (default ``local``)."""
+    compute_python: str
+    """``RLHF_COMPUTE_PYTHON``: interpreter that the nodes start (default: this one)."""
+    max_restarts_per_hour: int = 60
+    """``RLHF_MAX_RESTARTS_PER_HOUR``: restarts and new attempts of all runs of the history in an hour, above which
+    further attempts wait (default 60). When everything fails the cluster is at fault, and jobs that come back at once
+    make it worse."""
+    prefect: PrefectSite = dataclasses.field(default_factory=PrefectSite)
+    """``[prefect]``: how ``rlhf up`` sets Prefect up."""
+    notify: NotifySite = dataclasses.field(default_factory=NotifySite)
+    """``[notify]``: who is told what."""
+    retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
+    """``[retention]``: what the daemon of the site removes."""
+    job_secrets: Path | None = None
+    """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; refused unless
+    it is of mode 600 and of the user who submits (default ``<home>/job-secrets.env``)."""
+    slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
+    """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
+    of Slurm, unless its run says otherwise. Lists and variables of both are used."""
+
+
+SITE_KEYS = {
+    "runs": "RLHF_RUNS",
+    "database_url": "RLHF_DATABASE_URL",
+    "scheduler": "RLHF_SCHEDULER",
+    "compute_python": "RLHF_COMPUTE_PYTHON",
+    "max_restarts_per_hour": "RLHF_MAX_RESTARTS_PER_HOUR",
+    "job_secrets": "RLHF_JOB_SECRETS",
+}
+"""Settings of ``rlhf.toml`` outside its tables, and the variable that overrides each."""
+_SITE_TABLES = ("prefect", "notify", "retention", "slurm")
+_SECRETS = {
+    "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
+    "notify": {"webhook_url": "RLHF_NOTIFY_WEBHOOK_URL"},
+}
+"""Settings that may hold a password, and the variable that keeps each out of files."""
+SCHEDULERS = ("local", "slurm")
+_DATABASES = tuple(
+    f"{name}{suffix}" for name in ("history.db", "prefect/prefect.db") for suffix in ("", "-wal", "-shm")
+)
+"""Databases that may lie in the home folder. That of Prefect holds its secrets and the key that they are encrypted
+with."""
+
+Table = TypeVar("Table", bound=Schema)
+
+
+def load_site(environ: Mapping[str, str] | None = None) -> Site:
+    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``; a home folder that is there is closed to others.
+
+    Raises:
+        BadConfig: an unknown key in ``rlhf.toml``, or a value that cannot be.
+    """
+    environment = os.environ if environ is None else environ
+    home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser().absolute()
+    _close_home(home)
+    settings = _site_file(home / "rlhf.toml")
+    for key, variable in SITE_KEYS.items():
+        if environment.get(variable):
+            settings[key] = environment[variable]
+    scheduler = settings.get("scheduler", "local")
+    if scheduler not in SCHEDULERS:
+        raise BadConfig(f"RLHF_SCHEDULER: found {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
+    runs_dir = Path(settings.get("runs") or home / "runs").expanduser().absolute()
+    for variable, folder in (("RLHF_HOME", home), ("RLHF_RUNS", runs_dir)):
+        if storable_text(str(folder)) != str(folder):
+            raise BadConfig(f"{variable}: found {str(folder)!r}, expected a path in UTF-8: it stands in every record")
+    return Site(
+        home=home,
+        runs_dir=runs_dir,
+        database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
+        scheduler=scheduler,
+        compute_python=_interpreter(settings.get("compute_python") or sys.executable),
+        max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
+        job_secrets=Path(settings.get("job_secrets") or home / "job-secrets.env").expanduser().absolute(),
+        prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
+        notify=_site_table(NotifySite, "notify", home, settings, environment),
+        retention=_site_table(RetentionSite, "retention", home, settings, environment),
+        slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
+    )
+
+
+def _close_home(home: Path) -> None:
+    """Close the home folder to others, and what older versions left open in it. Whoever makes it makes it private."""
+    with contextlib.suppress(OSError):
+        for name in (".", "prefect", "logs", "services", "deployments", *_DATABASES):
+            private_files.close(home / name)
+
+
+def _interpreter(text: str) -> str:
+    """A path is taken from the current folder, now: jobs run elsewhere. A bare name is looked up on the nodes."""
+    return str(Path(text).expanduser().absolute()) if "/" in text else text
+
+
+def _whole_number(key: str, text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise BadConfig(f"{SITE_KEYS[key]}: found {text!r}, expected a whole number from 1")
+    return int(text)
+
+
+def _site_table(
+    schema: type[Table], name: str, home: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
+) -> Table:
+    """A table of ``rlhf.toml``; environment variables of its own win."""
+    table = settings.get(name, {})
+    secrets = {
+        field: environment[variable] for field, variable in _SECRETS.get(name, {}).items() if variable in environment
+    }
+    try:
+        return schema.model_validate({**table, **secrets} if isinstance(table, dict) else table)
+    except ValidationError as error:
+        problems = [explain({**detail, "loc": (name, *detail["loc"])}) for detail in error.errors()]
+    raise BadConfig(f"{home / 'rlhf.toml'}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _site_file(path: Path) -> dict[str, Any]:
+    try:
+        content = read_toml(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, BadConfig) as error:
+        raise BadConfig(f"cannot read the site settings {path}: {error}") from None
+    for key, value in list(content.items()):
+        if key in _SITE_TABLES:
+            continue
+        if key not in SITE_KEYS:
+            keys = [*SITE_KEYS, *_SITE_TABLES]
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(keys)}"
+            raise BadConfig(f'{path}: unknown key "{key}"; {hint}')
+        if key == "max_restarts_per_hour" and isinstance(value, int):
+            content[key] = str(value)
+        elif not isinstance(value, str):
+            raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
+    return content

@@ -1,0 +1,104 @@
+"""TOML files of users, read within bounds."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.files.reading import UnfitFile, read_document
+from rlhf_core.schemas.base import storable_text
+
+MAX_CONFIG_BYTES = 128 << 10
+"""Largest TOML file that is read: a config with every setting has about 30 KiB, and parsing a megabyte takes a second.
+"""
+_MAX_DEPTH = 20
+_MAX_VALUES = 20_000
+_MAX_INTEGER = 10**100
+SHOWN_CHARACTERS = 200
+
+_TOML_TEXT = re.compile(r'''"""(?:\\.|[^\\])*?"""|\'{3}.*?\'{3}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|\#[^\n]*''', re.DOTALL)
+"""Strings and comments."""
+_TOML_MARKS = re.compile(r"[=,{}\[\]]")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file, in bounded time and memory whatever stands in it.
+
+    Raises:
+        BadConfig: it is too large, not UTF-8, no TOML, or holds what no setting does; says where.
+        OSError: it is not there or cannot be read.
+    """
+    try:
+        text = read_document(path, MAX_CONFIG_BYTES, follow_link=True).decode("utf-8")
+        require_short_keys(text, str(path))
+        content = tomllib.loads(text)
+    except UnfitFile as error:
+        raise BadConfig(f"{path} is no config: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfig(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise BadConfig(f"{path}: found arrays or tables nested too deeply, expected at most {_MAX_DEPTH}") from None
+    except ValueError:  # of int(), for more digits than Python converts
+        raise BadConfig(f"{path}: found an integer of thousands of digits") from None
+    require_bounded(content, str(path))
+    return content
+
+
+def require_short_keys(text: str, source: str) -> None:
+    """Refuse keys of very many parts: the time that Python's parser takes for one grows with their square.
+
+    Raises:
+        BadConfig: there is one.
+    """
+    for number, line in enumerate(_TOML_TEXT.sub("_", text).splitlines(), 1):
+        if max(part.count(".") for part in _TOML_MARKS.split(line)) > _MAX_DEPTH:
+            raise BadConfig(f"{source}: found a key of more than {_MAX_DEPTH} parts, near line {number}")
+
+
+def require_bounded(content: Mapping[str, Any], source: str) -> None:
+    """Refuse what no setting holds, before anything is done with it that takes time or memory for each part of it.
+
+    Raises:
+        BadConfig: too deep, too many values, an integer too large, or text that cannot be stored.
+    """
+    left: list[tuple[str, Any, int]] = [("", content, 0)]
+    num_values = 0
+    while left:
+        name, value, depth = left.pop()
+        num_values += 1
+        problem = _unbounded(value, depth, num_values)
+        if problem:
+            raise BadConfig(f"{source}: {shortened(name)}: {problem}" if name else f"{source}: {problem}")
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if storable_text(key) != key:
+                    raise BadConfig(f"{source}: found the key {shortened(key)}, with characters that cannot be stored")
+                left.append((f"{name}.{key}"[-SHOWN_CHARACTERS:].lstrip("."), item, depth + 1))
+        elif isinstance(value, list):
+            left += [(name, item, depth + 1) for item in value]
+
+
+def _unbounded(value: Any, depth: int, num_values: int) -> str:
+    if depth > _MAX_DEPTH:
+        return f"found arrays or tables nested more deeply than {_MAX_DEPTH}"
+    if num_values > _MAX_VALUES:
+        return f"found more than {_MAX_VALUES} values, expected the settings of one run"
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        return "found an integer of more than 100 digits"
+    if isinstance(value, str) and storable_text(value) != value:
+        return f"found {shortened(value)}, with a NUL character or one that is no Unicode, which cannot be stored"
+    return ""
+
+
+def shortened(found: Any) -> str:
+    """A value that was found, for a message: as Python writes it, and not more of it than a person reads."""
+    return readable(repr(found))
+
+
+def readable(text: str) -> str:
+    """The beginning of a long text, with its length; a short one as it is."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

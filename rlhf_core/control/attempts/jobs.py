@@ -1,0 +1,70 @@
+"""The job of an attempt: orders to its agents, and its proven end."""
+
+from contextlib import suppress
+
+from rlhf_core.control.controller import Controller
+from rlhf_core.errors import DatabaseUnavailable, SchedulerError
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.scheduler.base import JobState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Submission
+
+SAVE_TIMEOUT_S = 600.0
+"""Time for the workers to end their step and to write a checkpoint, when that was asked for."""
+
+CANCEL_TIMEOUT_S = 10.0
+"""Time for agent 0 to follow the order to end, before the scheduler ends the job."""
+
+RELEASE_TIMEOUT_S = 60.0
+"""Time for the job of a completed run to end by itself, before approval of its model is asked for."""
+
+
+def order_to_end(reason: str, *, save: bool) -> AgentCommand:
+    """The order to end, with a checkpoint first or without."""
+    return AgentCommand(kind="stop_after_step" if save else "cancel", reason=reason, time=utc_now())
+
+
+def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
+    """Give agent 0 an order: the next numbered file in its folder."""
+    folder = run_dir.attempt(number).commands
+    taken = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
+    write_model(folder / f"{max(taken, default=0) + 1}.json", command)
+
+
+def end_job(controller: Controller, submission: Submission | None, *, wait_for_database: bool = True) -> None:
+    """See a job gone. The run's lease is asked first: another controller may have adopted the job.
+
+    Args:
+        wait_for_database: do nothing while it is unknown whose run it is. A user who asks to end it means the job of
+            any controller.
+    """
+    if submission is None:
+        return
+    if wait_for_database:
+        controller.require_lease()
+    else:
+        with suppress(DatabaseUnavailable):
+            controller.lease.require()
+    run_id = controller.run_dir.run_id
+    if not controller.scheduler.cancel(submission):
+        raise SchedulerError(
+            f"job {submission.job_id} of {run_id} could not be ended: something of it is still at work on "
+            f"{submission.host or 'its nodes'}. End it there, then `rlhf cancel {run_id}` again"
+        )
+
+
+def release(controller: Controller) -> None:
+    """See the job of the last attempt gone: nodes must not wait for an approval. It ends by itself a moment after its
+    outcome is written; one that does not is ended."""
+    last = controller.journal.record.last_attempt
+    if last is None or last.submission is None:
+        return
+    deadline = controller.clock() + RELEASE_TIMEOUT_S
+    while controller.clock() < deadline:
+        status = controller.scheduler.status([last.submission])[last.submission.job_id]
+        if status.state is JobState.ENDED:
+            return
+        controller.wait(controller.poll_s)
+    end_job(controller, last.submission)

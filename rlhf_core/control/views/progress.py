@@ -1,0 +1,153 @@
+"""Reading the progress of a run: from its directory, again and again, or from one poll of its watcher."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.files.whole import read_model
+from rlhf_core.launch.journal import RunRecord, fold
+from rlhf_core.render.progress import RunProgress
+from rlhf_core.render.timeline import Timeline
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.regression import Regression
+from rlhf_core.schemas.reports import AgentStatus, RankStatus
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.stored_spec import StoredSpec
+from rlhf_core.watchdog.evidence import AttemptProgress, regressed
+from rlhf_core.watchdog.watcher import AttemptSnapshot
+
+SMOOTHING = 0.1
+"""Share of the newest step in the mean time of a step."""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A run as its directory shows it at one moment."""
+
+    stored: StoredSpec
+    record: RunRecord
+    timeline: Timeline
+    progress: RunProgress
+    ranks: Sequence[RankStatus] = ()
+    """Workers of the newest start."""
+    regressed: Sequence[Regression] = ()
+    """Held-out scores that fell."""
+
+
+class StepTimer:
+    """Mean time of a step of each loop, from the metrics of the steps."""
+
+    def __init__(self) -> None:
+        self._mean_s: dict[str, float] = {}
+        self._newest: tuple[int, int, int] = (0, 0, 0)
+
+    def update(self, place: tuple[int, int, int], loop: str, metrics: Mapping[str, float]) -> float | None:
+        """Count a step once, and return the mean of its loop in seconds; None where it is not known.
+
+        Args:
+            place: attempt, restart and step.
+        """
+        seconds = metrics.get("time/step_s")
+        if seconds is not None and loop and place != self._newest:
+            mean_s = self._mean_s.get(loop, seconds)
+            self._mean_s[loop] = mean_s + SMOOTHING * (seconds - mean_s)
+            self._newest = place
+        return self._mean_s.get(loop)
+
+
+class RunReader:
+    """Reads a run again and again; files that grow are read from the end of the last call.
+
+    Raises:
+        RunDirError: the run directory is missing or damaged.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.stored = run_dir.read_spec()
+        self._attempts: dict[int, AttemptProgress] = {}
+        self._timer = StepTimer()
+
+    def read(self) -> RunSnapshot:
+        """Read the run as it is now.
+
+        Raises:
+            JournalDamaged: a line of its journal cannot be read.
+            OSError: the file system does not answer.
+        """
+        timeline = read_timeline(self.run_dir)
+        attempts = self.run_dir.attempts()
+        restarts = attempts[-1].restarts() if attempts else []
+        statuses = (
+            [read_model(path, AgentStatus) for path in sorted(restarts[-1].agents.glob("*.json"))] if restarts else []
+        )
+        return RunSnapshot(
+            stored=self.stored,
+            record=fold(timeline.lines),
+            timeline=timeline,
+            progress=self._progress(timeline.state),
+            ranks=[rank for status in statuses if status is not None for rank in status.ranks],
+            regressed=regressed(self.run_dir),
+        )
+
+    def _progress(self, state: RunState) -> RunProgress:
+        for attempt in self.run_dir.attempts():
+            known = self._attempts.get(attempt.number)
+            # Those before the newest grow no more.
+            if known is None or attempt.number == max(self._attempts):
+                self._attempts.setdefault(attempt.number, AttemptProgress(attempt)).update()
+        if not self._attempts:
+            return RunProgress(state, self.stored.spec.total_steps)
+        newest = self._attempts[max(self._attempts)]
+        found = RunProgress(
+            state=state,
+            total_steps=self.stored.spec.total_steps,
+            attempt=newest.attempt.number,
+            restarts=newest.restarts_made,
+            role=newest.role,
+            phase=newest.phase,
+            loop=newest.loop,
+            step=newest.step,
+            furthest=max(one.step for one in self._attempts.values()),
+            evaluating=newest.evaluating,
+            metrics=dict(newest.metrics),
+            nodes=sorted(newest.published),
+        )
+        if state in RUN_ENDS:
+            return found
+        place = (newest.attempt.number, newest.restart, newest.step)
+        return _with_times(found, self.stored.spec, self._timer.update(place, newest.loop, newest.metrics))
+
+
+def progress_of_poll(snapshot: AttemptSnapshot, spec: RunSpec, timer: StepTimer) -> RunProgress:
+    """Progress as one poll of an attempt shows it.
+
+    Args:
+        timer: of the run or trial with this spec.
+    """
+    found = RunProgress(
+        state=RunState.TRAINING,
+        total_steps=spec.total_steps,
+        attempt=snapshot.attempt,
+        restarts=snapshot.restarts_made,
+        role=snapshot.role,
+        phase=snapshot.phase,
+        loop=snapshot.loop,
+        step=snapshot.step,
+        furthest=snapshot.step,
+        evaluating=snapshot.evaluating,
+        metrics=snapshot.metrics,
+        nodes=snapshot.job.nodes,
+        waits_for=snapshot.job.reason,
+        history_behind=snapshot.history_behind,
+    )
+    place = (snapshot.attempt, snapshot.restart, snapshot.step)
+    return _with_times(found, spec, timer.update(place, snapshot.loop, snapshot.metrics))
+
+
+def _with_times(progress: RunProgress, spec: RunSpec, step_s: float | None) -> RunProgress:
+    num_left = spec.total_steps - progress.step
+    in_main_loop = progress.loop == spec.algorithm and not progress.evaluating
+    has_more = step_s is not None and in_main_loop and num_left > 0
+    return replace(progress, step_s=step_s, left_s=num_left * step_s if has_more and step_s is not None else None)

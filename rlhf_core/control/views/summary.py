@@ -1,0 +1,74 @@
+"""Reading the summary of a run from its directory alone."""
+
+from rlhf_core.control.views.timeline import all_incidents
+from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model
+from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
+from rlhf_core.render.summary import Accuracy, Summary
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import StageName, StageState
+from rlhf_core.schemas.reports import EVALUATIONS, EvaluationReport, MetricsLine
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import missing_steps
+from rlhf_core.watchdog.evidence import num_restarts
+
+
+def summarise(run_dir: RunDir) -> Summary:
+    """Read the summary of a run.
+
+    Raises:
+        RunDirError: the run directory is missing or damaged.
+    """
+    stored = run_dir.read_spec()
+    record = read_record(run_dir)
+    steps = _steps(run_dir)
+    return Summary(
+        run_dir=run_dir.root,
+        stored=stored,
+        state=record.state,
+        cause=record.cause,
+        accuracy=_accuracies(run_dir, stored.spec) if stored.spec.is_evaluated else [],
+        steps=max(steps, default=0),
+        # Another program may log every tenth step, or none.
+        missing_steps=missing_steps(steps, stored.spec.total_steps, record.state)
+        if stored.spec.trainer.kind == "native"
+        else "",
+        num_attempts=len(record.attempts),
+        num_restarts=sum(num_restarts(attempt) for attempt in run_dir.attempts()),
+        incidents=all_incidents(run_dir, record),
+        stage_seconds=_stage_seconds(record),
+    )
+
+
+def _accuracies(run_dir: RunDir, spec: RunSpec) -> list[Accuracy]:
+    """Evaluations that were made, and those that are certain to be."""
+    found = [_accuracy(run_dir, name) for name in EVALUATIONS]
+    return [row for row in found if row.before or row.after or row.name in spec.evaluations]
+
+
+def _accuracy(run_dir: RunDir, name: str) -> Accuracy:
+    before = read_model(run_dir.evaluation("before", name), EvaluationReport)
+    after = read_model(run_dir.evaluation("after", name), EvaluationReport)
+    known = after or before
+    return Accuracy(name, known.metric if known else "accuracy", before, after)
+
+
+def _steps(run_dir: RunDir) -> set[int]:
+    """Steps that left metrics."""
+    restarts = [restart for attempt in run_dir.attempts() for restart in attempt.restarts()]
+    return {line.step for restart in restarts for line in read_models(restart.metrics, MetricsLine)}
+
+
+def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
+    many = len(record.attempts) > 1
+
+    def title(stage: StageRecord) -> str:
+        if stage.name is StageName.PREFLIGHT and stage.state is StageState.COMPLETED and stage.message:
+            return stage.message  # a trial
+        return f"{stage.name.value} {stage.attempt}" if many and stage.attempt else stage.name.value
+
+    return [
+        (title(stage), (stage.ended_at - stage.started_at).total_seconds())
+        for stage in record.stages
+        if stage.ended_at is not None
+    ]

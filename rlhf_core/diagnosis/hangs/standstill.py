@@ -1,0 +1,178 @@
+"""Proof that a worker stands still: a pure rule over several looks at all workers.
+
+Silence alone proves nothing before the long floors are over: a worker may compute, compile, or wait for a reward
+service. Three things can be proven much earlier.
+
+- *Stopped*: a signal has stopped the process (state T) in every look.
+- *Blocked for good*: nothing of it moved between the looks, and everything that could wake its main thread is itself
+  asleep for good. The main thread waits for a lock of its own process without a time-out, so only another thread of
+  that process could wake it, and all of those wait in the same way; or it waits for a connection to a peer, and
+  nothing in any peer could send. Meanwhile peers wait in a collective that it has not entered.
+- *Disagreement*: all wait inside a collective, and their flight recorders say that they have brought different
+  operations or shapes to the same one.
+
+Whatever moves, waits for time, or waits for something that is no process of the job keeps the long floor; so does
+whatever cannot be read. A lock with a time-out, a sleep, a pipe, a child, state D: all of these may end by themselves.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from rlhf_core.diagnosis.hangs.liveness import Suspect, stop_of
+from rlhf_core.diagnosis.hangs.verdict import disagreement
+from rlhf_core.schemas.inspections import Inspection, Wait
+from rlhf_core.schemas.reports import RankStatus
+
+MIN_LOOKS = 3
+SPAN_S = 4.0
+"""Least time from the first look of a proof to the last, in seconds."""
+
+Place = tuple[str, int]
+"""Node and local rank."""
+
+
+class Standstill:
+    """The looks at each worker since it last moved."""
+
+    def __init__(self) -> None:
+        self._looks: dict[Place, list[Inspection]] = {}
+
+    def add(self, looks: Collection[Inspection]) -> None:
+        """Take one look at all workers into account."""
+        new: dict[Place, list[Inspection]] = {}
+        for look in looks:
+            before = self._looks.get(_place(look), [])
+            same = bool(before) and not movement(before[-1], look)
+            # The first look and the last say as much as all in between once nothing has moved.
+            new[_place(look)] = [*before[:1], *before[1:][-MIN_LOOKS:], look] if same else [look]
+        self._looks = new
+
+    def clear(self) -> None:
+        """Forget all: the watcher itself stood still, or the workers are others."""
+        self._looks.clear()
+
+    @property
+    def still(self) -> dict[Place, Sequence[Inspection]]:
+        """Of each worker the looks since it last moved, the newest last."""
+        return dict(self._looks)
+
+
+def movement(before: Inspection, after: Inspection) -> str:
+    """Movement between two looks at a worker, in words; empty when there is none."""
+    if before.status.pid != after.status.pid:
+        return "another process"
+    if before.status.sequence != after.status.sequence:
+        return "a beat"
+    if after.status.in_collective and after.status.collective_sequence is not None:
+        return ""  # it has answered about its collectives meanwhile, which is work of its own
+    if before.main is Wait.STOPPED and after.main is Wait.STOPPED:
+        return ""
+    moved = {
+        "processor time": (before.cpu_ticks, after.cpu_ticks),
+        "context switches": (before.switches, after.switches),
+        "processor time of child processes": (before.child_cpu_ticks, after.child_cpu_ticks),
+        "child processes": (before.num_children, after.num_children),
+        "reading or writing": (before.io, after.io),
+        "what its threads wait for": ((before.main, before.others), (after.main, after.others)),
+    }
+    return next((name for name, (one, other) in moved.items() if one != other), "")
+
+
+def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect], num_ranks: int) -> list[Suspect]:
+    """The suspects that provably stand still, with the evidence; empty while the long floors decide.
+
+    Args:
+        still: Of each worker the looks since it last moved.
+        suspects: Workers that have been silent for longer than usual.
+        num_ranks: All workers; where some could not be looked at, only a stopped process is proven.
+    """
+    found = []
+    for one in suspects:
+        looks = still.get((one.status.node, one.status.local_rank), ())
+        evidence = _evidence(looks, still, num_ranks) if _is_long(looks) else ""
+        if evidence:
+            found.append(Suspect(one.status, one.limit_s, evidence))
+    if found or len(suspects) < num_ranks or len(still) < num_ranks or not all(map(_is_long, still.values())):
+        return found
+    verdict = disagreement([looks[-1].status for looks in still.values()])
+    return [Suspect(one.status, one.limit_s, verdict.reason) for one in suspects] if verdict is not None else []
+
+
+def is_promising(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect]) -> bool:
+    """True if a next look soon may complete a proof."""
+    found = [still.get((one.status.node, one.status.local_rank), ()) for one in suspects]
+    return any(
+        looks
+        and not _is_long(looks)
+        and (looks[-1].main is Wait.STOPPED or looks[-1].status.in_collective or _is_asleep(looks[-1]))
+        for looks in found
+    )
+
+
+def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Suspect]:
+    """Those that still stand where they were proven to, as just read; without evidence there is nothing to confirm."""
+    found = []
+    for one in proven:
+        before = one.status
+        for now in ranks:
+            same = (now.node, now.pid, now.sequence) == (before.node, before.pid, before.sequence)
+            stopped = [rank.is_stopped for rank in (before, now)]
+            if one.evidence and same and stopped[0] == stopped[1]:
+                found.append(Suspect(now, one.limit_s, one.evidence))
+    return found
+
+
+def _is_long(looks: Sequence[Inspection]) -> bool:
+    return len(looks) >= MIN_LOOKS and looks[-1].at_s - looks[0].at_s >= SPAN_S
+
+
+def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:
+    """Proof that a worker stands still for good; empty when there is none."""
+    look, seconds = looks[-1], looks[-1].at_s - looks[0].at_s
+    over = f"in {len(looks)} looks over {seconds:.1f} s"
+    if all(one.main is Wait.STOPPED for one in looks):
+        return f"{stop_of(look.status)} {over}"
+    newest = [one[-1] for one in still.values()]
+    if look.status.in_collective or not _is_waited_for(look, newest) or not all(map(_is_asleep, looks)):
+        return ""
+    # What could not be read, or is on its way through the network, may still wake it.
+    if len(newest) < num_ranks or any(one.problem or one.unsent_bytes for seen in still.values() for one in seen):
+        return ""
+    if look.awaited and not _is_closed(still):
+        return ""
+    return (
+        f"has not entered a collective that others wait in: it waits for {look.detail}, which nothing in the job can "
+        f"end; processor, disk and network stood still {over}"
+    )
+
+
+def _is_waited_for(look: Inspection, newest: Sequence[Inspection]) -> bool:
+    """Peers wait in a collective that this worker has not entered; one that is alone needs no peers."""
+    others = [one.status for one in newest if one is not look]
+    entered = look.status.collectives
+    return not others or any(one.in_collective and one.collectives > entered for one in others)
+
+
+def _is_asleep(look: Inspection) -> bool:
+    """No thread of it can wake by itself, nor by anything but a peer."""
+    if look.uses_gpu and look.gpu_percent != 0.0:
+        return False
+    return {look.main, *look.others} <= {Wait.LOCK, Wait.CONNECTION}
+
+
+def _is_closed(still: Mapping[Place, Sequence[Inspection]]) -> bool:
+    """Nothing of the job can send anything any more: every worker stands still, inside a collective or asleep, and
+    waits for connections within the job alone."""
+    newest = [looks[-1] for looks in still.values()]
+    job = {connection for one in newest for connection in one.connections}
+    return all(map(_is_long, still.values())) and all(_can_only_wait(one) and set(one.awaited) <= job for one in newest)
+
+
+def _can_only_wait(look: Inspection) -> bool:
+    if not look.status.in_collective:
+        return _is_asleep(look)
+    # The main thread waits for its peers, however it does that.
+    return set(look.others) <= {Wait.LOCK, Wait.CONNECTION, Wait.COLLECTIVE}
+
+
+def _place(look: Inspection) -> Place:
+    return look.status.node, look.status.local_rank

@@ -1,0 +1,156 @@
+"""Blame for a hang: a pure rule over what all ranks were doing.
+
+Recovery needs no culprit, all workers are started again anyway. Blame is for the person who reads the incident, and for
+leaving a node out.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from rlhf_core.diagnosis.hangs.liveness import stop_of
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import RankStatus
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of looking at all ranks at once."""
+
+    kind: FailureKind
+    """``HANG`` where a rank stands still by itself, ``COLLECTIVE_HANG`` where all of them wait for each other."""
+    ranks: tuple[int, ...]
+    """Ranks to blame; empty when no single one is."""
+    reason: str
+    """Evidence for it, in a sentence."""
+    collective: str = ""
+    """The collective that others wait in or that ranks disagree about; empty when none is known."""
+    collective_sequence: int | None = None
+    """Number of that collective in its process group."""
+
+
+def blame(
+    ranks: Sequence[RankStatus], silent: Collection[int] = (), proven: Mapping[int, str] = MappingProxyType({})
+) -> Verdict:
+    """Name the ranks to blame. The first rule that holds decides.
+
+    0. Ranks that provably stand still are to blame, and no others.
+    1. A process that was stopped (state T) can do nothing.
+    2. A rank that has entered fewer collectives than the others keeps them waiting.
+    3. A rank outside while others wait inside a collective keeps them waiting.
+    4. No rank is in a collective: each silent rank stands still by itself.
+    5. All are in the same collective: the network, or ranks that disagree about it; no single culprit.
+
+    Before rules 4 and 5 the flight recorders are heard, where all ranks have one: a rank that has entered fewer
+    collectives by its number is to blame, and ranks that brought different operations or shapes to the same number
+    disagree, which is a bug in the code.
+
+    Args:
+        ranks: All workers of the role that have not ended; at least one.
+        silent: Ranks over their limit, for rule 4; without it, the one that has been silent for longest.
+        proven: Ranks that provably stand still, each with what proves it.
+    """
+    verdict = _blame_proven(ranks, proven) or _blame(ranks, silent)
+    known = [rank for rank in ranks if rank.collective_sequence is not None]
+    if not known or len(verdict.ranks) == len(ranks):
+        return verdict
+    furthest = max(known, key=lambda rank: rank.collective_sequence or 0)
+    name, number = furthest.collective, furthest.collective_sequence
+    reason = f"{verdict.reason}; the last collective that was entered is {name}, number {number}"
+    return replace(verdict, reason=reason, collective=name, collective_sequence=number)
+
+
+def disagreement(ranks: Sequence[RankStatus]) -> Verdict | None:
+    """The verdict on ranks that all wait inside a collective to which they have brought different things, by their
+    flight recorders; None where they agree, or where one of them has said nothing."""
+    found = _blame_by_recorders(ranks) if all(rank.in_collective for rank in ranks) else None
+    return found if found is not None and found.kind is FailureKind.COLLECTIVE_MISMATCH else None
+
+
+def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> Verdict | None:
+    still = [rank for rank in ranks if rank.rank in proven]
+    if not still:
+        return None
+    if all(rank.in_collective and not rank.is_stopped for rank in still):
+        return disagreement(ranks)
+    return Verdict(FailureKind.HANG, _numbers(still), "; ".join(_say([rank], proven[rank.rank]) for rank in still))
+
+
+def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
+    stopped = [rank for rank in ranks if rank.is_stopped]
+    if stopped:
+        return Verdict(FailureKind.HANG, _numbers(stopped), "; ".join(_say([rank], stop_of(rank)) for rank in stopped))
+    furthest = max(rank.collectives for rank in ranks)
+    behind = [rank for rank in ranks if rank.collectives < furthest]
+    if behind:
+        inside = all(rank.in_collective for rank in behind)
+        kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
+        return Verdict(
+            kind, _numbers(behind), _say(behind, f"has not entered collective {furthest} that others wait in")
+        )
+    outside = [rank for rank in ranks if not rank.in_collective]
+    if outside and len(outside) < len(ranks):
+        what = f"is not in collective {furthest} that others wait in"
+        return Verdict(FailureKind.HANG, _numbers(outside), _say(outside, what))
+    recorded = _blame_by_recorders(ranks)
+    if recorded is not None:
+        return recorded
+    if outside:
+        oldest = max(ranks, key=lambda rank: rank.age_s)
+        still = [rank for rank in ranks if rank.rank in silent] or [oldest]
+        return Verdict(FailureKind.HANG, _numbers(still), _say(still, "stands still outside any collective"))
+    return Verdict(
+        FailureKind.COLLECTIVE_HANG,
+        (),
+        f"all {len(ranks)} ranks wait in collective {furthest}: the network, or ranks that disagree about it; "
+        f"no single rank is to blame",
+    )
+
+
+def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
+    """Verdict from the flight recorders of all ranks together; None when one is missing, or they agree."""
+    numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
+    if len(numbers) < len(ranks):
+        return None
+    furthest = max(numbers)
+    behind = [rank for rank, number in zip(ranks, numbers, strict=True) if number < furthest]
+    if behind:
+        inside = all(rank.in_collective for rank in behind)
+        kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
+        what = f"has not entered collective number {furthest} of its process group that others are at"
+        return Verdict(kind, _numbers(behind), _say(behind, what))
+    if not all(rank.in_collective for rank in ranks):
+        return None
+    brought = [_brought(rank) for rank in ranks]
+    counts = Counter(brought).most_common()
+    if len(counts) == 1:
+        return None
+    # Where most agree, the others are to blame; otherwise it cannot be said who is right.
+    most = counts[0][0] if counts[0][1] > len(ranks) / 2 else None
+    odd = [rank for rank, what in zip(ranks, brought, strict=True) if most is not None and what != most]
+    listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, brought, strict=True))
+    reason = f"the ranks disagree about collective number {furthest}: {listed}"
+    return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(odd), reason)
+
+
+_OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "gloo:all_gather")
+"""Ends of names of collectives to which all ranks must bring the same shape. An ``all_gather`` of NCCL need not: torch
+makes broadcasts of one with uneven shapes."""
+
+
+def _brought(rank: RankStatus) -> str:
+    """The operation of a rank, with its shape where all must have the same."""
+    return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith(_OF_ONE_SHAPE) else rank.collective
+
+
+def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
+    return tuple(sorted(rank.rank for rank in ranks))
+
+
+def _say(ranks: Sequence[RankStatus], what: str) -> str:
+    return "; ".join(
+        f"rank {rank.rank} {what}, silent for {rank.age_s:.1f} s in phase {rank.phase} at step {rank.step}"
+        + (", blocked in the kernel (state D)" if rank.process_state == "D" else "")
+        for rank in sorted(ranks, key=lambda rank: rank.rank)
+    )

@@ -1,0 +1,164 @@
+"""Classification of a printed error by its message, its class, its number and its location.
+
+In this order: a message that names a cause (a full disk, a missing symbol) decides before the class, for libraries
+raise the same causes with classes of their own; the class decides before the location. An error raised in a reward
+function belongs to it, unless the machine failed under it. An error of a service outside the job is ``unknown``: it is
+none of the kinds, and may well work the next time.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rlhf_core.diagnosis.logs import code_locations, exceptions
+from rlhf_core.diagnosis.logs.code_locations import CodeLocation
+from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.exceptions import Meaning
+from rlhf_core.diagnosis.logs.lines import LogLine
+from rlhf_core.diagnosis.logs.signatures import table as signatures
+from rlhf_core.diagnosis.logs.signatures.row import Signature
+from rlhf_core.diagnosis.logs.tracebacks import Raised
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of known phrases, classes and locations; a benchmark may leave some of them out."""
+
+    signatures: Sequence[Signature] = signatures.SIGNATURES
+    classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
+    places: Sequence[CodeLocation] = code_locations.CODE_LOCATIONS
+
+
+TABLES = Tables()
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """Evidence of a failure in a log."""
+
+    kind: Kind
+    part: EvidencePart
+    line: str
+    """Line as it was printed."""
+    number: int
+    """Number of the line, from 0."""
+    rule: str
+    """Row of a table that matched."""
+    node: str = ""
+    """Node that the line blames; empty if it names none."""
+    is_end: bool = False
+    """True if it only says that something ended."""
+    is_later: bool = False
+    """True if it was raised while another error was handled."""
+
+
+_CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
+"""Kinds that depend on the other end of a connection."""
+_OF_THE_CODE = frozenset({Kind.DATA, Kind.CONFIG, Kind.SHAPE, Kind.UNKNOWN})
+"""Kinds whose phrases a reward function may print itself: there they count as its failure."""
+_WRITES = re.compile(
+    r"mkdir|makedirs|open|_?acquire|touch|replace|_?rename|symlink|unlink|copy(?:file)?|move|rmtree|__enter__|chmod|write_\w+|_replace_file"
+)
+_LABEL = re.compile(r"[\w.-]{1,60}[:=(]")
+"""Name of a program before its output, or of a value before the value."""
+_PARENT_DIED = "multiprocessing/spawn.py"
+
+
+def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> FailureEvent:
+    """Classify an error.
+
+    Args:
+        raised: The error.
+        following: Texts after its line: a long message may have been wrapped.
+        tables: Tables to use.
+    """
+    said = _said(raised.line, tables)
+    if (said is None or said.kind is Kind.UNKNOWN) and following:
+        whole = replace(raised.line, text=" ".join([raised.line.text, *following]))
+        wrapped = _said(whole, tables)
+        said = wrapped if wrapped is not None and wrapped.part is not EvidencePart.TEARDOWN else said
+    event = _weighed(raised, said, tables)
+    return replace(event, is_later=raised.is_later, line=raised.line.raw.strip(), number=raised.line.number)
+
+
+def _said(line: LogLine, tables: Tables) -> FailureEvent | None:
+    loud = replace(line, is_quiet=False) if line.is_quiet else line
+    matched = signatures.match_line(loud, tables.signatures)
+    if matched is None:
+        return None
+    return FailureEvent(
+        matched.row.kind, matched.row.part, "", 0, matched.rule, matched.node, signatures.is_end(matched.row)
+    )
+
+
+def _weighed(raised: Raised, said: FailureEvent | None, tables: Tables) -> FailureEvent:
+    if said is not None and said.part is EvidencePart.TEARDOWN:
+        return said
+    if raised.error == "UnpicklingError" and any(_PARENT_DIED in frame.path for frame in raised.frames):
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a child whose parent had died", is_end=True)
+    if raised.error in exceptions.WRAPPERS and (said is None or said.is_end):
+        return _of_wrapper(raised, tables)
+    place = code_locations.location_of(raised, tables.places)
+    if place is not None and place.kind is Kind.REWARD_FUNCTION and (said is None or said.kind in _OF_THE_CODE):
+        return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
+    known = said or _of_class(raised, tables)
+    if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
+        refused = exceptions.of_status(raised.message)
+        if refused is not None:
+            return FailureEvent(refused[1].kind, refused[1].part, "", 0, refused[0])
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "", 0, "a service outside the job")
+    if known is not None and known.kind is Kind.CONFIG and known.part is EvidencePart.SYMPTOM:
+        return _of_files(raised, known)
+    return known or _of_number(raised) or _of_place(place, raised.line.process)
+
+
+def _of_class(raised: Raised, tables: Tables) -> FailureEvent | None:
+    row = exceptions.of_class(raised.name, tables.classes)
+    return FailureEvent(row[1].kind, row[1].part, "", 0, f"class {row[0]}") if row is not None else None
+
+
+def _of_number(raised: Raised) -> FailureEvent | None:
+    row = exceptions.of_number(raised.message)
+    return FailureEvent(row[1].kind, row[1].part, "", 0, row[0]) if row is not None else None
+
+
+def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
+    if place is None and code_locations.ENGINE_PROCESSES.search(process) is not None:
+        return FailureEvent(Kind.ENGINE, EvidencePart.SYMPTOM, "", 0, "an error of an engine's process")
+    if place is None:
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "an error")
+    return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
+
+
+def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
+    inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
+    if inner is None:
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a wrapper", is_end=True)
+    # The class without its module: the error itself is printed elsewhere too, with more detail.
+    return FailureEvent(inner[1].kind, EvidencePart.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
+
+
+def _of_files(raised: Raised, known: FailureEvent) -> FailureEvent:
+    """Classify a missing or forbidden file by its owner: the user's settings, a data library, or a shared folder."""
+    package = code_locations.raised_in(raised)
+    if raised.error == "FileNotFoundError" and package == "datasets":
+        return replace(known, kind=Kind.DATA, rule="a file of the library of data sets")
+    writes = any(_WRITES.fullmatch(frame.function) for frame in raised.frames[-3:])
+    if raised.error == "PermissionError" and package in code_locations.CACHES and writes:
+        return replace(known, kind=Kind.FILE_SYSTEM, rule="a folder that a library keeps")
+    return known
+
+
+def _is_service(raised: Raised) -> bool:
+    if exceptions.SERVICE_ERRORS.search(raised.name) is not None:
+        return True
+    return code_locations.raised_in(raised) in code_locations.SERVICES
+
+
+def continued(texts: Sequence[str]) -> Iterator[str]:
+    """Yield the lines that continue a message: they begin like the middle of a sentence."""
+    for text in texts:
+        if not text[:1].islower() or _LABEL.match(text) is not None:
+            return
+        yield text

@@ -1,0 +1,195 @@
+"""Search of a log for the evidence that decides its classification.
+
+Each line is split into process and text (:mod:`rlhf_core.diagnosis.logs.lines`); lines of a traceback are joined with
+their frames (:mod:`rlhf_core.diagnosis.logs.tracebacks`) and weighed (:mod:`rlhf_core.diagnosis.logs.raised_errors`);
+all others are matched against phrases (:mod:`rlhf_core.diagnosis.logs.signatures.table`). The result is a list of
+*events*, each with its kind and its part in the failure. Then order decides: an event after which training continued
+has not ended it, events after a user's cancellation are its consequences, and of several roots the first one counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlhf_core.diagnosis.logs import metric_lines
+from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.logs.lines import LogLine, read_line
+from rlhf_core.diagnosis.logs.raised_errors import TABLES, FailureEvent, Tables, continued, event_of
+from rlhf_core.diagnosis.logs.signatures import table as signatures
+from rlhf_core.diagnosis.logs.signatures.row import Matched
+from rlhf_core.diagnosis.logs.tracebacks import CONTINUED, Frame, Raised, TracebackReader
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+GOING_ON = 3
+"""Number of steps after an error that show that training survived it. Fewer may come from a buffer flushed at exit."""
+HEAD, TAIL = 1_000_000, 4_000_000
+"""Characters read from the beginning and the end of a long log, to bound the time."""
+_BY_REQUEUE = "DUE TO JOB REQUEUE"
+"""Part of Slurm's message about a requeued job: no failure if the job requeued itself."""
+_STARTS_OVER = ": error: "
+"""Part of a command's message about wrong arguments: the rest of the file is another start."""
+_OF_THE_START = frozenset({Kind.RENDEZVOUS})
+"""Kinds that preclude any step: the first step shows that they were survived."""
+_REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
+
+
+def find(text: str, tables: Tables = TABLES) -> FailureEvent | None:
+    """Find the event that decides the classification of a log; None if it shows no failure."""
+    return decide(events(text, tables))
+
+
+def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> FailureEvent:
+    """Classify an error that a worker recorded itself: its full class, its message, and its traceback.
+
+    If it is not specific itself, the errors that it was raised from may be.
+    """
+    reader = TracebackReader()
+    lines = [LogLine(number, raw, "", False, raw) for number, raw in enumerate(traceback.splitlines())]
+    chain = [raised for line in lines if isinstance(raised := reader.read(line), Raised)]
+    frames = reader.last_frames or (chain[-1].frames if chain else ())
+    name = error_type.removeprefix("builtins.")
+    said = LogLine(len(lines), f"{name.rpartition('.')[2]}: {message}", "", False, message)
+    own = event_of(Raised(name, "", message, frames, said, False), (), tables)
+    if own.kind is not Kind.UNKNOWN:
+        return own
+    return decide([*(event_of(raised, (), tables) for raised in chain), own]) or own
+
+
+def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
+    """Choose the deciding event: roots before symptoms before cascades, then the first."""
+    telling = [event for event in found if event.part is not EvidencePart.TEARDOWN]
+    of_this_start = [event for event in telling if event.kind is not Kind.CONFIG or _STARTS_OVER not in event.line]
+    if any(event.part is not EvidencePart.CASCADE for event in of_this_start):
+        telling = of_this_start
+    telling = _around_cancellation(telling)
+    return min(telling, key=lambda event: (event.part, event.is_end, event.number), default=None)
+
+
+def _around_cancellation(telling: list[FailureEvent]) -> list[FailureEvent]:
+    """Drop the events that a cancellation explains, or the cancellation if it explains nothing.
+
+    It counts only if nothing failed before it, for Slurm prints it about every step that it ends, also about
+    one that failed. Then all that follows comes from it, except for the reason that the scheduler gives.
+    """
+    cancelled = next((at for at, event in enumerate(telling) if event.kind is Kind.USER_CANCEL), None)
+    if cancelled is None:
+        return telling
+    others = [event for event in telling if event.kind is not Kind.USER_CANCEL]
+    if telling[:cancelled]:
+        return others
+    if telling[cancelled].is_later:
+        # Interrupted while something was handled of which the log shows nothing before: what it shows later counts.
+        return [event for event in others if event.part is not EvidencePart.CASCADE] or telling
+    return [event for event in telling if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
+
+
+def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
+    """All that a log says about a failure and that was not survived, in order."""
+    if len(text) > HEAD + TAIL:
+        text = f"{text[:HEAD]}\n{text[-TAIL:]}"
+    lines = text.splitlines()
+    reading = _Reading(tables)
+    for number, raw in enumerate(lines):
+        reading.take(number, raw, lines)
+    found = reading.found
+    if not found and reading.tracebacks.is_open:
+        at = len(lines) - 1
+        found.append(
+            FailureEvent(
+                Kind.UNKNOWN, EvidencePart.CASCADE, "a traceback that is cut off", at, "a traceback", is_end=True
+            )
+        )
+    diverged = metric_lines.divergence(reading.metrics)
+    if diverged is not None:
+        found.append(
+            FailureEvent(Kind.NON_FINITE, EvidencePart.ROOT, diverged.strip(), lines.index(diverged), "metrics")
+        )
+    return found
+
+
+class _Reading:
+    """State of the reading of one log."""
+
+    def __init__(self, tables: Tables) -> None:
+        """Nothing yet."""
+        self.found: list[FailureEvent] = []
+        self.metrics: list[str] = []
+        self.tracebacks = TracebackReader()
+        self._tables = tables
+        self._matched: dict[tuple[str, bool], Matched | None] = {}
+        self._weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], FailureEvent] = {}
+        self._steps = 0
+        self._bars: dict[int, int] = {}
+        self._moved = 0
+        self._requeued = False
+
+    def take(self, number: int, raw: str, lines: Sequence[str]) -> None:
+        """Read one line."""
+        if metric_lines.is_requeued(raw):
+            self._requeued = True
+            self._forget_what_is_no_root()
+            return
+        if self._is_progress(raw) or not (self.tracebacks.is_open or signatures.may_tell(raw)):
+            return
+        line = read_line(raw, number)
+        read = self.tracebacks.read(line)
+        if isinstance(read, Raised):
+            if line.is_quiet and not read.frames:
+                return
+            following = [read_line(later).text for later in lines[number + 1 : number + 1 + CONTINUED]]
+            event: FailureEvent | None = self._of_error(read, tuple(continued(following)))
+        else:
+            event = None if read else self._of_phrase(line)
+        if event is None or (self._requeued and _BY_REQUEUE in event.line):
+            return
+        self._steps = 0 if event.part is EvidencePart.ROOT else self._steps
+        self._moved = 0
+        self.found.append(event)
+
+    def _of_error(self, raised: Raised, following: tuple[str, ...]) -> FailureEvent:
+        # All ranks print the same error: it is weighed once.
+        key = (raised.line.text, raised.frames, following, raised.line.process)
+        if key not in self._weighed:
+            self._weighed[key] = event_of(raised, following, self._tables)
+        at = raised.line
+        return replace(self._weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
+
+    def _of_phrase(self, line: LogLine) -> FailureEvent | None:
+        # The same line is printed by every rank, and again and again: it is matched once.
+        key = (line.text, line.is_quiet)
+        if key not in self._matched:
+            self._matched[key] = signatures.match_line(line, self._tables.signatures)
+        matched = self._matched[key]
+        if matched is None:
+            return None
+        row = matched.row
+        is_end = signatures.is_end(row)
+        return FailureEvent(row.kind, row.part, line.raw.strip(), line.number, matched.rule, matched.node, is_end)
+
+    def _is_progress(self, raw: str) -> bool:
+        """Take note of a step that was made: what stands before it has not ended the training."""
+        if metric_lines.is_metric(raw):
+            self.metrics.append(raw)
+        bar = metric_lines.bar(raw)
+        if bar is not None:
+            self._advance(*bar)
+            return False
+        if not metric_lines.is_progress(raw):
+            return False
+        self._steps += 1
+        if self._steps >= GOING_ON or metric_lines.is_end(raw):
+            self.found.clear()
+        else:
+            self._forget_what_is_no_root()
+            self.found = [event for event in self.found if event.kind not in _OF_THE_START]
+        return True
+
+    def _advance(self, done: int, total: int) -> None:
+        """A bar that was there before a complaint and goes on after it shows that it was survived."""
+        if total in self._bars or not self.found:
+            self._moved += done > self._bars.get(total, done)
+            self._bars[total] = done
+        if self._moved >= GOING_ON:
+            self._forget_what_is_no_root()
+
+    def _forget_what_is_no_root(self) -> None:
+        self.found = [event for event in self.found if event.part is EvidencePart.ROOT]

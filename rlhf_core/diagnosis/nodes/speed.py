@@ -1,0 +1,321 @@
+"""Findings from the measurements of an attempt's nodes: slow or broken devices, nodes and links. Pure.
+
+Every node exchanges data with two others. A node that is slow with both is to blame itself; if both ends of a slow link
+are fast with another node, the link is to blame. Medians, not means: one slow node must not make the others look fast.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from rlhf_core.diagnosis.nodes.checks import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ANSWER,
+    BANDWIDTH,
+    LATENCY,
+    MATMUL,
+    blocked,
+    passed,
+    warning,
+)
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
+
+STEPS = ("started", "met", "matmul", "pairs", "all_reduce", "all_gather", "done")
+"""Steps of a rank, in order."""
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Thresholds below which a measurement counts as slow."""
+
+    relative: float = 0.5
+    """Share of the median below which a node is slow; 0 for none."""
+    bandwidth_gb_s: float = 0.0
+    """0 for no floor."""
+    latency_ms: float = 0.0
+    """0 for no limit."""
+    matmul_tflops: float = 0.0
+    """0 for no floor."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Measured link between two nodes."""
+
+    ends: tuple[str, str]
+    gb_s: float
+    latency_ms: float
+    problem: str
+
+
+def judge_speed(
+    speeds: Mapping[int, NodeSpeed], floors: Floors, usual: Mapping[str, Mapping[str, float]]
+) -> list[CheckResult]:
+    """Judge all measurements.
+
+    Args:
+        speeds: Measurements by place in the allocation.
+        floors: Thresholds.
+        usual: Node to reading to the median of its earlier readings on the same kind of device.
+    """
+    links = _links(speeds, floors, usual)
+    # A dead link blocks the rendezvous of all ranks; the finding about the link covers it.
+    dead = any(result.status is CheckStatus.BLOCKED for result in links)
+    answers = [result for result in _answers(speeds) if result.node or not dead or result.status is CheckStatus.PASSED]
+    found = [*answers, *_matmul(speeds, floors, usual), *links]
+    troubled = {result.id for result in found}
+    if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
+        found += [
+            passed(check, what)
+            for check, what in (
+                (ALL_REDUCE, "every rank got the correct sum"),
+                (ALL_GATHER, "every rank got all parts"),
+            )
+            if check.id not in troubled
+        ]
+    return found
+
+
+def needs_second_measurement(results: Iterable[CheckResult]) -> bool:
+    """Return True if a finding may be due to chance: another process on a core, a burst of traffic."""
+    return any(result.status is not CheckStatus.PASSED and result.id not in _NEVER_CHANCE for result in results)
+
+
+_NEVER_CHANCE = (ALL_REDUCE.id, ALL_GATHER.id)
+
+
+def better(first: NodeSpeed, second: NodeSpeed) -> NodeSpeed:
+    """Combine two measurements of a node: the better speeds, and the wrong results of both."""
+    wrong = [one for one in first.problems if one.partition(":")[0] in ("all_reduce", "all_gather")]
+    fastest = max(first, second, key=lambda one: one.matmul_tflops)
+    pairs = {pair.peer: pair for pair in first.pairs}
+    for pair in second.pairs:
+        before = pairs.get(pair.peer)
+        if before is None or before.problem or (not pair.problem and pair.gb_s > before.gb_s):
+            pairs[pair.peer] = pair
+    return fastest.model_copy(
+        update={
+            "pairs": tuple(pairs[peer] for peer in sorted(pairs)),
+            "reached": second.reached,
+            "problems": first.problems if wrong else second.problems,
+        }
+    )
+
+
+def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
+    """List the measured links; of the measurements of the two ends, the worse one counts."""
+    by_ends: dict[tuple[int, int], list[PairSpeed]] = {}
+    for index, one in speeds.items():
+        for pair in one.pairs:
+            by_ends.setdefault((min(index, pair.peer), max(index, pair.peer)), []).append(pair)
+    found = []
+    for (low, high), said in sorted(by_ends.items()):
+        if low in speeds and high in speeds:
+            problem = next((pair.problem for pair in said if pair.problem), "")
+            worst = 0.0 if problem else min(pair.gb_s for pair in said)
+            found.append(
+                Edge((speeds[low].node, speeds[high].node), worst, max(pair.latency_ms for pair in said), problem)
+            )
+    return found
+
+
+def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
+    """Findings about ranks that did not finish. Those that stopped earliest are to blame; the others only waited for
+    them."""
+    places = {
+        (one.node, local): STEPS.index(step) if step else -1
+        for one in speeds.values()
+        for local, step in enumerate(one.reached)
+    }
+    wrong = [
+        blocked(
+            ALL_REDUCE if problem.startswith("all_reduce:") else ALL_GATHER,
+            f"rank {local} of {one.node}: {problem.partition(':')[2].strip()}",
+            "the same correct result on every rank",
+            "exclude the node; its memory or its network corrupts data",
+            one.node,
+        )
+        for one in speeds.values()
+        for local, problem in enumerate(one.problems)
+        if problem.startswith(("all_reduce:", "all_gather:"))
+    ]
+    if wrong:
+        return wrong
+    if all(place == len(STEPS) - 1 for place in places.values()):
+        return [passed(ANSWER, f"all {len(places)} ranks finished")] if places else []
+    least = min(places.values())
+    slow_nodes = dict.fromkeys(node for (node, _), place in places.items() if place == least)
+    is_everywhere = len(slow_nodes) == len(speeds) and len(speeds) > 1
+    found = []
+    for one in speeds.values():
+        behind = [local for local in range(len(one.reached)) if places.get((one.node, local)) == least]
+        if not behind:
+            continue
+        said = next((one.problems[local] for local in behind if one.problems[local]), "no answer in time")
+        following = STEPS[least + 1]
+        reached = f"came no further than {STEPS[least]}" if least >= 0 else "did not start"
+        ranks = ", ".join(map(str, behind))
+        found.append(
+            blocked(
+                ANSWER,
+                f"rank {ranks} of {one.node} {reached}: {said}",
+                f"{following} within preflight.probe_s",
+                "read logs/probe-*.log of the attempt's first restart; a firewall between the nodes, a wrong "
+                "network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) or a hung driver look like this",
+                "" if is_everywhere else one.node,
+            )
+        )
+        if is_everywhere:
+            break
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices
+
+
+def _matmul(
+    speeds: Mapping[int, NodeSpeed], floors: Floors, usual: Mapping[str, Mapping[str, float]]
+) -> list[CheckResult]:
+    measured = [one for one in speeds.values() if one.matmul_tflops > 0]
+    if not measured:
+        return []
+    middle = median(one.matmul_tflops for one in measured)
+    found = []
+    for one in measured:
+        what = f"rank {one.slowest_rank} of {one.node} ({one.device}): {_tflops(one.matmul_tflops)} in matrix products"
+        if one.core_share < 0.8:
+            what += f"; it got {one.core_share:.0%} of its cores"
+        advice = "exclude the node and have it checked: heat, power cap, another job or a limit on its cores"
+        earlier = usual.get(one.node, {}).get("matmul_tflops", 0.0)
+        if one.matmul_tflops < floors.matmul_tflops:
+            expected = f"at least {_tflops(floors.matmul_tflops)} (preflight.min_matmul_tflops)"
+            found.append(blocked(MATMUL, what, expected, advice, one.node))
+        elif len(measured) > 2 and one.matmul_tflops < floors.relative * middle:
+            expected = f"at least {floors.relative:.0%} of the {_tflops(middle)} median of all nodes"
+            found.append(blocked(MATMUL, what, expected, advice, one.node))
+        elif len(measured) == 2 and one.matmul_tflops < floors.relative * max(each.matmul_tflops for each in measured):
+            fastest = max(each.matmul_tflops for each in measured)
+            expected = f"at least {floors.relative:.0%} of the {_tflops(fastest)} of the other node"
+            found.append(blocked(MATMUL, what, expected, advice, one.node))
+        elif one.matmul_tflops < floors.relative * earlier:
+            expected = f"about the {_tflops(earlier)} that this node had before"
+            found.append(warning(MATMUL, what, expected, advice, one.node))
+    slowest = min(one.matmul_tflops for one in measured)
+    return found or [passed(MATMUL, f"{_tflops(slowest)} to {_tflops(max(one.matmul_tflops for one in measured))}")]
+
+
+def _tflops(value: float) -> str:
+    return f"{value:.3g} TFLOP/s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def _links(
+    speeds: Mapping[int, NodeSpeed], floors: Floors, usual: Mapping[str, Mapping[str, float]]
+) -> list[CheckResult]:
+    links = edges(speeds)
+    if not links:
+        return []
+    best = {node: max(edge.gb_s for edge in links if node in edge.ends) for edge in links for node in edge.ends}
+    # Each node with its best partner: a slow node slows both its links, but not its partners' other ones.
+    floor = max(floors.bandwidth_gb_s, floors.relative * median(best.values()))
+    slow = [edge for edge in links if edge.problem or edge.gb_s < floor]
+    found = [*_blame_links(slow, best, floor)]
+    for node, speed in best.items():
+        earlier = usual.get(node, {}).get("bandwidth_gb_s", 0.0)
+        if speed >= floor and speed < floors.relative * earlier:
+            found.append(
+                warning(
+                    BANDWIDTH,
+                    f"{node}: {_gb_s(speed)} to its fastest neighbour",
+                    f"about the {_gb_s(earlier)} that this node had before",
+                    "have its network checked: link width, cable, congestion",
+                    node,
+                )
+            )
+    if not found:
+        speeds_ = [edge.gb_s for edge in links]
+        found = [passed(BANDWIDTH, f"{_gb_s(min(speeds_))} to {_gb_s(max(speeds_))} between {len(best)} nodes")]
+    return [*found, *_latency([edge for edge in links if not edge.problem], floors)]
+
+
+def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) -> list[CheckResult]:
+    slow = list(slow)
+    # Slow with every partner.
+    suspects = {node for edge in slow for node in edge.ends if best[node] < floor}
+    cleared = set(best) - suspects
+    found = []
+    for node in sorted(suspects):
+        own = [edge for edge in slow if node in edge.ends]
+        partners = [next(end for end in edge.ends if end != node) for edge in own]
+        if not any(partner in cleared for partner in partners):
+            continue  # no partner is known to be healthy
+        measured_links = ", ".join(
+            f"{edge.problem or _gb_s(edge.gb_s)} with {partner}" for edge, partner in zip(own, partners, strict=True)
+        )
+        found.append(
+            blocked(
+                BANDWIDTH,
+                f"{node}: {measured_links}",
+                f"at least {_gb_s(floor)}, as between the other nodes",
+                "exclude the node and have its network checked: link width, cable, wrong interface",
+                node,
+            )
+        )
+    named = {result.node for result in found}
+    for edge in slow:
+        if named & set(edge.ends):
+            continue
+        both_well = all(end in cleared for end in edge.ends)
+        if both_well and edge.problem:
+            # Training needs the link. Without one of the two it does not; which one makes no difference.
+            kept, left_out = edge.ends
+            found.append(
+                blocked(
+                    BANDWIDTH,
+                    f"nothing gets through between {kept} and {left_out}: {edge.problem}",
+                    "nodes that reach each other",
+                    f"both reach other nodes, so {left_out} is left out: check the path between them",
+                    left_out,
+                )
+            )
+            continue
+        say = warning if both_well else blocked
+        where = "between" if both_well else "somewhere between"
+        found.append(
+            say(
+                BANDWIDTH,
+                f"{edge.problem or _gb_s(edge.gb_s)} {where} {edge.ends[0]} and {edge.ends[1]}",
+                f"at least {_gb_s(floor)}",
+                "both are fast with other nodes: check the switches between them"
+                if both_well
+                else "too few nodes to tell which of the two is slow: exclude one with slurm.exclude and try again",
+            )
+        )
+    return found
+
+
+def _latency(links: Iterable[Edge], floors: Floors) -> list[CheckResult]:
+    links = list(links)
+    if not links:
+        return []
+    worst = max(links, key=lambda edge: edge.latency_ms)
+    if floors.latency_ms and worst.latency_ms > floors.latency_ms:
+        return [
+            warning(
+                LATENCY,
+                f"{worst.latency_ms:.2f} ms between {worst.ends[0]} and {worst.ends[1]}",
+                f"at most {floors.latency_ms:g} ms (preflight.max_latency_ms)",
+                "check that the right network interface is used",
+            )
+        ]
+    return [passed(LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]
+
+
+def _gb_s(value: float) -> str:
+    return f"{value:.3g} GB/s"

@@ -1,0 +1,118 @@
+"""Rows of data files, and the names in the templates that are filled from them.
+
+The checks before a run and the run itself read with the same readers, which name a bad line by file and number.
+"""
+
+import codecs
+import csv
+import json
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """The problem of a row that is not valid, without its place."""
+
+    problem: str
+    ends_file: bool = False
+    """True where nothing behind it can be read."""
+
+
+FileRow = tuple[int, Mapping[str, JsonValue] | Malformed]
+"""Place of a row in its file (lines from 1, rows of Parquet from 0), and its columns."""
+
+
+def place(path: Path, number: int) -> str:
+    """Name the place of a row for a message."""
+    return f"{path}: row {number}" if path.suffix.lower() == ".parquet" else f"{path}:{number}"
+
+
+def _read_jsonl(path: Path) -> Iterator[FileRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(_without_mark(file), start=1):
+            if line.strip():
+                yield number, _parse_line(line)
+
+
+def _parse_line(line: bytes) -> Mapping[str, JsonValue] | Malformed:
+    try:
+        content = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Malformed(f"not UTF-8 at byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return Malformed(f"not valid JSON: {error.msg} at character {error.colno}")
+    except RecursionError:
+        return Malformed("JSON is nested too deeply")
+    if not isinstance(content, dict):
+        return Malformed(f"expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_csv(path: Path) -> Iterator[FileRow]:
+    """Every value stays text: ``007`` is an answer, not the number 7."""
+    with path.open("rb") as file:
+        reader = csv.reader((line.decode() for line in _without_mark(file)), strict=True)
+        try:
+            header = next(reader, [])
+            for cells in reader:
+                if cells and len(cells) == len(header):
+                    yield reader.line_num, dict(zip(header, cells, strict=True))
+                elif cells:
+                    yield reader.line_num, Malformed(f"found {len(cells)} values for {len(header)} columns")
+        except csv.Error as error:
+            yield reader.line_num, Malformed(f"not valid CSV: {error}", ends_file=True)
+        except UnicodeDecodeError as error:
+            problem = f"not UTF-8 at byte {error.start + 1} of the line"
+            yield reader.line_num + 1, Malformed(problem, ends_file=True)
+
+
+def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a file without the byte order mark that some programs put first."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix(codecs.BOM_UTF8)
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[FileRow]]] = {".jsonl": _read_jsonl, ".csv": _read_csv}
+"""Reader of each kind of text file, by the end of its name. Parquet is read on the nodes, which have a library for it
+(``training/data/loading.py``)."""
+
+KINDS = (*READERS, ".parquet")
+"""Ends of the names of data files."""
+
+
+def pair_problem(chosen: object, rejected: object) -> str:
+    """Problem of a pair of completions; empty if something can be learned from it."""
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not value:
+            return f"the {name} completion is empty"
+    return "the chosen and the rejected completion are the same" if chosen == rejected else ""
+
+
+def label_of(value: object) -> bool | None:
+    """Label that a value stands for: true or false, 1 or 0, also as text; None if it is none."""
+    return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
+
+
+def template_columns(template: str) -> tuple[list[str], str]:
+    """Parse the names in a template and its problem (empty if it is well-formed).
+
+    Plain ``{column}`` only; ``{{`` and ``}}`` stand for braces.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        return [], f"{error}; write {{{{ and }}}} for braces that stand for themselves"
+    names = []
+    for _, name, form, conversion in parts:
+        if name is None:
+            continue
+        if not name or form or conversion or "." in name or "[" in name:
+            shown = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            return [], f"found {{{shown}}}, expected {{column}} with the plain name of a column"
+        names.append(name)
+    return list(dict.fromkeys(names)), ""

@@ -1,0 +1,159 @@
+"""Files that are written as a whole: by write-then-rename, or once, by the first process that comes."""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.files.private import FILE_MODE
+from rlhf_core.files.reading import UnfitFile, read_document
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+_USUAL_MODE = 0o666
+SECRET_BYTES = 32
+_SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
+
+
+def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
+    """Write a whole file so that readers see the old one or the new one, never a part; it survives a power cut.
+
+    Args:
+        mode: Its permissions, reduced by the umask.
+
+    Raises:
+        OSError: the file system is full, read-only or gone. The old file is untouched then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        _write_new(temporary, text, mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_model(path: Path, model: BaseModel, mode: int = _USUAL_MODE) -> None:
+    """Write a schema as JSON, whole (see :func:`write_text`)."""
+    write_text(path, model.model_dump_json(indent=2) + "\n", mode)
+
+
+def read_model(path: Path, schema: type[Model]) -> Model | None:
+    """Read a schema; None if there is no file, or if it is not (yet) complete.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    try:
+        return schema.model_validate_json(read_document(path))
+    except (FileNotFoundError, NotADirectoryError, UnfitFile, ValidationError):
+        return None
+
+
+def claim(path: Path, text: str) -> bool:
+    """Create a file that must not exist yet; False if another process was first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
+    """Write a whole file that must not exist yet; False if another process was first.
+
+    Unlike :func:`claim`, whose file may be seen while it is empty, this file is always complete, even after a kill.
+
+    Args:
+        mode: Its permissions, reduced by the umask.
+
+    Raises:
+        OSError: the file system is full, read-only or gone.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        _write_new(temporary, text, mode)
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+RESERVE_BYTES = 64 << 10
+
+
+def shared_secret(path: Path) -> bytes:
+    """A random secret in a file of its owner alone, the same for all that ask; made by the first one.
+
+    Raises:
+        OSError: it can be neither made nor read.
+        ValueError: the file holds something else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Before it is looked for: on a network file system that is what makes the one of another node seen.
+    create_once(path, secrets.token_hex(SECRET_BYTES), FILE_MODE)
+    with path.open("rb") as file:
+        content = file.read(4 * SECRET_BYTES)
+    if not _SECRET.fullmatch(content):
+        raise ValueError(f"{path} holds no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
+    return content
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Return True if no space is left, on the disk or in the user's quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Reserve of a few blocks, so that the end of a run can be recorded on a disk that the run has filled."""
+
+    path: Path
+
+    def hold(self) -> None:
+        """Take the blocks. If there is no space even now, the first write that does not fit raises an error."""
+        try:
+            with self.path.open("wb") as file:
+                # Random bytes: some file systems store holes and zeros without blocks.
+                file.write(os.urandom(RESERVE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self.free()
+
+    def free(self) -> None:
+        """Release the blocks."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder so that a reader never finds it partly removed under its own name."""
+    if not path.exists():
+        return
+    doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,29 @@
+"""Operating system accounts behind claimed names.
+
+User names (of the owner of a run, of the approver of a model) are claims. Each is recorded with the account that the
+kernel reports of the process that made it; what comes through Prefect, where all have one password, is marked as not
+verified.
+"""
+
+import os
+import pwd
+
+from rlhf_core.text.formatting import attributed
+
+
+def user_name() -> str:
+    """Name of the user of this process, whatever its environment says; the number where there is none (containers)."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def account() -> str:
+    """User of this process as the kernel knows it, for example ``anna, uid 1000``."""
+    return f"{user_name()}, uid {os.getuid()}"
+
+
+def attributed_here(name: str = "") -> str:
+    """Attribute a name to the account of this process; without a name, to the account alone."""
+    return attributed(name or user_name(), account())

@@ -1,0 +1,358 @@
+"""Python environments of trainers that are other programs: virtual environments made from constraints kept here.
+
+A definition (``infra/environments/NAME.toml``) names the packages that are wanted and pins everything else, so that an
+environment is the one that was tested. An environment is complete once its stamp, written last, holds the hash of the
+definition.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
+from rlhf_core.text.redaction import masked
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "definitions", _PACKAGE.parent / "infra" / "environments")
+"""Inside the installed package, and in a checkout."""
+STAMP = "rlhf-environment.json"
+"""File in an environment that says what it was made from; written when all is installed."""
+_NUM_LINES_SHOWN = 15
+_TORCH = re.compile(r"^torch\b", re.IGNORECASE)
+_VERSIONS = """\
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = ""
+print(json.dumps(found))
+"""
+
+State = Literal["ready", "unfinished", "outdated", "absent"]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Content of an environment."""
+
+    name: str
+    summary: str
+    """One sentence on what it is for."""
+    torch: str
+    """Requirement of torch that it was tested with."""
+    requirements: tuple[str, ...]
+    """Packages that are wanted, as pip takes them; torch is not among them."""
+    constraints: tuple[str, ...]
+    """Versions of everything else that was tested with them."""
+
+    def lines(self, torch: str) -> tuple[str, ...]:
+        """Constraints with another torch: what was pinned for the tested one does not hold for it."""
+        return self.constraints if torch == self.torch else tuple(x for x in self.constraints if not _TORCH.match(x))
+
+    def content_hash(self, torch: str, python: str) -> str:
+        """Hash of all that decides what is installed.
+
+        Args:
+            torch: Requirement of torch.
+            python: Version of Python, such as "3.11".
+        """
+        parts = [python, torch, *self.requirements, "", *self.lines(torch)]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Found:
+    """State of an environment."""
+
+    folder: Path
+    state: State
+    torch: str = ""
+    """Requirement of torch that it was made with; empty unless it is ready or outdated."""
+    python: str = ""
+    """Its version of Python."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """Result of :func:`create`."""
+
+    folder: Path
+    was_there: bool
+    """True if nothing had to be done."""
+    seconds: float
+
+
+def names() -> tuple[str, ...]:
+    """Names of all definitions."""
+    return tuple(sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.toml")}))
+
+
+def definition(name: str) -> Definition:
+    """The definition of a name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    for folder in _FOLDERS:
+        path = folder / f"{name}.toml"
+        if path.is_file():
+            return read_definition(path)
+    raise BadInput(f"found no environment {name!r}, expected one of {', '.join(names())}")
+
+
+def read_definition(path: Path) -> Definition:
+    """Read a definition.
+
+    Raises:
+        BadInput: it is not of the form that definitions have.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Definition(
+            name=path.stem,
+            summary=content["summary"],
+            torch=content["torch"],
+            requirements=tuple(content["requirements"]),
+            constraints=tuple(line for line in content["constraints"].split() if line),
+        )
+    except (KeyError, ValueError, AttributeError) as error:
+        raise BadInput(f"{path} is no definition of an environment: {error!r}") from None
+
+
+def default_folder(name: str, home: Path) -> Path:
+    """Folder of an environment that was made without naming one.
+
+    Args:
+        name: Name of the definition.
+        home: Home folder of the site.
+    """
+    return home / "environments" / name
+
+
+def environment_folder(name_or_folder: str, home: Path) -> Path:
+    """The folder of ``trainer.environment``.
+
+    Args:
+        name_or_folder: Name of an environment of ``rlhf env create``, or the folder of any virtual environment.
+        home: Home folder of the site.
+
+    Raises:
+        BadConfig: it is not there, or was not finished.
+    """
+    found = f"found trainer.environment = {name_or_folder!r}"
+    if "/" in name_or_folder or name_or_folder.startswith((".", "~")):
+        folder = Path(name_or_folder).expanduser().absolute()
+        if not _interpreter(folder).is_file():
+            raise BadConfig(f"{found} without bin/python in it, expected the folder of a virtual environment")
+        return folder
+    folder = default_folder(name_or_folder, home)
+    stamped = _stamp(folder)
+    if _interpreter(folder).is_file() and (stamped or name_or_folder not in names()):
+        return folder
+    if name_or_folder not in names():
+        raise BadConfig(
+            f"{found}, and no {folder}; expected {', '.join(names())} (made by `rlhf env create`), or the path of a "
+            "virtual environment with a / in it"
+        )
+    left = "was not finished" if folder.exists() else "is not there"
+    raise BadConfig(f"{found}, and {folder} {left}; run `rlhf env create {name_or_folder}`")
+
+
+def inspect(wanted: Definition, folder: Path) -> Found:
+    """State of an environment, from its stamp."""
+    stamp = _stamp(folder)
+    if not stamp or not _interpreter(folder).is_file():
+        return Found(folder, "unfinished" if (folder / "pyvenv.cfg").exists() else "absent")
+    torch, python = str(stamp.get("torch", "")), str(stamp.get("python", ""))
+    fits = stamp.get("hash") == wanted.content_hash(torch, python)
+    return Found(folder, "ready" if fits else "outdated", torch, python)
+
+
+def create(
+    wanted: Definition,
+    folder: Path,
+    *,
+    torch: str = "",
+    python: str = sys.executable,
+    pip_arguments: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> Made:
+    """Make an environment, or go on with one that was not finished; nothing happens where it is complete.
+
+    Args:
+        wanted: Its content.
+        folder: Folder of it; must be empty, absent, or a virtual environment.
+        torch: Requirement of torch; empty for the one that it was tested with.
+        python: Interpreter to make it with.
+        pip_arguments: Further arguments of ``pip install``.
+        tell: Called with each line of progress.
+
+    Raises:
+        BadInput: the folder holds something else, or another process is making it.
+        EnvironmentFailed: it could not be made; it can be tried again and goes on with what is there.
+    """
+    torch = torch or wanted.torch
+    started = time.monotonic()
+    version = _python_version(python)
+    if inspect(wanted, folder).state == "ready" and _stamp(folder).get("hash") == wanted.content_hash(torch, version):
+        return Made(folder, True, 0.0)
+    if folder.exists() and not (folder / "pyvenv.cfg").exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{folder} is no virtual environment and not empty; give another --folder, or remove it first")
+    with _alone(folder):
+        (folder / STAMP).unlink(missing_ok=True)
+        tell(f"making {folder} with Python {version}")
+        _run([python, "-I", "-m", "venv", str(folder)], tell, f"python -m venv {folder}")
+        _install(wanted, folder, torch, pip_arguments, tell)
+        _check_versions(wanted, folder, torch)
+        seconds = time.monotonic() - started
+        _write_stamp(
+            folder,
+            {
+                "name": wanted.name,
+                "hash": wanted.content_hash(torch, version),
+                "torch": torch,
+                "python": version,
+                "seconds": round(seconds, 1),
+            },
+        )
+    return Made(folder, False, seconds)
+
+
+def _interpreter(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def _stamp(folder: Path) -> dict[str, Any]:
+    """Content of the stamp; empty without one that can be read."""
+    try:
+        found = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_stamp(folder: Path, content: dict[str, Any]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".stamp-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    Path(temporary).replace(folder / STAMP)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep a second ``rlhf env create`` away. The lock ends with the process, whatever becomes of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise BadInput(f"cannot make {folder}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BadInput(f"another process is making {folder}; wait for it") from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _python_version(python: str) -> str:
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    try:
+        answer = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BadInput(f"found --python {python}, which does not run: {error}") from None
+    return answer.stdout.strip()
+
+
+def _install(
+    wanted: Definition, folder: Path, torch: str, pip_arguments: Sequence[str], tell: Callable[[str], None]
+) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        constraints = Path(temporary) / "constraints.txt"
+        constraints.write_text("\n".join([torch, *wanted.lines(torch)]) + "\n", encoding="utf-8")
+        command = [
+            str(_interpreter(folder)), "-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
+            "--progress-bar", "off", "--constraint", str(constraints), *pip_arguments, torch, *wanted.requirements,
+        ]  # fmt: skip
+        _run(command, tell, f"pip install for {folder}")
+
+
+def _run(command: Sequence[str], tell: Callable[[str], None], shown: str) -> None:
+    """Run a program, telling its lines.
+
+    Raises:
+        EnvironmentFailed: it does not start or fails; with its last lines.
+    """
+    # A PYTHONPATH would let packages pass for installed that the environment does not have.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment["PYTHONNOUSERSITE"] = "1"
+    last: deque[str] = deque(maxlen=_NUM_LINES_SHOWN)
+    try:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+        ) as program:
+            assert program.stdout is not None
+            for line in program.stdout:
+                last.append(masked(line.rstrip()))
+                tell(last[-1])
+    except OSError as error:
+        raise EnvironmentFailed(f"{shown}: cannot start {command[0]}: {error.strerror}") from None
+    if program.returncode:
+        said = "\n".join(f"  {line}" for line in last)
+        raise EnvironmentFailed(
+            f"{shown} ended with {program.returncode}; its last lines:\n{said}\nThe next `rlhf env create` goes on "
+            "with what is there"
+        )
+
+
+def _check_versions(wanted: Definition, folder: Path, torch: str) -> None:
+    """Compare what is installed with what is pinned.
+
+    Raises:
+        EnvironmentFailed: something is missing or has another version.
+    """
+    pins = dict(pin for text in (torch, *wanted.requirements) if (pin := _pinned(text)))
+    command = [str(_interpreter(folder)), "-I", "-c", _VERSIONS, *pins]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    try:
+        versions: dict[str, str] = json.loads(answer.stdout)
+    except ValueError:
+        raise EnvironmentFailed(f"{folder}: its Python does not run: {answer.stderr.strip()[-500:]}") from None
+    wrong = [
+        f"{name} {versions[name] or 'missing'}, expected {pin}"
+        for name, pin in pins.items()
+        if not versions[name] or (pin and versions[name].partition("+")[0] != pin.partition("+")[0])
+    ]
+    if wrong:
+        raise EnvironmentFailed(f"{folder}: found {'; '.join(wrong)}; remove the folder and create it again")
+
+
+def _pinned(requirement: str) -> tuple[str, str] | None:
+    """Name and version of a requirement; the version is empty unless it is pinned with ``==``. None for an address."""
+    found = re.match(r"^([A-Za-z0-9][\w.-]*)(?:\[[\w,.\s-]*\])?\s*(?:==\s*([\w.+!-]+))?", requirement)
+    if not found or "/" in requirement or "@" in requirement:
+        return None
+    return found[1], found[2] or ""

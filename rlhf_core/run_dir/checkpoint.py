@@ -1,0 +1,111 @@
+"""Folder of one checkpoint: paths, manifest and checksums."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import CheckpointCorrupt
+from rlhf_core.files.reading import bring_to_disk, open_regular, read_document
+from rlhf_core.files.whole import read_model, remove_tree, write_model
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""File of an adapter's weights in the folder of a model, as peft names it."""
+BASE_RECORD = "base_model.json"
+"""File beside an adapter of the native trainer with the checksums of the base model that it was trained on."""
+ADAPTER_OF_MERGED = "adapter"
+"""Folder of the adapter in that of the model that it was merged into."""
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """``checkpoints/step-<n>/``: one saved state of training."""
+
+    root: Path
+    step: int
+
+    @property
+    def complete(self) -> Path:
+        """Checksums of everything else; written last. Without it the checkpoint does not count."""
+        return self.root / "COMPLETE"
+
+    @property
+    def model(self) -> Path:
+        """The weights and tokenizer as a Hugging Face model folder."""
+        return self.root / "model"
+
+    @property
+    def critic(self) -> Path:
+        """The weights of a value model that is trained beside the policy, of an algorithm that has one."""
+        return self.root / "critic"
+
+    @property
+    def trainer_state(self) -> Path:
+        """Optimizer, random number generators and data position, per rank."""
+        return self.root / "trainer_state"
+
+    def manifest(self) -> CheckpointManifest | None:
+        """Read ``COMPLETE``; None if the checkpoint does not count."""
+        try:
+            return read_model(self.complete, CheckpointManifest)
+        except OSError:
+            return None  # an unreadable checkpoint cannot be resumed from; the one before it can
+
+    def put_in_place(self, final: "CheckpointDir", manifest: CheckpointManifest) -> None:
+        """Have this checkpoint count under another name: its files are on the disk, and ``COMPLETE`` comes last.
+
+        Raises:
+            OSError: the file system does not take it.
+        """
+        write_model(self.complete, manifest)
+        bring_to_disk(self.root)
+        remove_tree(final.root)  # an older one of the same step, when training went back
+        self.root.rename(final.root)
+        bring_to_disk(final.root.parent)
+
+    def damage(self) -> list[str]:
+        """Problems of the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
+        manifest = self.manifest()
+        if manifest is None:
+            return [f"{self.complete.name} is {self._fault_of_manifest()}"]
+        problems = [] if manifest.step == self.step else [f"{self.complete.name} is of step {manifest.step}"]
+        for name, expected in manifest.files.items():
+            fault = self._fault_of(name, expected)
+            # Read again before a checkpoint is given up: a disk or a network may have failed for a moment only.
+            if fault and (fault := self._fault_of(name, expected)):
+                problems.append(fault)
+        return problems
+
+    def verify(self) -> None:
+        """Raise :class:`CheckpointCorrupt` unless every file matches ``COMPLETE``."""
+        problems = self.damage()
+        if problems:
+            raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
+
+    def _fault_of(self, name: str, expected: FileChecksum) -> str:
+        try:
+            found = checksum(self.root / name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found == expected:
+            return ""
+        return (
+            f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
+            f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
+        )
+
+    def _fault_of_manifest(self) -> str:
+        try:
+            size = len(read_document(self.complete))
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return f"unreadable: {error.strerror}"
+        return f"no manifest: its {size} bytes are not what a trainer writes"
+
+
+def checksum(path: Path) -> FileChecksum:
+    """Size and SHA-256 of a regular file."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileChecksum(bytes=file.tell(), sha256=digest)

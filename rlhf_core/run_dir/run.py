@@ -1,0 +1,294 @@
+"""Folder of a run: the paths of its files, and its checkpoints.
+
+Rules (docs/run_directory.md has the table of files): exactly one writer per file; whole files appear by
+write-then-rename (:mod:`rlhf_core.files.whole`); appended files are read to the last newline
+(:mod:`rlhf_core.files.appended`). All are read through :mod:`rlhf_core.files.reading`, so that no other file in their
+place can block or exhaust a reader.
+"""
+
+import contextlib
+import re
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from rlhf_core.errors import RunDirError
+from rlhf_core.files.reading import UnfitFile, read_document
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.run_dir.attempt import AttemptDir, numbered_folders
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
+
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
+_ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+
+
+def new_run_id(name: str, now: datetime | None = None) -> str:
+    """``<name>-<date>-<time>-<6 hex digits>``: sortable, readable, unique."""
+    moment = now or datetime.now(UTC)
+    return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """``<runs>/<run_id>/``: the wire between the control plane and the nodes."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, runs: Path, run_id: str) -> "RunDir":
+        """Return the directory of one run; it need not exist.
+
+        Raises:
+            RunDirError: the text is no run id, or its folder is a link that leads out of ``runs``. An id may come from
+                any user who can fill in a form: nothing else is ever opened by one.
+        """
+        if not is_run_id(run_id):
+            raise RunDirError(f"found {run_id[:200]!r}, expected the id of a run, as sort-20260301-120000-a1b2c3")
+        root = runs / run_id
+        if root.is_symlink() and not root.resolve().is_relative_to(runs.resolve()):
+            raise RunDirError(
+                f"{root} is a link that leads out of {runs}: it is not followed. Move the run directory back, or point "
+                f"RLHF_RUNS to the folder that it is in"
+            )
+        return cls(root)
+
+    @classmethod
+    def find(cls, runs: Path, text: str) -> "RunDir | None":
+        """Return the directory of a run, if the text is the id of an existing one."""
+        try:
+            found = cls.of(runs, text)
+        except RunDirError:
+            return None
+        return found if found.spec.is_file() else None
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run: the name of its folder."""
+        return self.root.name
+
+    @property
+    def spec(self) -> Path:
+        """The resolved spec; written once."""
+        return self.root / "spec.json"
+
+    @property
+    def control(self) -> Path:
+        """The controller's journal; the holder of the lease appends."""
+        return self.root / "control.jsonl"
+
+    @property
+    def control_reserve(self) -> Path:
+        """Blocks held back so that the journal can be written on a full disk; the holder of the lease frees them."""
+        return self.root / "control.reserve"
+
+    @property
+    def cancel_request(self) -> Path:
+        """Request of `rlhf cancel` to the controller (an ``AgentCommand``); the controller removes it when done."""
+        return self.root / "cancel.json"
+
+    @property
+    def promotion_answer(self) -> Path:
+        """Answer to the question whether the model may be promoted; the first one counts."""
+        return self.root / "promotion.json"
+
+    @property
+    def housekeeping(self) -> Path:
+        """Actions of the site's daemon on the run; the holder of the daemon's lease appends."""
+        return self.root / "housekeeping.jsonl"
+
+    @property
+    def code(self) -> Path:
+        """Revision, diff and snapshot of the user's code."""
+        return self.root / "code"
+
+    @property
+    def initial_model(self) -> Path:
+        """Model and tokenizer that training starts from, if they are built here; trainer rank 0 writes them once."""
+        return self.root / "initial_model"
+
+    @property
+    def attempts_dir(self) -> Path:
+        """Folder of the attempts."""
+        return self.root / "attempts"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    def merged(self, step: int) -> CheckpointDir:
+        """Model of a checkpoint that holds an adapter, merged with its base model for promotion."""
+        return CheckpointDir(self.merged_dir / f"step-{step:06d}", step)
+
+    @property
+    def merged_dir(self) -> Path:
+        """Folder of the models that adapters were merged into."""
+        return self.root / "merged"
+
+    @property
+    def evaluations_dir(self) -> Path:
+        """Folder of the evaluation reports."""
+        return self.root / "evaluations"
+
+    @property
+    def report(self) -> Path:
+        """The HTML report of `rlhf report`."""
+        return self.root / "report.html"
+
+    def attempt(self, number: int) -> AttemptDir:
+        """The folder of one attempt."""
+        return AttemptDir(self.attempts_dir / str(number), number)
+
+    def attempts(self) -> list[AttemptDir]:
+        """Attempts that were planned, in order."""
+        return [self.attempt(number) for number in numbered_folders(self.attempts_dir)]
+
+    def is_superseded(self, attempt: int) -> bool:
+        """True if the attempt after this one was planned: nothing of this one may run or write any more."""
+        return self.attempt(attempt + 1).placement.exists()
+
+    def checkpoint(self, step: int) -> CheckpointDir:
+        """The folder of one checkpoint."""
+        return CheckpointDir(self.checkpoints_dir / f"step-{step:06d}", step)
+
+    def checkpoints(self) -> list[CheckpointDir]:
+        """Complete checkpoints, oldest first. Completeness is the ``COMPLETE`` file; hashes are checked on loading."""
+        return [checkpoint for checkpoint in self.saved_checkpoints() if checkpoint.manifest() is not None]
+
+    def saved_checkpoints(self) -> list[CheckpointDir]:
+        """Every checkpoint that was saved, oldest first. An incomplete one is damaged: a folder gets its name when
+        all its files are complete."""
+        if not self.checkpoints_dir.is_dir():
+            return []
+        matches = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.checkpoints_dir.iterdir())
+        found = [CheckpointDir(self.checkpoints_dir / match[0], int(match[1])) for match in matches if match]
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def checkpoint_before(self, name: str) -> CheckpointDir | None:
+        """The newest complete checkpoint that is older than the one of that name, if there is any."""
+        match = _CHECKPOINT_NAME.fullmatch(name)
+        older = [checkpoint for checkpoint in self.checkpoints() if match and checkpoint.step < int(match[1])]
+        return older[-1] if older else None
+
+    def damaged(self, attempt: int, restart: int) -> Path:
+        """Folder of the checkpoints that were found damaged in a restart, kept for inspection."""
+        return self.checkpoints_dir / f"damaged-{attempt}.{restart}"
+
+    def put_damaged_aside(self, name: str, attempt: int, restart: int) -> None:
+        """Move a damaged checkpoint out of the way, so that nothing resumes from it.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        folder = self.damaged(attempt, restart)
+        folder.mkdir(exist_ok=True)
+        (self.checkpoints_dir / name).rename(folder / name)
+
+    def put_aside_folders(self) -> list[Path]:
+        """Folders of checkpoints that were put aside, damaged or of a branch that was given up; by name."""
+        if not self.checkpoints_dir.is_dir():
+            return []
+        return sorted(path for path in self.checkpoints_dir.iterdir() if _ASIDE_NAME.fullmatch(path.name))
+
+    def aside(self, attempt: int) -> Path:
+        """Folder of the checkpoints whose branch was given up after an attempt."""
+        return self.checkpoints_dir / f"aside-{attempt}"
+
+    def put_aside_newer_than(self, name: str, attempt: int) -> None:
+        """Move checkpoints that are newer than one out of the way: the branch they belong to is given up, and no later
+        attempt may resume from them. Harmless if it was done before, in whole or in part.
+
+        Raises:
+            RunDirError: ``name`` is not the name of a checkpoint.
+        """
+        kept = _CHECKPOINT_NAME.fullmatch(name)
+        if kept is None:
+            raise RunDirError(f"found {name}, expected the name of a checkpoint, as step-20")
+        aside = self.aside(attempt)
+        for checkpoint in self.checkpoints():
+            if checkpoint.step > int(kept[1]):
+                aside.mkdir(exist_ok=True)
+                checkpoint.root.rename(aside / checkpoint.root.name)
+
+    def newest_put_aside(self, attempt: int) -> int:
+        """Return the highest step that :meth:`put_aside_newer_than` moved away after an attempt; 0 if none."""
+        aside = self.checkpoints_dir / f"aside-{attempt}"
+        found = map(_CHECKPOINT_NAME.fullmatch, (path.name for path in aside.iterdir()) if aside.is_dir() else ())
+        return max((int(name[1]) for name in found if name is not None), default=0)
+
+    def newest_checkpoint(self) -> CheckpointDir | None:
+        """The complete checkpoint of the highest step, if there is any."""
+        return next(reversed(self.checkpoints()), None)
+
+    def remove_checkpoints_but(self, steps: Collection[int]) -> None:
+        """Remove the complete checkpoints of other steps."""
+        for checkpoint in self.checkpoints():
+            if checkpoint.step not in steps:
+                remove_tree(checkpoint.root)
+
+    def evaluation(self, when: str, name: str) -> Path:
+        """One evaluation report."""
+        return self.evaluations_dir / f"{when}-{name}.json"
+
+    def read_spec(self) -> StoredSpec:
+        """Read ``spec.json``.
+
+        Raises:
+            RunDirError: there is none, it is damaged, or a newer program wrote it.
+        """
+        try:
+            content: Any = from_json(read_document(self.spec))
+        except FileNotFoundError:
+            raise RunDirError(f"{self.root} is no run directory: it has no spec.json") from None
+        except UnfitFile as error:
+            raise RunDirError(f"{self.spec} is damaged: {error.strerror}") from None
+        except ValueError as error:
+            raise RunDirError(f"{self.spec} is damaged: {error}") from None
+        if not isinstance(content, dict):
+            raise RunDirError(f"{self.spec} is damaged: expected a JSON object")
+        version = content.get("schema_version")
+        if version not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
+            raise RunDirError(
+                f"{self.spec} has schema_version {version}, this program reads {readable}; "
+                f"use the version of rlhf-flows that made it ({content.get('package_version', 'unknown')})"
+            )
+        try:
+            return StoredSpec.model_validate(content)
+        except ValidationError as error:
+            raise RunDirError(f"{self.spec} does not fit this program: {error}") from None
+
+
+def run_dirs(runs: Path) -> list[RunDir]:
+    """Every run directory under ``runs``, by name. Folders with other names (unfinished, copies, links that lead
+    elsewhere) are skipped."""
+    if not runs.is_dir():
+        return []
+    found = []
+    for name in sorted(path.name for path in runs.iterdir() if is_run_id(path.name)):
+        with contextlib.suppress(RunDirError):
+            found.append(RunDir.of(runs, name))
+    return [run_dir for run_dir in found if run_dir.spec.is_file()]
+
+
+def cleared_nodes(runs: Path) -> Path:
+    """Return the folder of the records of repaired nodes, beside the run directories."""
+    return runs / "cleared-nodes"
+
+
+def is_run_id(text: str) -> bool:
+    """Return True if ``text`` has the form of a run id."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+def run_name(run_id: str) -> str:
+    """Name of the run of an id; empty for a text that is none."""
+    return run_id.rsplit("-", 3)[0] if is_run_id(run_id) else ""

@@ -1,0 +1,331 @@
+"""Shell scripts, read without a shell: their commands and variables, and what only running them would tell. Pure.
+
+Nothing is executed. Variables that the script assigns are filled in; everything that depends on the machine or on the
+course of the script (command substitution, arrays, branches, its own arguments) stays as written and is named.
+"""
+
+import ast
+import operator
+import posixpath
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rlhf_core.shell.lexer import ShellLexer, ShellPiece, ShellToken, UnclosedShell
+
+MAX_CHARACTERS = 1 << 20
+"""Longest script that is read."""
+_MAX_VALUE = 1 << 16
+"""Longest value of a variable: assignments that double it would fill the memory."""
+_MAX_FILLED = 8 << 20
+_MAX_EXPORTED = 1000
+_MAX_UNREAD = 100
+_MAX_COMMANDS = 10_000
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
+_REDIRECTIONS = frozenset(["&>>", "&>", ">>", "<<<", ">&", "<&", ">|", ">", "<"])
+_SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*)$", re.MULTILINE)
+_PIPES = frozenset(["|", "|&"])
+_OPENING = frozenset(["if", "while", "until", "for", "case", "select", "{"])
+_CLOSING = frozenset(["fi", "done", "esac", "}"])
+_PREFIXES = frozenset(["if", "while", "until", "then", "do", "else", "elif", "!", "{", "time"])
+_DECLARING = frozenset(["export", "readonly", "declare", "typeset", "local"])
+
+
+@dataclass(frozen=True)
+class ShellCommand:
+    """A simple command of a script."""
+
+    argv: tuple[str, ...]
+    """Words with known variables filled in; other expansions as they were written."""
+    variables: Mapping[str, str]
+    """Variables that the script gives it: exported before, or assigned in front of it."""
+    line: int
+    """Number of its first line, from 1."""
+    in_background: bool = False
+    in_pipe: bool = False
+    is_conditional: bool = False
+    """True in a branch, a loop, a function or after ``||``: it may run or not."""
+    unread: tuple[str, ...] = ()
+    """Expansions in its words and variables that stayed as written, for instance ``$(hostname)``."""
+
+
+@dataclass(frozen=True)
+class ShellScript:
+    """Content of a script, as far as it can be known without running it."""
+
+    commands: tuple[ShellCommand, ...]
+    sbatch: tuple[str, ...]
+    """Texts after ``#SBATCH``, without comments."""
+    unread: tuple[str, ...]
+    """Constructs that were not understood, each with its line."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Value of a variable; what of it is not known stays as written."""
+
+    text: str
+    unread: tuple[str, ...] = ()
+
+
+def _split(value: _Value) -> list[str]:
+    """Fields of a value; expansions that stayed as written are not cut."""
+    text = value.text
+    kept = {f"\ue000{number}\ue001": name for number, name in enumerate(value.unread) if name in text}
+    for mark, name in kept.items():
+        text = text.replace(name, mark)
+    fields = re.split(r"[ \t\n]+", text)
+    return [re.sub("\ue000\\d+\ue001", lambda mark: kept.get(mark[0], mark[0]), field) for field in fields]
+
+
+def _distinct(values: Iterable[_Value]) -> tuple[str, ...]:
+    """Unread parts of values, each once: they would double with every assignment that names a variable twice."""
+    return tuple(dict.fromkeys(name for value in values for name in value.unread))[:_MAX_UNREAD]
+
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _calculated(expression: str) -> int | None:
+    """Value of an expression of whole numbers; None where it is anything else."""
+    if len(expression) > 200 or not re.fullmatch(r"[\d\s()+*/%-]+", expression, re.ASCII):
+        return None
+    try:
+        return _evaluated(ast.parse(expression.strip().replace("/", "//"), mode="eval").body)
+    except (ArithmeticError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _evaluated(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 10**12:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        found = _OPERATIONS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+        if 0 <= found < 10**15:  # shells and Python divide negative numbers differently
+            return found
+    raise ValueError("no number from 0")
+
+
+@dataclass
+class _Reader:
+    """State of the reading: variables so far, and whether the place is sure to be reached."""
+
+    known: dict[str, _Value]
+    arguments: Sequence[str] = ()
+    exported: set[str] = field(default_factory=set)
+    budget: int = _MAX_FILLED
+    """Characters that may still be filled in."""
+    depth: int = 0
+    after_or: bool = False
+    commands: list[ShellCommand] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def set_arguments(self, arguments: Sequence[str]) -> None:
+        """Give ``$1``, ``$@`` and the like their values."""
+        self.arguments = arguments
+        given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("123456789", "")}
+        given |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
+        self.known |= {name: _Value(value) for name, value in given.items()}
+
+    def expand(self, pieces: Iterable[ShellPiece]) -> list[_Value]:
+        """Words of a token: none for an empty variable, several for an unquoted one with spaces."""
+        pieces = [*pieces]
+        spread = [piece for piece in pieces if piece.text or piece.kind != "text"]
+        if len(spread) == 1 and spread[0].kind == "variable" and spread[0].text == "@":
+            return [_Value(argument) for argument in self.arguments]  # as many words as there are arguments
+        fields: list[str] = []
+        unread: list[str] = []
+        current, begun = "", False
+        for number, piece in enumerate(pieces):
+            value = self._value(piece)
+            unread += value.unread
+            text = value.text
+            if number == 0 and piece.kind == "text" and not piece.quoted and re.match(r"~(/|$)", text):
+                home = self.known.get("HOME", _Value("~", ("~",)))
+                unread += home.unread
+                text = home.text + text[1:]
+            if piece.kind == "variable" and not piece.quoted:
+                first, *others = _split(value)
+                if others:
+                    if begun or first:
+                        fields.append(current + first)
+                    fields += others[:-1]
+                    current, begun = others[-1], bool(others[-1])
+                    continue
+            current += text
+            begun = begun or bool(text) or piece.quoted or bool(value.unread)
+        fields += [current] if begun else []
+        names = tuple(dict.fromkeys(unread))[:_MAX_UNREAD]
+        return [_Value(text[:_MAX_VALUE], names) for text in fields]
+
+    def assigned(self, pieces: Iterable[ShellPiece]) -> _Value:
+        """Value of an assignment, which is not split."""
+        values = [self._value(piece) for piece in pieces]
+        text = "".join(value.text for value in values)
+        if len(text) > _MAX_VALUE:
+            return _Value("", (f"a value of {len(text)} characters",))
+        return _Value(text, _distinct(values))
+
+    def _value(self, piece: ShellPiece) -> _Value:
+        if piece.kind == "text":
+            return _Value(piece.text)
+        if piece.kind == "variable":
+            self.budget -= len(self.known[piece.text].text) if piece.text in self.known else 0
+            if self.budget < 0:
+                return _Value(piece.source, (piece.source,))
+            if piece.text in self.known and (piece.default is None or self.known[piece.text].text):
+                return self.known[piece.text]
+            # A default holds where the script itself gives no value: the environment of the user is not read.
+            if piece.default is not None:
+                return self.assigned(ShellLexer(piece.default).quoted(""))
+        if piece.kind == "arithmetic":
+            filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._number(name[1]), piece.text)
+            number = _calculated(filled.replace("\\*", "*"))
+            if number is not None:
+                return _Value(str(number))
+        return _Value(piece.source, (piece.source,))
+
+    def _number(self, name: str) -> str:
+        found = self.known[name].text if name in self.known else ""
+        return found if re.fullmatch(r"\d+", found, re.ASCII) else name
+
+    def assign(self, name: str, value: _Value, line: int, *, adds: bool = False) -> None:
+        """Set a variable; in a branch its value is not known afterwards."""
+        if self.depth or self.after_or:
+            value = _Value(f"${name}", (f"${name} (assigned in a branch, line {line})",))
+        elif adds and name in self.known:
+            before = self.known[name]
+            value = _Value((before.text + value.text)[:_MAX_VALUE], _distinct([before, value]))
+        self.known[name] = value
+
+    def here_document(self, tokens: list[ShellToken], body: ShellToken) -> None:
+        """Take in ``read NAME <<END``, which sets a variable; any other is named."""
+        words = [token.plain for token in tokens]
+        if words[:1] == ["read"] and _NAME.fullmatch(words[-1]):
+            self.assign(words[-1], self.assigned(body.pieces), body.line)
+        else:
+            self.notes.append(f"here-document in line {body.line}")
+
+    def command(self, words: Iterable[ShellToken], end: str, *, in_pipe: bool) -> None:
+        """Take in the words between two separators."""
+        tokens = deque(words)
+        while tokens and tokens[0].plain in _PREFIXES | _CLOSING:
+            token = tokens.popleft()
+            if token.plain in _OPENING:
+                self.notes.append(f"{token.plain} in line {token.line}")
+            self.depth = max(0, self.depth + (token.plain in _OPENING) - (token.plain in _CLOSING))
+        if tokens and tokens[0].plain in _OPENING:
+            self.depth += 1
+            self.notes.append(f"{tokens[0].plain} in line {tokens[0].line}")
+            if tokens[0].plain == "for" and len(tokens) > 1:
+                self.assign(tokens[1].plain, _Value(""), tokens[0].line)
+            return
+        assignments = list[tuple[str, _Value, bool]]()
+        line = tokens[0].line if tokens else 0
+        while tokens and (found := self._assignment(tokens[0])):
+            assignments.append(found)
+            tokens.popleft()
+        if not tokens:
+            for name, value, adds in assignments:
+                self.assign(name, value, line, adds=adds)
+            return
+        if tokens[0].plain in _DECLARING:
+            self._declare(list(tokens))
+            return
+        if tokens[0].plain == "shift" and not self.depth:
+            self.set_arguments(self.arguments[1:])
+        filled = [word for token in tokens for word in self.expand(token.pieces)]
+        if filled and filled[0].text == "cd":
+            self._change_folder(filled)
+        if len(self.commands) >= _MAX_COMMANDS:
+            raise UnclosedShell(f"more than {_MAX_COMMANDS} commands")
+        given = {name: self.known[name] for name in sorted(self.exported & self.known.keys())}
+        given |= {name: value for name, value, _ in assignments}
+        self.commands.append(
+            ShellCommand(
+                argv=tuple(word.text for word in filled),
+                variables={name: value.text for name, value in given.items()},
+                line=line,
+                in_background=end == "&",
+                in_pipe=in_pipe,
+                is_conditional=self.depth > 0 or self.after_or,
+                unread=tuple(dict.fromkeys(text for value in [*filled, *given.values()] for text in value.unread)),
+            )
+        )
+
+    def _change_folder(self, words: list[_Value]) -> None:
+        before = self.known.pop("PWD", None)
+        if before and len(words) > 1 and not words[1].unread and not self.depth and not self.after_or:
+            self.known["PWD"] = _Value(posixpath.normpath(posixpath.join(before.text, words[1].text)))
+
+    def _assignment(self, token: ShellToken) -> tuple[str, _Value, bool] | None:
+        first = token.pieces[0] if token.pieces else None
+        if first is None or first.kind != "text" or first.quoted:
+            return None
+        found = _ASSIGNED.fullmatch(first.text)
+        if not found:
+            return None
+        rest = (replace(first, text=found[3], source=found[3]), *token.pieces[1:])
+        return found[1], self.assigned(rest), found[2] == "+="
+
+    def _declare(self, tokens: list[ShellToken]) -> None:
+        exports = tokens[0].plain == "export" or any(token.plain == "-x" for token in tokens)
+        for token in tokens[1:]:
+            found = self._assignment(token)
+            if found:
+                self.assign(found[0], found[1], token.line)
+            name = found[0] if found else token.plain
+            if exports and _NAME.fullmatch(name) and len(self.exported) < _MAX_EXPORTED:
+                self.exported.add(name)
+
+
+def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> ShellScript:
+    """Read a shell script. Never raises: what is not understood is named.
+
+    Args:
+        text: The script; of one longer than ``MAX_CHARACTERS`` nothing is read.
+        known: Variables that are known to be the same where it will run, for instance HOME.
+        arguments: Arguments of the script.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return ShellScript((), (), (f"the script: it has {len(text)} characters, more than {MAX_CHARACTERS}",))
+    lexer = ShellLexer(text)
+    reader = _Reader({name: _Value(value) for name, value in (known or {}).items()})
+    reader.set_arguments(arguments)
+    tokens: list[ShellToken] = []
+    in_pipe, drops_next = False, False
+    here: ShellToken | None = None
+    try:
+        for token in lexer.tokens():
+            if token.operator in ("<<", "<<-"):
+                here = token
+            elif token.pieces:
+                if not drops_next:
+                    tokens.append(token)
+                drops_next = False
+            elif token.operator in _REDIRECTIONS:
+                drops_next = True
+            elif token.operator == "(" and len(tokens) == 1:
+                reader.notes.append(f"function in line {token.line}")
+                tokens = []
+            elif token.operator:
+                if here is not None:
+                    reader.here_document(tokens, here)
+                reader.command(tokens, token.operator, in_pipe=in_pipe or token.operator in _PIPES)
+                here = None
+                in_pipe, reader.after_or = token.operator in _PIPES, token.operator == "||"
+                tokens, drops_next = [], False
+        reader.command(tokens, "", in_pipe=in_pipe)
+    except UnclosedShell as error:
+        reader.notes.append(f"everything from line {lexer.line}: {error}")
+    sbatch = tuple(re.sub(r"\s#.*", "", found[1]).strip() for found in _SBATCH.finditer(text))
+    return ShellScript(tuple(reader.commands), sbatch, tuple(reader.notes))

@@ -1,0 +1,82 @@
+"""Formatting of figures for users: the same in the terminal, in reports and in Prefect."""
+
+from collections.abc import Collection
+from itertools import groupby
+
+_SHOWN = 5
+"""Number of ranges of steps that are listed."""
+
+
+THROUGH_PREFECT = "through Prefect, unverified"
+"""Account of a name that was typed into a form of Prefect, or sent to its API."""
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: ``8.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 14 min``."""
+    whole = round(seconds)
+    if round(seconds, 1) < 10:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number with its noun: ``1 step``, ``2 steps``, ``10,000 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+_LONGEST_CLAIM = 128
+
+
+def attributed(name: str, account: str) -> str:
+    """Format a claimed name with the account behind it: ``Head of Safety (anna, uid 1000)``, or shorter where both are
+    one.
+
+    The part in brackets at the end is never part of the claim.
+
+    Args:
+        name: The name as it was typed.
+        account: Of ``rlhf_core.machine.accounts.account``, or :data:`THROUGH_PREFECT`; empty in records of rlhf-flows
+            0.1.
+    """
+    if not account:
+        return name
+    # Records keep so many characters of a name; a longer claim would push the account out.
+    claim = name if len(name) <= _LONGEST_CLAIM else f"{name[: _LONGEST_CLAIM - 1]}…"
+    return f"{claim} ({account.removeprefix(f'{name}, ')})"
+
+
+def place_text(attempt: int, restart: int) -> str:
+    """Format attempt and restart: ``attempt 1``, ``attempt 1 after restart 2``."""
+    return f"attempt {attempt}" + (f" after restart {restart}" if restart else "")
+
+
+def missing_steps(known: Collection[int], total: int, state: str) -> str:
+    """List the steps of an ended run that have no metrics; empty if none is missing.
+
+    Args:
+        known: steps that left metrics.
+        total: requested steps.
+        state: final state of the run; if it was not completed, only the steps up to its last one were made.
+    """
+    if state not in ("completed", "failed", "cancelled"):
+        return ""
+    made = total if state == "completed" else max(known, default=0)
+    missing = sorted(set(range(1, made + 1)) - set(known))
+    if not missing:
+        return ""
+    ranges = [_range(found) for found in _consecutive(missing)]
+    listed = ", ".join(ranges[:_SHOWN]) + (f" and {len(ranges) - _SHOWN} more gaps" if len(ranges) > _SHOWN else "")
+    return f"no metrics of {len(missing)} of {made} steps: {listed}"
+
+
+def _consecutive(steps: Collection[int]) -> list[list[int]]:
+    groups = groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
+    return [[step for _, step in group] for _, group in groups]
+
+
+def _range(steps: list[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

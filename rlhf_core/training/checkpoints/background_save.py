@@ -1,0 +1,202 @@
+"""Writing of one checkpoint while training goes on: a thread of each rank, which agree over a store.
+
+No thread enters a collective: collectives of two threads of a rank come in another order on another rank, and both
+wait for ever. The store of the ranks carries what little has to be agreed on: the checksums of each rank's files, and
+rank 0's verdict.
+"""
+
+import hashlib
+import json
+import mmap
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.training.checkpoints.saving import comes_from_full_disk, in_words
+from rlhf_core.training.checkpoints.tensor_files import chunks
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
+"""Interval at which a rank looks whether the others have written, at first and in the end."""
+
+Content = Mapping[str, mmap.mmap | bytes]
+"""Files by their path in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outcome of one rank's part."""
+
+    files: dict[str, FileChecksum]
+    problem: str = ""
+    """Failure, in words; empty where there was none."""
+    is_disk_full: bool = False
+
+    def to_json(self) -> str:
+        """Text for the store."""
+        files = {name: found.model_dump() for name, found in self.files.items()}
+        return json.dumps({"files": files, "problem": self.problem, "is_disk_full": self.is_disk_full})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Report":
+        """Read what :meth:`to_json` gave."""
+        content: dict[str, Any] = json.loads(text)
+        files = {name: FileChecksum.model_validate(found) for name, found in content["files"].items()}
+        return cls(files, content["problem"], content["is_disk_full"])
+
+
+class BackgroundSave:
+    """One checkpoint on its way."""
+
+    def __init__(self, step: int, work: Callable[["BackgroundSave"], Report]) -> None:
+        """Begin.
+
+        Args:
+            work: writes, calls :meth:`advance` now and then, and returns the verdict over all ranks; never raises.
+        """
+        self.step = step
+        self._work = work
+        self._advances = 0
+        self._advanced_at_s = time.monotonic()
+        self._is_written = threading.Event()
+        self._over = threading.Event()
+        self._verdict: Report | None = None
+        self._started_s = time.monotonic()
+        self._seconds = 0.0
+        # A daemon: one that is stuck in a file system must not keep the process from its end.
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def verdict(self) -> Report | None:
+        """Outcome on all ranks; None while it is on its way."""
+        return self._verdict if self._over.is_set() else None
+
+    @property
+    def stands_still_s(self) -> float:
+        """Time since this rank's own part went on, in seconds; 0 once it is written."""
+        return 0.0 if self._is_written.is_set() else time.monotonic() - self._advanced_at_s
+
+    def take_seconds(self) -> float:
+        """Time that it took; 0 when asked again."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def advance(self) -> None:
+        """Say, from the thread, that the part of this rank goes on."""
+        self._advances += 1
+        self._advanced_at_s = time.monotonic()
+
+    def is_written(self) -> None:
+        """Say, from the thread, that the part of this rank is written: from now on it waits for others."""
+        self._is_written.set()
+
+    def wait(self, beat: Callable[[], None], waiting_for_others: Callable[[], AbstractContextManager[None]]) -> Report:
+        """Wait for the verdict, with a sign of life for every sign of progress: one that is stuck is found as a hang.
+
+        Args:
+            waiting_for_others: marks a rank that waits for its peers, as in a collective.
+        """
+        seen = -1
+        while not self._is_written.wait(FIRST_POLL_S):
+            if self._advances != seen:
+                seen = self._advances
+                beat()
+        # Whatever is over by now: every rank marks it, and as often as the others.
+        with waiting_for_others():
+            self._over.wait()
+        beat()
+        assert self._verdict is not None
+        return self._verdict
+
+    def leave(self, timeout_s: float) -> None:
+        """Give it time to end well, after an error that ends this process: as long as it goes on, or so long."""
+        while not self._over.wait(FIRST_POLL_S):
+            if time.monotonic() - max(self._advanced_at_s, self._started_s) > timeout_s:
+                return
+
+    def _run(self) -> None:
+        self._verdict = self._work(self)
+        self._seconds = time.monotonic() - self._started_s
+        self._over.set()
+
+
+def checksums_of(content: Content, advance: Callable[[], None]) -> dict[str, FileChecksum]:
+    """Size and SHA-256 of files in memory."""
+    found = {}
+    for name, data in content.items():
+        digest = hashlib.sha256()
+        for piece in _pieces(data):
+            digest.update(piece)
+            advance()
+        found[name] = FileChecksum(bytes=len(data), sha256=digest.hexdigest())
+    return found
+
+
+def write_files(root: Path, content: Content, advance: Callable[[], None]) -> None:
+    """Write files from memory, and have them on the disk when this returns.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    for name, data in content.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for piece in _pieces(data):
+                file.write(piece)
+                advance()
+        bring_to_disk(path)
+        advance()
+
+
+def awaited(store: Store, key: str, timeout_s: float) -> bytes:
+    """Value of a key that another rank sets; looked for, because a store that waits for one serves no other thread.
+
+    Raises:
+        RuntimeError: torch's own, for a store that is gone.
+        TimeoutError: it was not set in time.
+    """
+    interval_s, deadline = FIRST_POLL_S, time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{key} was not set within {timeout_s:.0f} s")
+        time.sleep(interval_s)
+        interval_s = min(2 * interval_s, LONGEST_POLL_S)
+    return bytes(store.get(key))
+
+
+def _pieces(data: mmap.mmap | bytes) -> Any:
+    return (data,) if isinstance(data, bytes) else chunks(data, len(data))
+
+
+def write_content(
+    root: Path, content: Content, advance: Callable[[], None], keep: Callable[[dict[str, FileChecksum]], None]
+) -> dict[str, FileChecksum]:
+    """Write files from memory, with the checksums of what is there: what a disk makes of it shows when it is read."""
+    found = checksums_of(content, advance)
+    keep(found)
+    write_files(root, content, advance)
+    return found
+
+
+def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
+    """Outcome of a piece of work that gives the checksums of files."""
+    try:
+        return Report(work())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the step and the other ranks have to hear of it
+        return Report({}, in_words(error), comes_from_full_disk(error))
+
+
+def combined(reports: Sequence[Report]) -> Report:
+    """Outcome on all ranks."""
+    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(reports) if one.problem]
+    files = {name: found for one in reports for name, found in one.files.items()}
+    return Report(files, "; ".join(problems), any(one.is_disk_full for one in reports))

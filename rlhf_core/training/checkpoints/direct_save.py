@@ -1,0 +1,137 @@
+"""Saving while the step waits: each rank writes its files one after the other, and all agree after each kind.
+
+For snapshots that main memory has no room for, and for weights that are not on the disk as they are in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
+from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, comes_from_full_disk, in_words
+from rlhf_core.training.checkpoints.soundness import settings_file
+from rlhf_core.training.checkpoints.state import state_file
+from rlhf_core.training.checkpoints.tensor_files import flattened, write_tensors
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.adapters import has_adapter, save_adapter
+from rlhf_core.training.models.gathering import SHARD_BYTES, is_split, save_split_model
+
+Result = TypeVar("Result")
+
+
+class DirectSave:
+    """Writes one checkpoint after the other, by all ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        tokenizer: PreTrainedTokenizerBase,
+        publication: CheckpointPublication,
+        beat: Callable[[], None],
+        base: Path,
+    ) -> None:
+        """Make a writer.
+
+        Args:
+            beat: called for every sign of progress.
+            base: folder of the base model, where an adapter is trained.
+        """
+        self._base = base
+        self._ranks = ranks
+        self._tokenizer = tokenizer
+        self._publication = publication
+        self._beat = beat
+
+    def write(self, part: CheckpointPart) -> None:
+        """Write one checkpoint, to its end. Collective.
+
+        Raises:
+            DiskFull, WorkerError: a rank could not write; raised by every rank.
+        """
+        partial = part.partial
+        self._together(partial, lambda: self._make_folders(partial))
+        written = self._together(partial, lambda: self._write_state(part))
+        # No rank begins to gather weights before it knows that all of them will.
+        written += self._together(partial, lambda: self._write_model(part))
+        if part.critic is not None:
+            written += self._together(partial, lambda: self._write_critic(part))
+        checksums = self._together(partial, lambda: self._checksums(partial, written))
+        parts = self._ranks.gather({name: found.model_dump() for name, found in checksums.items()})
+        files = {name: FileChecksum.model_validate(found) for one in parts for name, found in one.items()}
+        manifest = self._publication.manifest(part.progress, files)
+        self._together(partial, lambda: self._publish(part, manifest))
+
+    def _publish(self, part: CheckpointPart, manifest: CheckpointManifest) -> None:
+        if self._ranks.is_first:
+            self._publication.publish(part.partial, part.final, manifest)
+
+    def _make_folders(self, partial: CheckpointDir) -> None:
+        if self._ranks.is_first:
+            partial.trainer_state.mkdir(parents=True)
+
+    def _write_state(self, part: CheckpointPart) -> list[Path]:
+        path = state_file(part.partial, self._ranks.rank)
+        write_tensors(path, *flattened(part.state))
+        self._beat()
+        return [path]
+
+    def _write_model(self, part: CheckpointPart) -> list[Path]:
+        model, folder = part.model, part.partial.model
+        if has_adapter(model):
+            with self._ranks.reporter.collective():
+                save_adapter(model, folder, self._base, self._ranks.is_first, self._beat)
+        elif is_split(model):
+            with self._ranks.reporter.collective():
+                save_split_model(model, folder, self._ranks.is_first, self._beat)
+        elif self._ranks.is_first:
+            model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+        if not self._ranks.is_first:
+            return []
+        self._beat()
+        settings = settings_file(part.partial)
+        settings.write_bytes(self._publication.settings())
+        self._tokenizer.save_pretrained(folder)
+        return [settings, *(path for path in sorted(folder.rglob("*")) if path.is_file())]
+
+    def _write_critic(self, part: CheckpointPart) -> list[Path]:
+        assert part.critic is not None
+        with self._ranks.reporter.collective():
+            return part.critic.save(part.partial.critic, self._ranks.is_first, self._beat)
+
+    def _checksums(self, partial: CheckpointDir, written: Sequence[Path]) -> dict[str, FileChecksum]:
+        checksums = {}
+        for path in written:
+            bring_to_disk(path)
+            checksums[path.relative_to(partial.root).as_posix()] = checksum(path)
+            self._beat()
+        return checksums
+
+    def _together(self, partial: CheckpointDir, work: Callable[[], Result]) -> Result:
+        return together(self._ranks, self._publication, partial, work)
+
+
+def together(
+    ranks: Ranks, publication: CheckpointPublication, partial: CheckpointDir, work: Callable[[], Result]
+) -> Result:
+    """Do this rank's share of the work and agree with the others on the outcome. Collective.
+
+    Raises:
+        DiskFull, WorkerError: a rank could not; raised by every rank, and the partial checkpoint is removed.
+    """
+    try:
+        result, failure = work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it before it goes on up
+        failure = error
+    failed, full = ranks.sum([float(failure is not None), float(comes_from_full_disk(failure))])
+    if not failed:
+        return result
+    reports = ranks.gather("" if failure is None else in_words(failure))
+    if ranks.is_first:
+        remove_tree(partial.root)
+    told = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
+    raise publication.failure(partial.step, told, disk_full=bool(full)) from failure

@@ -1,0 +1,155 @@
+"""Copy of the newest checkpoint in the main memory of the nodes, from which a restart goes on.
+
+    <folder>/trainer_state/rank-00000.safetensors   files as in the checkpoint: those of the ranks of this node
+    <folder>/model/ ...                             those of rank 0, on its node
+    <folder>/parts/rank-00000.json                  checksums of what each rank has there, written last (`MemoryPart`)
+    <folder>/COMPLETE                               written by a restart that goes on from it
+    <folder>/peer/ ...                              the same of ranks of the node before, with `memory = "peer"`
+
+The files are the memory of the snapshot itself, in a file system in memory: they cost nothing beyond it, and outlive
+the ranks, until the agent of the node ends. A copy that a kill has left half overwritten
+has no part, and does not count.
+"""
+
+import functools
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from rlhf_core.files.private import FILE_MODE, make_folder
+from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.schemas.base import Int32, Label, Schema, utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum, FileName
+from rlhf_core.training.checkpoints.background_save import Content
+
+PEER = "peer"
+"""Folder of the parts that a node keeps for the one before it."""
+PLACES = ("", PEER)
+"""Folders in which a part may lie."""
+
+
+class MemoryPart(Schema):
+    """Files of one rank in memory."""
+
+    save: Label
+    """Identity of the save: its parts have the same."""
+    attempt: Int32
+    """Attempt of the run that wrote it."""
+    step: Int32
+    """Optimizer steps done."""
+    loop: Label
+    """Algorithm of the loop that wrote it."""
+    loop_finished: bool
+    """True if that loop was at its end."""
+    rank: Int32
+    """Rank that wrote it."""
+    num_ranks: Int32
+    """Ranks that wrote with it."""
+    spec_hash: Label
+    """Hash of the settings that training depends on."""
+    files: dict[FileName, FileChecksum] = Field(default_factory=dict)
+    """Its files, by their path."""
+
+
+class MemoryCopy:
+    """Copy of one rank, on its node."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+        self.folder = folder
+        self.attempt = attempt
+        self._part = _part_file(folder, rank)
+
+    def invalidate(self) -> None:
+        """Have it count no more: its files are about to change."""
+        self._part.unlink(missing_ok=True)
+        (self.folder / "COMPLETE").unlink(missing_ok=True)
+
+    def keep(self, part: MemoryPart, content: Content) -> None:
+        """Have it count: its large files are there already.
+
+        Raises:
+            OSError: there is no room for the small ones.
+        """
+        for name, data in content.items():
+            if isinstance(data, bytes):
+                path = self.folder / name
+                make_folder(path.parent)
+                path.unlink(missing_ok=True)
+                path.touch(FILE_MODE)
+                path.write_bytes(data)
+        self.publish(part)
+
+    def publish(self, part: MemoryPart) -> None:
+        """Have it count: all its files are there."""
+        make_folder(self._part.parent)
+        write_model(self._part, part, FILE_MODE)
+
+
+def _part_file(folder: Path, rank: int) -> Path:
+    return folder / "parts" / f"rank-{rank:05d}.json"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on from it
+
+
+@dataclass(frozen=True)
+class MemoryCheckpoint:
+    """A checkpoint that the nodes have in memory, together."""
+
+    parts: Sequence[MemoryPart]
+    """Of all ranks, in their order."""
+
+    @property
+    def attempt(self) -> int:
+        """Attempt that wrote it."""
+        return self.parts[0].attempt
+
+    @functools.cached_property
+    def manifest(self) -> CheckpointManifest:
+        """As its ``COMPLETE`` would be."""
+        first = self.parts[0]
+        files = {name: found for part in self.parts for name, found in part.files.items()}
+        return CheckpointManifest(
+            step=first.step,
+            loop=first.loop,
+            loop_finished=first.loop_finished,
+            num_ranks=first.num_ranks,
+            spec_hash=first.spec_hash,
+            files=dict(sorted(files.items())),
+            time=utc_now(),
+        )
+
+    def needed(self, ranks: Sequence[int]) -> list[str]:
+        """Files that a node needs: the states of its ranks, and what belongs to all."""
+        own = {name for rank in ranks for name in self.parts[rank].files}
+        states = {name for part in self.parts for name in part.files if name.startswith("trainer_state/rank-")}
+        return [name for name in self.manifest.files if name in own or name not in states]
+
+
+def parts_here(folder: Path) -> list[MemoryPart]:
+    """Parts in the memory of this node, its own and those that it keeps for another one."""
+    paths = [path for place in PLACES for path in sorted((folder / place / "parts").glob("rank-*.json"))]
+    return [part for path in paths if (part := read_model(path, MemoryPart)) is not None]
+
+
+def newest_in_memory(parts: Iterable[MemoryPart], num_ranks: int, hash_of_spec: str) -> MemoryCheckpoint | None:
+    """The newest checkpoint that all ranks have a part of, somewhere.
+
+    Args:
+        parts: those that the nodes have.
+        num_ranks: ranks that are to go on.
+        hash_of_spec: hash of their settings.
+    """
+    by_save: dict[str, dict[int, MemoryPart]] = {}
+    for part in parts:
+        if part.num_ranks == num_ranks and hmac.compare_digest(part.spec_hash, hash_of_spec):
+            by_save.setdefault(part.save, {})[part.rank] = part
+    whole = [found for found in by_save.values() if found.keys() == set(range(num_ranks))]
+    if not whole:
+        return None
+    newest = max(whole, key=lambda found: found[0].step)
+    return MemoryCheckpoint([newest[rank] for rank in range(num_ranks)])

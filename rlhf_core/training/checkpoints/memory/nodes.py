@@ -1,0 +1,143 @@
+"""Memory of the nodes, as their ranks use it together when they start again."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.files.private import FILE_MODE
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.training.checkpoints.memory.copies import (
+    PEER,
+    PLACES,
+    MemoryCheckpoint,
+    MemoryPart,
+    newest_in_memory,
+    parts_here,
+)
+from rlhf_core.training.checkpoints.memory.peer_transfer import PeerRefused, receive_file
+from rlhf_core.training.distributed import Ranks
+
+CHUNK_BYTES = 64 << 20
+"""Bytes of a file that are sent to the other nodes at a time."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Outcome of bringing a checkpoint into the memory of every node; the same on every rank."""
+
+    checkpoint: CheckpointDir | None
+    """None where a file is damaged, or gone, on all nodes that had it."""
+    problem: str = ""
+    """Reason for that."""
+    num_from_peers: int = 0
+    """Files that were lost or damaged on their own node, and came from the copy on its peer."""
+
+
+class NodeMemory:
+    """Memory of this node. All ranks call its methods together."""
+
+    def __init__(self, folder: Path, node: str, ranks: Ranks, beat: Callable[[], None]) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._beat = beat
+        self._here = [rank for rank, found in enumerate(ranks.gather(node)) if found == node]
+
+    @property
+    def _is_first_here(self) -> bool:
+        return self._ranks.rank == self._here[0]
+
+    def find(self, hash_of_spec: str) -> MemoryCheckpoint | None:
+        """The newest checkpoint in the memory of all nodes; the same on every rank. Collective."""
+        own = parts_here(self._folder) if self._is_first_here else []
+        told = self._ranks.gather([part.model_dump(mode="json") for part in own])
+        parts = [MemoryPart.model_validate(part) for of_node in told for part in of_node]
+        return newest_in_memory(parts, self._ranks.num_ranks, hash_of_spec)
+
+    def bring(self, found: MemoryCheckpoint) -> Brought:
+        """Have all files that the ranks of each node need in its memory, checked. Collective."""
+        expected = found.manifest.files
+        lacking = self._lacking(found) if self._is_first_here else {}
+        lacking_of = self._ranks.gather(lacking)
+        wanted = {name: reason for of_node in lacking_of for name, reason in of_node.items()}
+        offers_of = self._ranks.gather(self._offers(sorted(wanted), expected) if self._is_first_here else {})
+        owners = {name: owner for name in wanted if (owner := _owner(name, offers_of)) is not None}
+        without = [f"{name} {reason}" for name, reason in sorted(wanted.items()) if name not in owners]
+        if without:
+            return Brought(None, "; ".join(without))
+        problems = [
+            self._send(name, expected[name], owners[name], offers_of[owners[name]][name], receives=name in lacking)
+            for name in sorted(wanted)
+        ]
+        damage = "; ".join(problem for problem in self._ranks.gather("; ".join(filter(None, problems))) if problem)
+        if damage:
+            return Brought(None, damage)
+        if self._is_first_here:
+            write_model(self._folder / "COMPLETE", found.manifest, FILE_MODE)
+        self._ranks.barrier()
+        num_from_peers = sum(offers_of[owner][name] == PEER for name, owner in owners.items())
+        return Brought(CheckpointDir(self._folder, found.manifest.step), num_from_peers=num_from_peers)
+
+    def _lacking(self, found: MemoryCheckpoint) -> dict[str, str]:
+        """Files that the ranks of this node need and that are not here as they should be, with the reason."""
+        problems = {name: self._damage("", name, found.manifest.files) for name in found.needed(self._here)}
+        return {name: problem for name, problem in problems.items() if problem}
+
+    def _offers(self, wanted: Sequence[str], expected: Mapping[str, FileChecksum]) -> dict[str, str]:
+        """Folders of this node that have the files which are wanted."""
+        places = {
+            name: next((place for place in PLACES if not self._damage(place, name, expected)), None) for name in wanted
+        }
+        return {name: place for name, place in places.items() if place is not None}
+
+    def _damage(self, place: str, name: str, expected: Mapping[str, FileChecksum]) -> str:
+        self._beat()
+        try:
+            is_right = checksum(self._folder / place / name) == expected[name]
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return "" if is_right else "does not match its checksum"
+
+    def _send(self, name: str, expected: FileChecksum, owner: int, place: str, *, receives: bool) -> str:
+        """Send a file by the group of all ranks; what is wrong with it here."""
+        source = self._folder / place / name if self._ranks.rank == owner else None
+        pieces = self._broadcast(source, expected.bytes, owner)
+        if not (receives and self._is_first_here):
+            for _ in pieces:
+                pass  # this rank takes part for the others
+            return ""
+        problem = ""
+        try:
+            receive_file(pieces, self._folder / name, expected)
+        except (OSError, PeerRefused) as error:
+            problem = str(error)
+        for _ in pieces:
+            pass  # the others go on: so does this rank
+        return problem
+
+    def _broadcast(self, source: Path | None, num_bytes: int, owner: int) -> Iterator[memoryview]:
+        """Pieces of a file of the owner, on every rank; all of them must be asked for."""
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(source.open("rb")) if source is not None else None
+            for begin in range(0, num_bytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, num_bytes - begin)
+                data = torch.zeros(size, dtype=torch.uint8)
+                if file is not None:
+                    read = file.read(size)  # a file that is too short shows by its checksum
+                    data[: len(read)] = torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else data[:0]
+                data = data.to(self._ranks.device)
+                with self._ranks.reporter.collective():
+                    dist.broadcast(data, src=owner)
+                self._beat()
+                yield data.cpu().numpy().data
+
+
+def _owner(name: str, offers_of: Sequence[Mapping[str, str]]) -> int | None:
+    """First rank of a node that offers a file, its own before that of a peer."""
+    own = [rank for rank, offers in enumerate(offers_of) if offers.get(name) == ""]
+    return next(iter(own + [rank for rank, offers in enumerate(offers_of) if name in offers]), None)

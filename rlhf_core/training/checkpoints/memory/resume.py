@@ -1,0 +1,142 @@
+"""Restart from the main memory of the nodes, where that holds a checkpoint at least as new as the disk's."""
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator
+
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.checkpoints.background_save import write_files
+from rlhf_core.training.checkpoints.direct_save import together
+from rlhf_core.training.checkpoints.memory.copies import MemoryCheckpoint
+from rlhf_core.training.checkpoints.memory.nodes import NodeMemory
+from rlhf_core.training.checkpoints.saving import CheckpointPublication
+from rlhf_core.training.checkpoints.soundness import spec_hash
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.training.worker_events import write_event
+
+
+def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None) -> CheckpointDir | None:
+    """The checkpoint in memory that this start of the workers goes on from; None where the files are to be used.
+
+    One that a kill has kept from the disk is written there first: whatever comes later finds it as if it had been
+    complete in time. Which one was taken, and why not that in memory, is an event. Collective.
+
+    Args:
+        on_disk: step of the checkpoint that the disk has.
+
+    Raises:
+        DiskFull, WorkerError: it could not be brought to the disk; raised by every rank.
+    """
+    if not _may_have_copies(context, on_disk):
+        return None
+    without = ranks.sum([float(context.memory is None)])[0]  # of all: a node alone would wait for the others
+    if without or context.memory is None:
+        return None
+
+    def beat() -> None:
+        context.reporter.beat(Phase.SETUP, 0)
+
+    memory = NodeMemory(context.memory, context.node, ranks, beat)
+    found = memory.find(spec_hash(context.spec))
+    reason = refusal(context, found, on_disk, lambda found: _is_on_disk(context, ranks, found, on_disk))
+    if found is None or reason:
+        _tell(context, ranks, f"going on from files: {reason}")
+        return None
+    brought = memory.bring(found)
+    checkpoint = brought.checkpoint
+    if checkpoint is None:
+        _tell(
+            context,
+            ranks,
+            f"going on from files: the copy of step {found.manifest.step} in memory is damaged: {brought.problem}",
+        )
+        return None
+    if on_disk is None or found.manifest.step > on_disk:
+        _bring_to_disk(context, ranks, found, checkpoint, beat)
+    from_peers = f"; files from peer nodes: {brought.num_from_peers}" if brought.num_from_peers else ""
+    _tell(context, ranks, f"going on from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}")
+    return checkpoint
+
+
+def _may_have_copies(context: WorkerContext, on_disk: int | None) -> bool:
+    """True for a restart in place; with copies on peers also for an attempt that goes on from a checkpoint."""
+    kind = context.spec.checkpoint.memory
+    return kind != "off" if context.restart > 0 else kind == "peer" and on_disk is not None
+
+
+def refusal(
+    context: WorkerContext,
+    found: MemoryCheckpoint | None,
+    on_disk: int | None,
+    is_on_disk: Callable[[MemoryCheckpoint], bool],
+) -> str:
+    """Reason not to use what is in memory; empty where there is none.
+
+    Args:
+        is_on_disk: whether the checkpoint that the disk has is the same, byte by byte.
+    """
+    if found is None:
+        return "the nodes have no copy in memory that all ranks have a part of"
+    step = found.manifest.step
+    if on_disk is not None and step < on_disk:
+        return f"the copy in memory is of step {step}, they are of step {on_disk}"
+    if context.run_dir.checkpoint(step).root.name in context.damaged:
+        return f"the checkpoint of step {step} was found damaged"
+    if found.attempt != context.attempt and not is_on_disk(found):
+        # The controller chose where this attempt goes on, perhaps further back: only the same bytes will do.
+        return f"the copy in memory is of step {step} of attempt {found.attempt}, and not what this one goes on from"
+    return ""
+
+
+def _is_on_disk(context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, on_disk: int | None) -> bool:
+    """True if all files are those of the checkpoint of the disk, by their checksums. Rank 0 looks, for all."""
+    is_same = False
+    if ranks.is_first and on_disk is not None:
+        manifest = context.run_dir.checkpoint(on_disk).manifest()
+        is_same = manifest is not None and manifest.files == found.manifest.files
+    return ranks.from_first("same" if is_same else "") == "same"
+
+
+def _bring_to_disk(
+    context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, source: CheckpointDir, beat: Callable[[], None]
+) -> None:
+    """Finish a save that was interrupted: every rank writes what its place had written."""
+    final = context.run_dir.checkpoint(source.step)
+    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), source.step)
+    publication = CheckpointPublication(
+        context.run_dir, context.spec, ranks.num_ranks, lambda: context.run_dir.is_superseded(context.attempt)
+    )
+
+    def write_own() -> None:
+        for name in found.parts[ranks.rank].files:
+            with _mapped(source, name) as data:
+                write_files(partial.root, {name: data}, beat)
+
+    def publish() -> None:
+        if ranks.is_first:
+            publication.publish(partial, final, found.manifest)
+
+    together(ranks, publication, partial, lambda: remove_tree(partial.root) if ranks.is_first else None)
+    together(ranks, publication, partial, write_own)
+    together(ranks, publication, partial, publish)
+
+
+@contextlib.contextmanager
+def _mapped(source: CheckpointDir, name: str) -> Iterator[mmap.mmap | bytes]:
+    path = source.root / name
+    if not path.stat().st_size:
+        yield b""
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _tell(context: WorkerContext, ranks: Ranks, message: str) -> None:
+    """A line of the log and an event, once for all ranks."""
+    ranks.log(message)
+    if not ranks.is_first:
+        return
+    write_event(context, "checkpoint", message)

@@ -1,0 +1,53 @@
+"""Checkpoint that a start of the workers goes on from."""
+
+from rlhf_core.errors import CheckpointCorrupt
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.training.types import WorkerContext
+
+
+def resume_point(context: WorkerContext) -> CheckpointDir | None:
+    """The checkpoint that this start of the workers goes on from; None from the beginning.
+
+    The first start of an attempt takes the one that the placement names, a restart in place the newest. One that this
+    attempt has found damaged is passed over.
+
+    Raises:
+        CheckpointCorrupt: the one to take, or a newer one, has no readable manifest, or is gone. Names it.
+    """
+    named = context.placement.resume_checkpoint
+    saved = _not_known_as_damaged(context)
+    chosen = saved[-1] if saved and context.restart > 0 else None
+    if context.restart == 0 and named:
+        chosen = next((checkpoint for checkpoint in saved if checkpoint.root.name == named), None)
+        if chosen is None:
+            raise CheckpointCorrupt(
+                f"attempt {context.attempt} is to go on from checkpoint {named}, which is not in "
+                f"{context.run_dir.checkpoints_dir} any more; there are: {[one.root.name for one in saved]}",
+                named,
+            )
+    newer = [checkpoint for checkpoint in saved if chosen is None or checkpoint.step >= chosen.step]
+    for checkpoint in reversed(newer):
+        _require_manifest(checkpoint)
+    return chosen
+
+
+def newest_checkpoint(context: WorkerContext) -> CheckpointDir | None:
+    """The newest checkpoint, to be evaluated; None where there is none.
+
+    Raises:
+        CheckpointCorrupt: it has no readable manifest. Names it.
+    """
+    saved = _not_known_as_damaged(context)
+    if not saved:
+        return None
+    _require_manifest(saved[-1])
+    return saved[-1]
+
+
+def _not_known_as_damaged(context: WorkerContext) -> list[CheckpointDir]:
+    return [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
+
+
+def _require_manifest(checkpoint: CheckpointDir) -> None:
+    if checkpoint.manifest() is None:
+        checkpoint.verify()

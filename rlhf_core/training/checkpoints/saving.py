@@ -1,0 +1,137 @@
+"""Parts that every way of saving a checkpoint shares: content of one rank, end of a save, errors."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_core.diagnosis.retention import kept_steps
+from rlhf_core.errors import DiskFull, WorkerError
+from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.files.whole import is_disk_full
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.checkpoints.soundness import spec_hash, training_part
+from rlhf_core.training.checkpoints.state import Progress
+
+_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
+
+
+class SavedModel(Protocol):
+    """A model that is trained beside the policy, with an engine of its own."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Model itself."""
+
+    def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
+        """Write the weights on rank 0; returns the files it wrote. Collective."""
+
+    def state(self) -> dict[str, Any]:
+        """``Engine.state`` of this rank."""
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """Content that this rank brings to one checkpoint."""
+
+    progress: Progress
+    partial: CheckpointDir
+    """Folder of the checkpoint until it is complete."""
+    final: CheckpointDir
+    model: PreTrainedModel
+    critic: SavedModel | None
+    state: dict[str, Any]
+    """Of this rank."""
+
+    @property
+    def weights(self) -> dict[str, nn.Module]:
+        """Models by their folder."""
+        critic = {} if self.critic is None else {self.partial.critic.name: self.critic.model}
+        return {self.partial.model.name: self.model, **critic}
+
+
+class CheckpointPublication:
+    """Has checkpoints count, whose files are all on the disk, and removes those that need not be kept; on rank 0."""
+
+    def __init__(self, run_dir: RunDir, spec: RunSpec, num_ranks: int, is_superseded: Callable[[], bool]) -> None:
+        """Make one for a run.
+
+        Args:
+            num_ranks: ranks that write.
+            is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
+        """
+        self._run_dir = run_dir
+        self._spec = spec
+        self._num_ranks = num_ranks
+        self._is_superseded = is_superseded
+
+    def settings(self) -> bytes:
+        """Content of the file with the settings that the checkpoint is made with."""
+        return (json.dumps(training_part(self._spec), indent=2) + "\n").encode()
+
+    def manifest(self, progress: Progress, files: Mapping[str, FileChecksum]) -> CheckpointManifest:
+        """Content of ``COMPLETE``."""
+        return CheckpointManifest(
+            step=progress.step,
+            loop=progress.loop,
+            loop_finished=progress.loop_finished,
+            num_ranks=self._num_ranks,
+            spec_hash=spec_hash(self._spec),
+            files=dict(sorted(files.items())),
+            time=utc_now(),
+        )
+
+    def publish(self, partial: CheckpointDir, final: CheckpointDir, manifest: CheckpointManifest) -> None:
+        """Have a checkpoint count, on rank 0, whose files are all on the disk.
+
+        Raises:
+            WorkerError: a newer attempt of the run has begun.
+            OSError: the file system does not take it.
+        """
+        if self._is_superseded():
+            # This node was frozen and has woken up: a checkpoint of the same step may be there, and is the one to keep.
+            raise WorkerError(f"a newer attempt has begun: checkpoint {manifest.step} of this one is not published")
+        for folder in (partial.trainer_state, partial.model, partial.critic):
+            if folder.is_dir():
+                bring_to_disk(folder)
+        partial.put_in_place(final, manifest)
+        steps = [checkpoint.step for checkpoint in self._run_dir.checkpoints()]
+        self._run_dir.remove_checkpoints_but(kept_steps(steps, manifest.step, self._spec))
+
+    def failure(self, step: int, problem: str, *, disk_full: bool) -> WorkerError:
+        """The error of a checkpoint that could not be written, the same on every rank.
+
+        Args:
+            problem: what each rank met, in words.
+        """
+        if disk_full:
+            return DiskFull(
+                f"the disk became full while checkpoint {step} was written to {self._run_dir.checkpoints_dir} "
+                f"({problem}). Older checkpoints are untouched; make room, then resume the run"
+            )
+        return WorkerError(f"checkpoint {step} could not be written: {problem}")
+
+
+def in_words(error: Exception) -> str:
+    """An error for a report."""
+    return f"{type(error).__name__}: {error}"
+
+
+def comes_from_full_disk(error: BaseException | None) -> bool:
+    """Return True if a full disk is the cause: torch and safetensors hide the system's error inside their own."""
+    while error is not None:
+        if isinstance(error, OSError) and is_disk_full(error):
+            return True
+        if _NO_SPACE.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,126 @@
+"""Snapshot of a rank's part of a checkpoint: its files as they will be, in main memory, by one copy of each tensor."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from rlhf_core.training.checkpoints.host_buffers import HostBuffers
+from rlhf_core.training.checkpoints.tensor_files import TensorImage, TensorLayout, flattened, lay_out, shapes_of
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.gathering import (
+    WEIGHTS_METADATA,
+    gathered_weights,
+    is_split,
+    keeps_names,
+    weight_files,
+    weight_shapes,
+    write_model_texts,
+)
+
+
+def can_be_snapshot(model: nn.Module) -> bool:
+    """True if the files of a model are its tensors as they are: not where transformers converts them for the disk."""
+    return isinstance(model, PreTrainedModel) and keeps_names(model)
+
+
+class Snapshot:
+    """Files of one rank: laid out, then filled."""
+
+    def __init__(
+        self, ranks: Ranks, state_file: str, state: Mapping[str, Any], weights: Mapping[str, nn.Module]
+    ) -> None:
+        """Lay the files out.
+
+        Args:
+            state_file: path of the file with the state of this rank in the checkpoint.
+            state: its content.
+            weights: models by their folder in the checkpoint; rank 0 has their files.
+        """
+        self._ranks = ranks
+        self._weights = weights
+        self._state_file = state_file
+        self._state, metadata = flattened(state)
+        self._layouts = {state_file: lay_out(shapes_of(self._state), metadata)}
+        if ranks.is_first:
+            for folder, model in weights.items():
+                self._layouts |= _weight_layouts(folder, model)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {name: layout.num_bytes for name, layout in self._layouts.items()}
+
+    def fill(self, buffers: HostBuffers, beat: Callable[[], None]) -> None:
+        """Copy all tensors; collective where a model is split over the ranks.
+
+        Args:
+            buffers: with memory for :attr:`sizes`.
+        """
+        images = {name: TensorImage(layout, buffers[name]) for name, layout in self._layouts.items()}
+        for name, tensor in self._state.items():
+            images[self._state_file].fill(name, tensor)
+        beat()
+        for folder, model in self._weights.items():
+            if is_split(model):
+                with self._ranks.reporter.collective():
+                    self._fill_weights(folder, model, images)
+            elif self._ranks.is_first:
+                self._fill_weights(folder, model, images)
+            beat()
+        self._finish_copies()
+
+    def _fill_weights(self, folder: str, model: nn.Module, images: Mapping[str, TensorImage]) -> None:
+        places = {name: image for file in _files(folder, model) for name, image in _places(file, images)}
+        for bucket in gathered_weights(model):
+            if not self._ranks.is_first:
+                continue  # this rank gathers for the first one
+            for name, tensor in bucket.items():
+                places[name].fill(name, tensor)
+            self._finish_copies()  # the bucket is given back when the next one is gathered
+
+    def _finish_copies(self) -> None:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize(self._ranks.device)
+
+
+def _files(folder: str, model: nn.Module) -> Iterable[tuple[str, list[str]]]:
+    """Path in the checkpoint, and names of the weights, of each file of weights."""
+    if isinstance(model, PreTrainedModel):
+        return [(f"{folder}/{file}", names) for file, names in weight_files(model).items()]
+    return [(f"{folder}/{SAFE_WEIGHTS_NAME}", list(weight_shapes(model)))]
+
+
+def _places(file: tuple[str, list[str]], images: Mapping[str, TensorImage]) -> Iterable[tuple[str, TensorImage]]:
+    path, names = file
+    return [(name, images[path]) for name in names] if path in images else []
+
+
+def _weight_layouts(folder: str, model: nn.Module) -> dict[str, TensorLayout]:
+    shapes = weight_shapes(model)
+    return {
+        path: lay_out({name: shapes[name] for name in names}, WEIGHTS_METADATA) for path, names in _files(folder, model)
+    }
+
+
+def model_texts(model: PreTrainedModel) -> dict[str, bytes]:
+    """Small files that go with the weights of a model, by their path in its folder."""
+    return _written(lambda folder: write_model_texts(model, folder))
+
+
+def tokenizer_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Files of a tokenizer, likewise."""
+    return _written(tokenizer.save_pretrained)
+
+
+def _written(write: Callable[[Path], object]) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as temporary:
+        folder = Path(temporary)
+        write(folder)
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

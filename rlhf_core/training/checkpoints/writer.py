@@ -1,0 +1,357 @@
+"""Saved states of training: written whole or not at all, checked before they are used.
+
+    checkpoints/step-000040/
+        model/                      weights, configuration and tokenizer, as Hugging Face expects them (rank 0)
+        critic/                     weights of a value model that is trained beside the policy (rank 0)
+        trainer_state/rank-00000.safetensors
+                                    where training stood, optimizer share (by parameter, see ``trainers.shares``) and
+                                    random number generators of one rank
+        trainer_state/settings.json what it was trained with, to name what differs when a run is resumed (rank 0)
+        COMPLETE                    checksums of all of the above, written last
+
+A checkpoint is written under another name, and renamed when every rank has written its part and ``COMPLETE`` is there.
+Whatever goes wrong before, the checkpoints before it are untouched.
+
+The step waits for a copy in main memory (``snapshot.py``); a thread of each rank writes it (``background_save.py``).
+At most one is on its way. Without room for the copy, or with ``checkpoint.background`` off, the step waits for all.
+"""
+
+import contextlib
+import math
+import secrets
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.errors import DiskFull, FileSystemStalled
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.checkpoint_files import FileChecksum
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.checkpoints.background_save import (
+    BackgroundSave,
+    Content,
+    Report,
+    awaited,
+    combined,
+    reported,
+    write_content,
+)
+from rlhf_core.training.checkpoints.direct_save import DirectSave
+from rlhf_core.training.checkpoints.host_buffers import HostBuffers
+from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart
+from rlhf_core.training.checkpoints.memory.peer_copies import PeerCopies
+from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, SavedModel
+from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
+from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file, spec_hash
+from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
+from rlhf_core.training.distributed import Ranks, collective_timeout
+from rlhf_core.training.models.adapters import has_adapter
+from rlhf_core.training.models.gathering import whole_bytes
+
+LEAVE_S = 5.0
+"""Time for which a process that ends by an error waits for a checkpoint that does not go on, in seconds."""
+
+SMALL_FILES_BYTES = 1 << 20
+"""Room for configuration, manifest and a small tokenizer."""
+
+
+class CheckpointWriter:
+    """Saves checkpoints of one run. All ranks call its methods at the same steps."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        spec: RunSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        beat: Callable[[], None],
+        is_superseded: Callable[[], bool] = lambda: False,
+        memory: MemoryCopy | None = None,
+        peer: PeerCopies | None = None,
+    ) -> None:
+        """Make a writer. Collective.
+
+        Args:
+            beat: called for every sign of progress while the step waits.
+            is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
+            memory: where the snapshot outlives this process; None where it need not.
+            peer: brings what is in memory to another node; None where it need not.
+        """
+        self._publication = CheckpointPublication(run_dir, spec, ranks.num_ranks, is_superseded)
+        self._direct = DirectSave(ranks, tokenizer, self._publication, beat, initial_folder(spec, run_dir))
+        self._run_dir = run_dir
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._ranks = ranks
+        self._beat = beat
+        self._memory = memory
+        self._peer = peer
+        self._buffers = HostBuffers(None if memory is None else memory.folder, ranks.device)
+        # Of this writer alone: the store may have served another one.
+        self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8) if ranks.is_first else '')}"
+        self._num_saves = 0
+        self._texts: dict[str, bytes] = {}
+        self._on_its_way: BackgroundSave | None = None
+        self._write_s = 0.0
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # For the step
+
+    def begin(
+        self,
+        progress: Progress,
+        model: PreTrainedModel,
+        engine_state: dict[str, Any],
+        critic: SavedModel | None = None,
+        in_flight: dict[str, Any] | None = None,
+    ) -> CheckpointDir:
+        """Take a snapshot, and have it written while training goes on; wait for the one before first.
+
+        Those that need not be kept are removed when it is complete.
+
+        Args:
+            progress: where training stands.
+            model: the weights; rank 0 writes them, gathered from all ranks where they are split.
+            engine_state: ``Engine.state`` of this rank.
+            critic: a value model that is trained beside the policy.
+            in_flight: completions of this rank for a step that has not been made (``trainers/in_flight.py``).
+
+        Returns:
+            Its folder, once it is complete.
+
+        Raises:
+            DiskFull: there is no room, by the estimate before writing or while writing. Raised by every rank; the
+                partial checkpoint is removed, older ones are untouched.
+            WorkerError: a rank could not write for another reason, or the run has gone on without this attempt. Raised
+                by every rank.
+        """
+        self.finish()
+        final = self._run_dir.checkpoint(progress.step)
+        partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), progress.step)
+        state = {"progress": progress.model_dump(mode="json"), "engine": engine_state}
+        state["random"] = random_state(self._ranks.device)
+        if critic is not None:
+            state["critic"] = critic.state()
+        if in_flight is not None:
+            state["in_flight"] = in_flight
+        part = CheckpointPart(progress, partial, final, model, critic, state)
+        if self._ranks.is_first:
+            self._clear_away()
+        snapshot = self._snapshot(part)
+        if self._has_room(part, has_snapshot=snapshot is not None) and snapshot is not None:
+            self._write_in_background(part, snapshot)
+        else:
+            self._direct.write(part)
+        return final
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is on its way, if there is one.
+
+        Raises:
+            DiskFull, WorkerError: as :meth:`begin`, for that one.
+        """
+        save = self._on_its_way
+        if save is None:
+            return
+        verdict = save.wait(self._beat, self._ranks.reporter.collective)
+        self._write_s += save.take_seconds()
+        self._on_its_way = None
+        if verdict.problem:
+            raise self._publication.failure(save.step, verdict.problem, disk_full=verdict.is_disk_full)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while one is being written in the background."""
+        return self._on_its_way is not None and self._on_its_way.verdict is None
+
+    def close(self) -> None:
+        """Wait as :meth:`finish` does, and end what received from other nodes."""
+        self.finish()
+        if self._peer is not None:
+            self._peer.close()
+
+    def leave(self) -> None:
+        """Let the checkpoint that is on its way end well, if it can, after an error that ends this process."""
+        if self._on_its_way is not None:
+            self._on_its_way.leave(LEAVE_S)
+
+    def take_write_s(self) -> float:
+        """Time for which checkpoints were written in the background since this was asked last, in seconds; that of one
+        counts when it is complete."""
+        save = self._on_its_way
+        if save is not None and save.verdict is not None:
+            self._write_s += save.take_seconds()
+        found, self._write_s = self._write_s, 0.0
+        return found
+
+    def has_failed(self) -> bool:
+        """True if the one on its way could not be written: all ranks are to call :meth:`finish`. Never waits.
+
+        Raises:
+            FileSystemStalled: writing has not gone on for ``supervise.checkpoint_floor_s``.
+        """
+        save = self._on_its_way
+        if save is None:
+            return False
+        longest_s = self._spec.supervise.checkpoint_floor_s
+        if save.stands_still_s > longest_s:
+            raise FileSystemStalled(
+                f"checkpoint {save.step} is written in the background, and nothing of it was written for "
+                f"{save.stands_still_s:.0f} s (expected: for at most supervise.checkpoint_floor_s = {longest_s:g} s): "
+                f"the file system of {self._run_dir.checkpoints_dir} does not answer"
+            )
+        return save.verdict is not None and bool(save.verdict.problem)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Room
+
+    def _clear_away(self) -> None:
+        """Remove what interrupted saves and removals have left; no other process writes here."""
+        for leftover in self._run_dir.checkpoints_dir.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _snapshot(self, part: CheckpointPart) -> Snapshot | None:
+        """Files of this rank, laid out, with memory for them; None where the step has to wait for the disk."""
+        if self._memory is not None:
+            self._memory.invalidate()
+        if not self._is_in_background(part.model):
+            return None
+        name = state_file(part.partial, self._ranks.rank).relative_to(part.partial.root).as_posix()
+        snapshot = Snapshot(self._ranks, name, part.state, part.weights)
+        return snapshot if self._buffers.reserve(snapshot.sizes) else None
+
+    def _is_in_background(self, model: PreTrainedModel) -> bool:
+        """True for what is worth a thread: an adapter is written in less time than it takes to wait for one."""
+        return self._spec.checkpoint.background and can_be_snapshot(model) and not has_adapter(model)
+
+    def _has_room(self, part: CheckpointPart, *, has_snapshot: bool) -> bool:
+        """True if there is room on the disk and, for the snapshots of all ranks, in memory."""
+        needed = _tensor_bytes(part.state) + SMALL_FILES_BYTES
+        if self._ranks.is_first:
+            needed += sum(whole_bytes(model) + SMALL_FILES_BYTES for model in part.weights.values())
+        free = shutil.disk_usage(self._run_dir.root).free if self._ranks.is_first else 0
+        needed_by_all, free_for_all, without = self._ranks.sum([needed, free, float(not has_snapshot)])
+        if needed_by_all > free_for_all:
+            raise DiskFull(
+                f"no room for the checkpoint of step {part.progress.step}: it needs about {_readable(needed_by_all)}, "
+                f"{self._run_dir.root} has {_readable(free_for_all)} free. Older checkpoints are untouched; make room, "
+                f"then resume the run"
+            )
+        if without and self._spec.checkpoint.background and not has_adapter(part.model):
+            self._ranks.log(
+                f"{without:.0f} ranks have no room in main memory for a snapshot of what they save, or weights that "
+                f"are converted for the disk: the step waits until the checkpoint is written"
+            )
+        return not without
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # In the background
+
+    def _write_in_background(self, part: CheckpointPart, snapshot: Snapshot) -> None:
+        snapshot.fill(self._buffers, self._beat)
+        content: Content = {name: self._buffers[name] for name in snapshot.sizes}
+        if self._ranks.is_first:
+            content = {**content, **self._small_files(part)}
+        self._num_saves += 1
+        key = f"{self._topic}/{self._num_saves}"
+        self._on_its_way = BackgroundSave(
+            part.progress.step, lambda save: self._in_background(part, content, key, save)
+        )
+
+    def _small_files(self, part: CheckpointPart) -> dict[str, bytes]:
+        partial, folder = part.partial, part.partial.model.name
+        if not self._texts:  # large ones among them; they stay as they are
+            self._texts = {f"{folder}/{name}": text for name, text in tokenizer_texts(self._tokenizer).items()}
+            settings = settings_file(partial).relative_to(partial.root).as_posix()
+            self._texts[settings] = self._publication.settings()
+        return self._texts | {f"{folder}/{name}": text for name, text in model_texts(part.model).items()}
+
+    def _in_background(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
+        """Everything that the thread of this rank does; the verdict over all ranks."""
+        verdict = self._written_by_all(part, content, key, save)
+        if self._peer is not None:
+            self._peer.finish()  # after that the buffers may change
+        return verdict
+
+    def _written_by_all(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
+        own = reported(
+            lambda: write_content(
+                part.partial.root, content, save.advance, lambda files: self._keep_in_memory(part, content, files)
+            )
+        )
+        save.is_written()
+        try:
+            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.to_json())
+            if self._ranks.is_first:
+                verdict = self._verdict_of_all(part, key)
+                self._ranks.store.set(f"{key}/verdict", verdict.to_json())
+                return verdict
+            return Report.from_json(self._awaited(f"{key}/verdict"))
+        except Exception as error:  # noqa: BLE001 - torch's store, the agent's, is gone: the step has to hear of it
+            return Report({}, f"rank {self._ranks.rank} heard nothing of the others any more: {error}")
+
+    def _awaited(self, key: str) -> bytes:
+        """As long as a collective would wait: longer than the agent takes to find a rank that does not come."""
+        return awaited(self._ranks.store, key, collective_timeout(self._spec.supervise).total_seconds())
+
+    def _keep_in_memory(self, part: CheckpointPart, content: Content, files: dict[str, FileChecksum]) -> None:
+        """Have the snapshot count as a copy; where that cannot be, a restart reads the disk."""
+        if self._memory is None:
+            return
+        progress, ranks = part.progress, self._ranks
+        own = MemoryPart(
+            save=f"{self._topic} {progress.step}",
+            attempt=self._memory.attempt,
+            step=progress.step,
+            loop=progress.loop,
+            loop_finished=progress.loop_finished,
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+            spec_hash=spec_hash(self._spec),
+            files=files,
+        )
+        try:
+            self._memory.keep(own, content)
+        except OSError as error:
+            ranks.log(f"no copy of {part.final.root.name} in memory: {error}")
+        if self._peer is not None:
+            self._peer.begin(own, content)
+
+    def _publish(self, part: CheckpointPart, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        self._publication.publish(part.partial, part.final, self._publication.manifest(part.progress, files))
+        return files
+
+    def _verdict_of_all(self, part: CheckpointPart, key: str) -> Report:
+        names = [f"{key}/{rank}" for rank in range(self._ranks.num_ranks)]
+        verdict = combined([Report.from_json(self._awaited(name)) for name in names])
+        for name in names:
+            self._ranks.store.delete_key(name)
+        if not verdict.problem:
+            verdict = combined([reported(lambda: self._publish(part, verdict.files))])
+        if verdict.problem:
+            with contextlib.suppress(OSError):
+                remove_tree(part.partial.root)
+        return verdict
+
+
+def _tensor_bytes(content: Any) -> int:
+    if isinstance(content, torch.Tensor):
+        return content.numel() * content.element_size()
+    if isinstance(content, dict):
+        return sum(_tensor_bytes(value) for value in content.values())
+    if isinstance(content, list | tuple):
+        return sum(_tensor_bytes(value) for value in content)
+    return 0
+
+
+def _readable(num_bytes: float) -> str:
+    """Bytes with a unit of about a thousand: ``1.5 MB``."""
+    if num_bytes < 1000:
+        return f"{int(num_bytes)} B"
+    exponent = min(4, int(math.log(num_bytes, 1000)))
+    return f"{num_bytes / 1000**exponent:.1f} {' kMGT'[exponent]}B"

@@ -1,0 +1,128 @@
+"""From rows to the sequences that an algorithm trains on, and their scores: shared by training and evaluation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput
+from rlhf_core.training.data.batches import SequenceBatch, collate
+from rlhf_core.training.data.loading import completion_tokens
+from rlhf_core.training.types import Row
+
+Scorer = Callable[..., Any]
+"""A policy, a reference or a reward model, or the engine around one."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Sequences that an algorithm learns from, of one row."""
+
+    prompt: list[int]
+    """Tokens."""
+    completions: tuple[list[int], ...]
+    """Tokens of one completion; of a pair, of the chosen and the rejected one."""
+    margin: float = 0.0
+    """By how much the chosen completion is the better one."""
+    desirable: bool = True
+    """Label of the completion, of an algorithm with labelled rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completions."""
+        return sum(map(len, self.completions))
+
+    @property
+    def num_chosen_tokens(self) -> int:
+        """Tokens of the first completion."""
+        return len(self.completions[0])
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence, prompt included."""
+        return len(self.prompt) + max(map(len, self.completions))
+
+
+def make_examples(
+    rows: Sequence[Row], prompts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, algorithm: AlgorithmSpec
+) -> list[Example]:
+    """The examples of rows whose texts are ready.
+
+    Args:
+        prompts: tokens of the prompt of each row.
+    """
+
+    def completions(row: Row) -> tuple[list[int], ...]:
+        texts = (row.chosen, row.rejected) if algorithm.pairs else (row.target,)
+        return tuple(completion_tokens(text, row, tokenizer) for text in texts)
+
+    return [
+        Example(prompt, completions(row), row.margin, row.desirable) for row, prompt in zip(rows, prompts, strict=True)
+    ]
+
+
+def make_batch(
+    examples: Sequence[Example], algorithm: AlgorithmSpec, pad_id: int, device: torch.device | str = "cpu"
+) -> tuple[SequenceBatch, MicroBatch]:
+    """Pad the sequences of a micro-batch: the chosen completions of all pairs, then the rejected ones."""
+    num_completions = len(examples[0].completions)
+    batch = collate(
+        [example.prompt for _ in range(num_completions) for example in examples],
+        [example.completions[at] for at in range(num_completions) for example in examples],
+        pad_id,
+        device,
+    )
+    prompt_mask = None
+    if algorithm.scores_prompt:
+        prompt_mask = batch.prompt_mask.clone()
+        prompt_mask[len(examples) :] = False  # those of the rejected completions are the same prompts
+    margins = torch.tensor([example.margin for example in examples], device=device) if algorithm.pairs else None
+    desirable = torch.tensor([example.desirable for example in examples], device=device) if algorithm.labelled else None
+    return batch, MicroBatch(batch.target_mask, prompt_mask=prompt_mask, desirable=desirable, margins=margins)
+
+
+def mismatched(examples: Sequence[Example], before: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """The prompts of examples with the completions of other rows.
+
+    Args:
+        before: the row that each example comes after, in the order of the step over all ranks.
+    """
+    return [
+        replace(example, completions=(completion_tokens(row.target, row, tokenizer),))
+        for example, row in zip(examples, before, strict=True)
+    ]
+
+
+def step_sums(examples: Sequence[Example], algorithm: AlgorithmSpec) -> list[float]:
+    """Figures of ``StepSums`` that add up over ranks: tokens, sequences, and tokens of the chosen completions."""
+    chosen = sum(example.num_chosen_tokens for example in examples)
+    if algorithm.scores_prompt:
+        chosen += sum(len(example.prompt) - 1 for example in examples)
+    sequences = sum(len(example.completions) for example in examples)
+    return [sum(example.num_tokens for example in examples), sequences, chosen]
+
+
+def score_batch(
+    policy: Scorer, reference: Scorer | None, batch: SequenceBatch, sequences: MicroBatch, algorithm: AlgorithmSpec
+) -> PolicyOutput:
+    """Forward passes for one micro-batch.
+
+    Args:
+        policy: gives log-probabilities ``[B, T]`` and entropies; a reward model gives rewards ``[B]``.
+        reference: likewise, of an algorithm that has one; its pass keeps nothing for a backward pass.
+    """
+    if algorithm.ranks_completions:
+        scores = policy(batch.input_ids)
+        return PolicyOutput(scores.new_empty(0), scores=scores)
+    mask = sequences.mask if sequences.prompt_mask is None else sequences.mask | sequences.prompt_mask
+    # The reference first: it may be the policy itself without its adapter, whose pass must end before another's.
+    ref_logprobs: Tensor | None = None
+    if reference is not None:
+        with torch.no_grad():
+            ref_logprobs, _ = reference(batch.input_ids, target_mask=mask)
+    logprobs, _ = policy(batch.input_ids, target_mask=mask)
+    return PolicyOutput(logprobs, ref_logprobs)

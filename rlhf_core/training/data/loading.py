@@ -1,0 +1,278 @@
+"""From data files to rows to tokens. Imports no torch.
+
+Files are read by ``rlhf_core/files/data_rows.py``, which names a bad line by file and number before anything is
+trained.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import random
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import JsonValue
+
+from rlhf_core.errors import BadConfig, BadData
+from rlhf_core.files.data_rows import KINDS, READERS, FileRow, Malformed, place
+from rlhf_core.schemas.data import DataSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.row_reader import MalformedRow, RowReader
+from rlhf_core.training.types import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Account of the reading of one split."""
+
+    source: str
+    """The file or generator."""
+    num_rows: int
+    """Rows ready for use."""
+    num_malformed: int
+    """Rows left out because they were not valid (``data.malformed_rows = "drop"``)."""
+    first_problem: str = ""
+    """Problem of the first of them, with file and line."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Rows whose prompts fit, and their tokens, in the same order."""
+
+    rows: list[Row]
+    token_ids: list[list[int]]
+    num_overlong: int
+    """Rows left out because their prompt is longer than ``data.max_prompt_tokens``, or a completion than
+    ``data.max_completion_tokens``."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def load_rows(spec: RunSpec, split: Split) -> list[Row]:
+    """The rows of a split; see :func:`load_data`."""
+    return load_data(spec, split)[0]
+
+
+def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[list[Row], DataReport]:
+    """Read a split and fill its templates. The same on every rank: order and identities follow from the data alone.
+
+    In templates ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns that
+    ``data.prompt_column`` and so on name; other names are columns of those names. Values that are no text are turned
+    into text with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
+
+    Args:
+        limit: read no more rows than this; None for all.
+
+    Raises:
+        BadData: the file is missing or of an unknown kind, a row is not valid and ``data.malformed_rows`` is ``error``
+            (the message names file and line), or no row is left.
+        BadConfig: the generator does not import, or a template is not well formed.
+    """
+    data = spec.data
+    source = _source(data, split)
+    reader = RowReader(spec)
+    rows: list[Row] = []
+    problems: list[str] = []
+    for where, content in itertools.islice(_records(spec, split, source), limit):
+        try:
+            if isinstance(content, Malformed):
+                if content.ends_file:
+                    raise BadData(f"{where}: {content.problem}")
+                raise MalformedRow(content.problem)
+            rows.append(reader.row(content))
+        except MalformedRow as error:
+            if data.malformed_rows == "error":
+                raise BadData(f'{where}: {error} (data.malformed_rows = "drop" leaves such rows out)') from None
+            problems.append(f"{where}: {error}")
+    if not rows:
+        found = f"all {len(problems)} rows are malformed; the first: {problems[0]}" if problems else "it has no rows"
+        raise BadData(f"{source}: {found}")
+    return rows, DataReport(source, len(rows), len(problems), problems[0] if problems else "")
+
+
+def _source(data: DataSpec, split: Split) -> str:
+    source = data.generator or (data.train if split == "train" else data.eval)
+    if not source:
+        raise BadData("no held-out data: give data.eval a file in the format of data.train")
+    return source
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records: the rows of a source as they stand, each with its place for error messages
+
+Record = tuple[str, Mapping[str, JsonValue] | Malformed]
+
+
+def _records(spec: RunSpec, split: Split, source: str) -> Iterator[Record]:
+    if spec.data.generator:
+        return _generated(source, split, spec.seed, spec.data.generator_args)
+    path = Path(source)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise BadData(f'{path}: found a file ending in "{path.suffix}"; expected one of {", ".join(KINDS)}')
+    if not path.is_file():
+        raise BadData(f"{path}: there is no such file (data.{split})")
+    return ((place(path, number), content) for number, content in reader(path))
+
+
+def _read_parquet(path: Path) -> Iterator[FileRow]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
+    except pyarrow.ArrowException as error:
+        yield number, Malformed(f"not a valid parquet file: {error}", ends_file=True)
+
+
+_READERS = {**READERS, ".parquet": _read_parquet}
+
+
+def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, JsonValue]) -> Iterator[Record]:
+    module_name, _, name = source.partition(":")
+    try:
+        generator = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise BadConfig(f"data.generator = {source} does not import: {error}") from error
+    try:
+        rows = list(generator(split, seed, **arguments))
+    except TypeError as error:
+        raise BadConfig(
+            f"data.generator = {source} cannot be called as function(split, seed, **generator_args): {error}"
+        ) from error
+    for number, row in enumerate(rows):
+        yield (
+            f"{source}: row {number}",
+            row if isinstance(row, Mapping) else Malformed(f"is no dictionary but {row!r:.80}"),
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+def row_indices(num_rows: int, seed: int, start: int, count: int) -> list[int]:
+    """Part of the endless sequence in which rows are used: one permutation of all rows after the other.
+
+    A pure function of its arguments, so that a position in the sequence is all that has to be saved.
+
+    Args:
+        num_rows: rows of the split.
+        seed: ``seed`` of the run.
+        start: position in the sequence, from 0.
+        count: how many.
+    """
+    return [
+        _permutation(num_rows, seed, position // num_rows)[position % num_rows]
+        for position in range(start, start + count)
+    ]
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
+    order = list(range(num_rows))
+    random.Random(f"rows {seed} {epoch}").shuffle(order)
+    return array("q", order)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
+    """Rows with their texts, and the tokens of their prompts. Rows that are too long are left out or refused, as
+    ``data.overlong_prompts`` and ``data.overlong_completions`` say.
+
+    A tokenizer that puts a token in front of every text (``<s>``) does so, unless the prompt already begins with it, or
+    is a conversation: there its chat template decides.
+
+    Raises:
+        BadData: a row is too long and the policy is ``error``, a prompt has no tokens or no text can be made of its
+            messages, or no row is left.
+    """
+    kept = EncodedPrompts([], [], 0)
+    num_overlong = 0
+    for row in (rendered(row, tokenizer) for row in rows):
+        token_ids = prompt_tokens(row, tokenizer)
+        if not token_ids:
+            raise BadData(f"the prompt {row.prompt[:80]!r} has no tokens with this tokenizer")
+        problem = _too_long(row, token_ids, tokenizer, data)
+        if not problem:
+            kept.rows.append(row)
+            kept.token_ids.append(token_ids)
+        elif problem.policy == "error":
+            raise BadData(f'{problem.text}; raise it, or leave such rows out with data.{problem.setting} = "drop"')
+        else:
+            num_overlong += 1
+    if rows and not kept.rows:
+        raise BadData(
+            f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}, or their "
+            f"completions than data.max_completion_tokens = {data.max_completion_tokens}; raise them"
+        )
+    return dataclasses.replace(kept, num_overlong=num_overlong)
+
+
+@dataclass(frozen=True)
+class _LongText:
+    text: str
+    setting: str
+    policy: Literal["drop", "error"]
+
+
+def _too_long(
+    row: Row, prompt: Sequence[int], tokenizer: "PreTrainedTokenizerBase", data: DataSpec
+) -> _LongText | None:
+    if len(prompt) > data.max_prompt_tokens:
+        text = (
+            f"the prompt {row.prompt[:80]!r}... has {len(prompt)} tokens, more than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens}"
+        )
+        return _LongText(text, "overlong_prompts", data.overlong_prompts)
+    if not data.max_completion_tokens:
+        return None
+    for completion in completions_of(row):
+        length = len(completion_tokens(completion, row, tokenizer))
+        if length > data.max_completion_tokens:
+            text = (
+                f"the completion {completion[:80]!r}... has {length} tokens, more than data.max_completion_tokens = "
+                f"{data.max_completion_tokens}"
+            )
+            return _LongText(text, "overlong_completions", data.overlong_completions)
+    return None
+
+
+def completions_of(row: Row) -> list[str]:
+    """Completions of a row that are learned from."""
+    return [text for text in (row.target, row.chosen, row.rejected) if text]
+
+
+def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Tokens of the prompt of a row that is text by now."""
+    bos = tokenizer.bos_token
+    begins = row.chat is not None or bool(bos and row.prompt.startswith(str(bos)))
+    tokens: list[int] = tokenizer.encode(row.prompt, add_special_tokens=not begins)
+    return tokens
+
+
+def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Tokens of a completion of a row, with the end token: of a conversation, the one that the chat template sets."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    ends = row.chat is not None or tokens[-1:] == [tokenizer.eos_token_id]
+    return tokens if ends else [*tokens, tokenizer.eos_token_id]

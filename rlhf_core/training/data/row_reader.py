@@ -1,0 +1,193 @@
+"""From the columns of a source to a row: templates filled, identities, pairs, labels and margins."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+from pydantic import JsonValue
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.files.data_rows import label_of, pair_problem, template_columns
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.data.chat import common_beginning, messages_problem, turns
+from rlhf_core.training.types import Conversation, Messages, Row
+
+
+class MalformedRow(Exception):
+    """One row is not valid."""
+
+
+class RowReader:
+    """Makes rows of the columns of a source."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        data = spec.data
+        self._data = data
+        self._pairs = "pair" in spec.data_kinds
+        self._needs_answer = "answer" in spec.data_kinds
+        self._labels = "label" in spec.data_kinds
+        self._seen: Counter[str] = Counter()
+        self._templates = {"prompt": data.prompt_template, "target": data.completion_template}
+        if self._pairs:
+            self._templates |= {"chosen": data.chosen_template, "rejected": data.rejected_template}
+        keys = {"target": "completion"}
+        self._used = {
+            name: _template_fields(f"{keys.get(name, name)}_template", template)
+            for name, template in self._templates.items()
+        }
+
+    def row(self, columns: Mapping[str, JsonValue]) -> Row:
+        """One row.
+
+        Raises:
+            MalformedRow: it is not valid.
+        """
+        fields = self._named(columns)
+        made = [name for name in self._templates if name != "target" or "answer" in fields]
+        completions = ("chosen", "rejected") if self._pairs else ()
+        for name in ("answer", *completions, "prompt"):
+            if name in fields and fields[name] is None:
+                raise MalformedRow(f'column "{name}" is null')
+        is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
+        row = self._conversation(fields, columns) if is_chat else self._texts(fields, columns, made)
+        if self._pairs:
+            pair = (row.chat.chosen, row.chat.rejected) if row.chat else (row.chosen, row.rejected)
+            if problem := pair_problem(*pair):
+                raise MalformedRow(problem)
+        self._seen[row.uid] += 1
+        uid = f"{row.uid}-{self._seen[row.uid] - 1}"
+        return dataclasses.replace(row, uid=uid, margin=self._margin(columns), desirable=self._label(columns))
+
+    def _named(self, columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """The columns, and those that settings name under the names that templates have for them."""
+        data = self._data
+        names = {"prompt": data.prompt_column, "answer": data.answer_column}
+        if self._pairs:
+            names |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
+        fields = dict(columns)
+        for alias, column in names.items():
+            if column in columns:
+                fields[alias] = columns[column]
+            elif alias == "answer" and not self._needs_answer:
+                fields.pop(alias, None)
+            elif alias != "prompt" or not self._pairs:
+                raise MalformedRow(
+                    f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}'
+                )
+        if self._pairs and data.prompt_column not in columns:
+            fields |= _split(fields["chosen"], fields["rejected"])
+        return fields
+
+    def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], made: Sequence[str]) -> Row:
+        """A row of texts: its templates, filled."""
+        used = set().union(*(self._used[name] for name in made))
+        for name in sorted(used):
+            if name not in fields:
+                raise MalformedRow(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
+            if fields[name] is None:
+                raise MalformedRow(f'column "{name}" is null')
+        values = {name: str(value) for name, value in fields.items()}
+        texts = {name: self._templates[name].format_map(values) for name in made}
+        answer = values.get("answer", "")
+        _check_text("".join(texts.values()) + answer)
+        if not texts["prompt"]:
+            raise MalformedRow("the prompt is empty")
+        return Row(
+            _digest(texts["prompt"]),
+            texts["prompt"],
+            answer,
+            texts.get("target", ""),
+            dict(columns),
+            chosen=texts.get("chosen", ""),
+            rejected=texts.get("rejected", ""),
+        )
+
+    def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
+        """A row of messages. Templates are for text: of messages the tokenizer's chat template makes one."""
+        if not isinstance(fields["prompt"], list):
+            raise MalformedRow(f"expected a list of messages as prompt too, found {fields['prompt']!r:.60}")
+        completions: dict[str, Messages] = {}
+        for name, column in (("target", "answer"), ("chosen", "chosen"), ("rejected", "rejected")):
+            value = fields.get(column) if name == "target" or self._pairs else None
+            if value is not None and not isinstance(value, list):
+                value = self._templates[name].format_map({key: str(other) for key, other in fields.items()})
+            completions[name] = turns(value) if value else []
+        for name, messages in (("prompt", fields["prompt"]), *completions.items()):
+            if (messages or name == "prompt") and (problem := messages_problem(list(messages))):  # type: ignore[arg-type]
+                raise MalformedRow(f"{name}: {problem}")
+        chat = Conversation(prompt=turns(fields["prompt"]), **completions)
+        prompt = json.dumps(fields["prompt"], ensure_ascii=False)
+        target = str(chat.target[-1]["content"]) if chat.target else ""
+        answer = fields.get("answer")
+        _check_text(prompt + json.dumps([list(messages) for messages in completions.values()], ensure_ascii=False))
+        return Row(
+            _digest(prompt),
+            prompt,
+            target if isinstance(answer, list) else "" if answer is None else str(answer),
+            target,
+            dict(columns),
+            chosen=str(chat.chosen[-1]["content"]) if chat.chosen else "",
+            rejected=str(chat.rejected[-1]["content"]) if chat.rejected else "",
+            chat=chat,
+        )
+
+    def _label(self, columns: Mapping[str, JsonValue]) -> bool:
+        name = self._data.label_column
+        if not self._labels:
+            return True
+        if name not in columns:
+            raise MalformedRow(f'no column "{name}" (data.label_column); it has: {", ".join(columns)}')
+        label = label_of(columns[name])
+        if label is None:
+            raise MalformedRow(
+                f'expected true or false in column "{name}" (data.label_column), found {columns[name]!r:.60}'
+            )
+        return label
+
+    def _margin(self, columns: Mapping[str, JsonValue]) -> float:
+        name = self._data.margin_column
+        if not name or not self._pairs:
+            return 0.0
+        if name not in columns:
+            raise MalformedRow(f'no column "{name}" (data.margin_column); it has: {", ".join(columns)}')
+        try:
+            margin = float(columns[name])  # type: ignore[arg-type]  # whatever it is
+        except (TypeError, ValueError):
+            margin = math.nan
+        if not math.isfinite(margin):
+            raise MalformedRow(
+                f'expected a number in column "{name}" (data.margin_column), found {columns[name]!r:.60}'
+            )
+        return margin
+
+
+def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
+    """A pair without a prompt: the prompt that both completions begin with, and what is left of them."""
+    for kind in (str, list):
+        if isinstance(chosen, kind) and isinstance(rejected, kind):
+            length = common_beginning(chosen, rejected)
+            if not length:
+                raise MalformedRow("no prompt, and the chosen and the rejected completion begin with nothing in common")
+            return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
+    raise MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise MalformedRow("a text holds half of a surrogate pair, which is no valid Unicode") from None
+
+
+def _template_fields(key: str, template: str) -> set[str]:
+    names, problem = template_columns(template)
+    if problem:
+        raise BadConfig(f"data.{key}: {problem}")
+    return set(names)

@@ -1,0 +1,360 @@
+"""Measuring a model on held-out data: completions that are made greedily and sampled, and how pairs are ranked, each
+with a confidence interval and a table of samples."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from rlhf_core.errors import BadData, WorkerError
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.reports import EvaluationName, EvaluationReport, EvaluationSample, Phase
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.checkpoints.resume import newest_checkpoint
+from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
+from rlhf_core.training.data.examples import Scorer
+from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_rows
+from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.evaluation.intervals import mean_interval
+from rlhf_core.training.evaluation.ranking import desirable_sample, pair_sample, rate_rows
+from rlhf_core.training.models.adapters import base_of, is_adapter
+from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode, load_causal_lm
+from rlhf_core.training.models.merged import write_merged
+from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
+from rlhf_core.training.rewards.scoring import RewardScorer, reward_scorer
+from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
+from rlhf_core.training.rollouts.seeds import sample_seed
+from rlhf_core.training.rollouts.start import start_engine
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.types import Completion, RoleResult, Row, WorkerContext
+
+When = Literal["before", "after"]
+How = Literal["greedy", "sampled"]
+
+PREFERENCE_METRIC = "accuracy"
+"""Share of held-out pairs whose chosen completion has the higher reward; of labelled completions, every desirable one
+is a pair with every undesirable one."""
+
+SEED_STEP = 0
+"""Step in the sampling seeds of evaluations: training counts from 1, and before and after meet the same noise."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Held-out prompts and how completions of them are made and scored."""
+
+    spec: RunSpec
+    ranks: Ranks
+    tokenizer: PreTrainedTokenizerBase
+    data: EncodedPrompts
+    """Held-out prompts; the same on every rank, each rank works on its part."""
+    scorer: RewardScorer
+    rollouts: RolloutEngine
+
+    @property
+    def names(self) -> tuple[EvaluationName, ...]:
+        """Evaluations that are made: completions are scored where the held-out rows have answers."""
+        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes(self.spec, self.data) else ()
+        return (*made, "preference") if self.prefers else made
+
+    @property
+    def prefers(self) -> bool:
+        """True if the main loop learns from preferences: then held-out completions are ranked."""
+        return not isinstance(self.spec.trainer, CommandTrainer) and self.ranks_for(self.spec.main_loop.algorithm)
+
+    def ranks_for(self, algorithm: AlgorithmSpec) -> bool:
+        """True if completions are ranked while this algorithm trains: it is that of the main loop, by whose rewards
+        they are."""
+        return algorithm == self.spec.main_loop.algorithm and (algorithm.pairs or algorithm.labelled)
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        when: When,
+        checkpoint_step: int,
+        beat: Callable[[], None],
+        reference: PreTrainedModel | None = None,
+    ) -> list[EvaluationReport]:
+        """Make all evaluations.
+
+        Collective: all ranks call it, and all get the whole reports, whose samples are in prompt order.
+
+        Args:
+            checkpoint_step: optimizer steps that the weights have seen.
+            beat: called after every generated token position and around the scorer.
+            reference: reference of the main loop; None where ``model`` is as it was when the loop began.
+        """
+        return [self._report(model, reference, name, when, checkpoint_step, beat) for name in self.names]
+
+    def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:
+        """Sum of the scores of this rank's part, and their number: both can ride in a metric reduction.
+
+        Args:
+            step: optimizer steps that the weights have seen.
+        """
+        scores = [sample.score for samples in self._samples(model, step, "greedy", beat) for sample in samples]
+        return sum(scores), len(scores)
+
+    def preference_score(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> tuple[float, int]:
+        """Sum of the scores of this rank's pairs, and their number."""
+        scores = [sample.score for sample in self._preferences(policy, reference, beat)]
+        return sum(scores), len(scores)
+
+    def _report(
+        self,
+        model: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        name: EvaluationName,
+        when: When,
+        checkpoint_step: int,
+        beat: Callable[[], None],
+    ) -> EvaluationReport:
+        started = time.monotonic()
+        if name == "preference":
+            own = [[sample] for sample in self._preferences_of_models(model, reference, beat)]
+        else:
+            own = self._samples(model, checkpoint_step, name, beat)
+        keep = self.spec.evaluate.keep_samples
+        kept = [sample for samples in own for sample in samples][:keep]
+        scores = [[sample.score for sample in samples] for samples in own]
+        own_part: dict[str, list[Any]] = {"scores": scores, "kept": [sample.model_dump() for sample in kept]}
+        parts = self.ranks.gather(own_part)
+        all_scores = [samples for part in parts for samples in part["scores"]]
+        table = [EvaluationSample(**sample) for part in parts for sample in part["kept"]]
+        num_samples = sum(len(samples) for samples in all_scores)
+        low, high = mean_interval(all_scores, self.spec.evaluate.confidence)
+        return EvaluationReport(
+            name=name,
+            when=when,
+            metric=PREFERENCE_METRIC if name == "preference" else self.spec.evaluate.scorer.partition(":")[2],
+            value=sum(value for samples in all_scores for value in samples) / num_samples,
+            ci_low=low,
+            ci_high=high,
+            num_prompts=len(all_scores),
+            num_samples=num_samples,
+            checkpoint_step=checkpoint_step,
+            seconds=time.monotonic() - started,
+            time=utc_now(),
+            samples=tuple(table[:keep]),
+        )
+
+    def _preferences_of_models(
+        self, model: PreTrainedModel, reference: PreTrainedModel | None, beat: Callable[[], None]
+    ) -> list[EvaluationSample]:
+        if _makes_reward_model(self.spec):
+            return self._preferences(RewardModel(model), None, beat)
+        policy = PolicyModel(model)
+        needed = self.spec.main_loop.algorithm.reference
+        return self._preferences(policy, (PolicyModel(reference) if reference else policy) if needed else None, beat)
+
+    def _preferences(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> list[EvaluationSample]:
+        """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
+        algorithm = self.spec.main_loop.algorithm
+        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
+        at_once = max(1, self.spec.native_trainer.micro_batch_size // 2)
+        with in_evaluation_mode(policy):
+            rated = rate_rows(
+                policy,
+                reference,
+                # A rank without a share rates the first row along, and forgets it.
+                rows or self.data.rows[:1],
+                prompts or self.data.token_ids[:1],
+                algorithm=algorithm,
+                tokenizer=self.tokenizer,
+                device=self.ranks.device,
+                rows_at_once=at_once,
+                num_passes=-(-len(self.data.rows) // (self.ranks.num_ranks * at_once)),
+                beat=beat,
+            )[: len(rows)]
+        if algorithm.pairs:
+            return [pair_sample(row, *rewards) for row, rewards in rated]
+        own = [reward for row, (reward,) in rated if not row.desirable]
+        undesirable = [reward for part in self.ranks.gather(own) for reward in part]
+        return [desirable_sample(row, reward, undesirable) for row, (reward,) in rated if row.desirable]
+
+    def _samples(
+        self, model: PreTrainedModel, step: int, how: How, beat: Callable[[], None]
+    ) -> list[list[EvaluationSample]]:
+        """Scored completions of this rank's prompts."""
+        rows, prompts = self.ranks.deal(self.data.rows), self.ranks.deal(self.data.token_ids)
+        num_samples = 1 if how == "greedy" else self.spec.evaluate.samples_per_prompt
+        seeds = [[sample_seed(self.spec.seed, SEED_STEP, row.uid, i) for i in range(num_samples)] for row in rows]
+        sampling = Sampling(
+            max_new_tokens=self.spec.rollout.max_new_tokens,
+            temperature=0.0 if how == "greedy" else self.spec.evaluate.temperature,
+            batch_size=self.spec.rollout.batch_size,
+        )
+        self.rollouts.load(model, step, beat)
+        completions = self.rollouts.sample(prompts, seeds, sampling, step, beat)
+        return self._scored(rows, completions, beat) if rows else []
+
+    def _scored(
+        self, rows: Sequence[Row], completions: Sequence[Sequence[Completion]], beat: Callable[[], None]
+    ) -> list[list[EvaluationSample]]:
+        flat_rows = [row for row, made in zip(rows, completions, strict=True) for _ in made]
+        texts = [completion.text for made in completions for completion in made]
+        values = iter(self.scorer.evaluate(flat_rows, texts, beat))
+        return [
+            [
+                EvaluationSample(
+                    prompt_uid=row.uid,
+                    sample_index=index,
+                    prompt=row.prompt,
+                    completion=completion.text,
+                    answer=row.answer,
+                    score=next(values),
+                )
+                for index, completion in enumerate(made)
+            ]
+            for row, made in zip(rows, completions, strict=True)
+        ]
+
+
+def _makes_reward_model(spec: RunSpec) -> bool:
+    return not isinstance(spec.trainer, CommandTrainer) and spec.main_loop.algorithm.ranks_completions
+
+
+def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
+    """True if completions of held-out prompts are sampled and scored."""
+    column = spec.data.answer_column
+    only_pairs = spec.data_kinds == {"pair"}
+    answered = all(column in row.columns for row in data.rows) if only_pairs else spec.has_references
+    return answered and not _makes_reward_model(spec)
+
+
+def load_evaluator(
+    spec: RunSpec,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    scorer: RewardScorer,
+    start: Callable[[], RolloutEngine],
+    *,
+    trains_on_samples: bool,
+) -> Evaluator:
+    """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used. Collective.
+
+    Args:
+        start: starts the rollout engine of the run; called only where something is sampled.
+        trains_on_samples: whether something is also where no evaluation samples.
+    """
+    rows = load_rows(spec, "eval")
+    limit = spec.evaluate.num_prompts or len(rows)
+    encoded = encode_prompts(rows, tokenizer, spec.data)
+    data = EncodedPrompts(encoded.rows[:limit], encoded.token_ids[:limit], encoded.num_overlong)
+    if "label" in spec.data_kinds and len({row.desirable for row in data.rows}) < 2:
+        raise BadData(
+            f"found held-out rows of one label only (data.{spec.data.label_column} of {len(data.rows)} rows), expected "
+            f"desirable and undesirable ones: how the model ranks them is measured"
+        )
+    if trains_on_samples or completes(spec, data):
+        return Evaluator(spec, ranks, tokenizer, data, scorer, start())
+    if spec.rollout.engine != "transformers":
+        ranks.log(f"nothing is sampled in this run: rollout.engine = {spec.rollout.engine!r} is not started")
+    return Evaluator(spec, ranks, tokenizer, data, scorer, TransformersEngine(tokenizer))
+
+
+def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: Ranks) -> None:
+    """Write the report files; rank 0 does."""
+    for report in reports:
+        if ranks.is_first:
+            write_model(run_dir.evaluation(report.when, report.name), report)
+        ranks.log(
+            f"evaluation {report.when} training, {report.name}: {report.metric} {report.value:.3f} "
+            f"[{report.ci_low:.3f}, {report.ci_high:.3f}] over {report.num_samples} samples"
+        )
+
+
+def are_written(run_dir: RunDir, when: When, names: Sequence[EvaluationName] = ("greedy", "sampled")) -> bool:
+    """True if the evaluations of that moment have been made already."""
+    return all(run_dir.evaluation(when, name).is_file() for name in names)
+
+
+def run_evaluator(context: WorkerContext) -> RoleResult:
+    """Role ``evaluator``: measure the model of the last complete checkpoint.
+
+    Raises:
+        WorkerError: there is no complete checkpoint.
+        CheckpointCorrupt: it is damaged.
+    """
+    spec, reporter = context.spec, context.reporter
+    reporter.beat(Phase.SETUP, 0)
+    ranks = init_process_group(context)
+    checkpoint = _last_checkpoint(context, ranks)
+    initial = initial_folder(spec, context.run_dir)
+    verify_checkpoint(checkpoint, spec, ranks, initial)
+    reporter.beat(Phase.SETUP, checkpoint.step)
+    disable_progress_bar()
+    tokenizer = load_tokenizer(checkpoint.model)
+    base = None if isinstance(spec.trainer, CommandTrainer) else initial
+    if spec.trainer.kind == "native" and spec.main_loop.algorithm.ranks_completions:
+        model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
+    else:
+        model = load_causal_lm(checkpoint.model, spec.model.dtype, base)
+    model.to(ranks.device)
+    with reward_scorer(spec, ranks.rank) as scorer:
+        folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
+        start = functools.partial(start_engine, context, ranks, tokenizer, folder)
+        evaluator = load_evaluator(spec, ranks, tokenizer, scorer, start, trains_on_samples=False)
+        _evaluate_start(context, ranks, evaluator)
+        reports = evaluator.run(
+            model,
+            "after",
+            checkpoint.step,
+            functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step),
+            _reference(context, ranks, evaluator),
+        )
+    evaluator.rollouts.close()
+    if ranks.is_first and base is not None and is_adapter(checkpoint.model) and spec.promote.when != "never":
+        beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
+        write_merged(context.run_dir, checkpoint, model, tokenizer, beat)
+    write_reports(context.run_dir, reports, ranks)
+    leave_process_group(ranks)
+    return RoleResult.DONE
+
+
+def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> PreTrainedModel | None:
+    """The reference model of the main loop, where pairs are ranked against it."""
+    spec = context.spec
+    if not evaluator.prefers or not spec.main_loop.algorithm.reference:
+        return None
+    initial = initial_folder(spec, context.run_dir)
+    model = load_causal_lm(reference_folder(context, ranks, spec.warm_start_steps, initial), spec.model.dtype, initial)
+    model.to(ranks.device)
+    return model
+
+
+def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> None:
+    """Measure the model that another program began with, which does not do so itself; once in the life of a run."""
+    spec, run_dir = context.spec, context.run_dir
+    wanted = isinstance(spec.trainer, CommandTrainer) and spec.model.path and not are_written(run_dir, "before")
+    if ranks.from_first("missing" if wanted else "") != "missing":
+        return
+    model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
+    model.to(ranks.device)
+    reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
+    write_reports(run_dir, reports, ranks)
+
+
+def _last_checkpoint(context: WorkerContext, ranks: Ranks) -> CheckpointDir:
+    """The newest checkpoint as rank 0 sees it."""
+    step = agree(ranks, lambda: newest_checkpoint(context))
+    if step is None:
+        raise WorkerError(
+            f"found no complete checkpoint in {context.run_dir.checkpoints_dir} to evaluate; training must run first"
+        )
+    return context.run_dir.checkpoint(step)

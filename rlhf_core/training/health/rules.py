@@ -1,0 +1,326 @@
+"""Rules of the judge: what in the state of a run says that training learns nothing, or not what was meant."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rlhf_core.schemas.health import HealthRule, HealthSpec
+from rlhf_core.training.health.state import Batch, HealthState, Level, Repetition, block_steps, mean_reward
+
+SURE_GAIN = 3.0
+"""Standard errors by which a mean must be above another to be higher."""
+SURE_LOSS = 4.0
+"""The same to be lower: the best of many means is high by chance too."""
+SOLVED_WITHIN = 0.02
+"""Share of the range of rewards by which a solved task may miss the highest."""
+
+
+@dataclass(frozen=True)
+class HealthFinding:
+    """One reason to say that training learns nothing, or not what was meant."""
+
+    rule: HealthRule
+    since_step: int
+    """First step that shows it."""
+    message: str
+    """In words, without a full stop."""
+    kind: str = ""
+    """Kind of what was found, where a rule finds several: told apart in warnings."""
+
+    @property
+    def key(self) -> str:
+        """Rule and kind."""
+        return f"{self.rule}/{self.kind}" if self.kind else self.rule
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards compared
+
+
+def _is_higher(one: Level, other: Level, standard_errors: float) -> bool:
+    return one.mean > other.mean and one.mean - other.mean > standard_errors * math.hypot(one.error, other.error)
+
+
+def _is_solved(state: HealthState, now: Level) -> bool:
+    """All rewards are the highest ever seen. One that never varied is taken for the highest if it is positive."""
+    if state.top == state.floor:
+        return state.top > 0
+    return now.mean >= state.top - SOLVED_WITHIN * (state.top - state.floor)
+
+
+def _has_gained(state: HealthState, now: Level) -> bool:
+    return state.first is not None and _is_higher(now, state.first, SURE_GAIN)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+
+
+@dataclass(frozen=True)
+class _View:
+    """A full window of steps of the main algorithm, as rules see it."""
+
+    state: HealthState
+    spec: HealthSpec
+    batch: Batch
+    now: Level
+    """Reward of the window."""
+
+    @property
+    def is_well(self) -> bool:
+        """The task is solved, or the reward has risen since training began."""
+        return _is_solved(self.state, self.now) or _has_gained(self.state, self.now)
+
+    @property
+    def steps(self) -> str:
+        """The window in words."""
+        return f"the last {len(self.state.recent)} steps"
+
+    def steps_without_spread(self) -> int:
+        """In a row, up to now."""
+        return self.state.recent[-1].step - max(self.state.spread_ended, self.state.first_step - 1)
+
+
+def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding]:
+    """All that is wrong after the last step, the most telling first."""
+    found = [_frozen(state, spec), *_identical(state, spec, batch)]
+    if len(state.recent) == spec.window_steps:
+        view = _View(state, spec, batch, mean_reward(state, state.recent, batch))
+        found += [rule(view) for rule in RULES]
+    return [finding for finding in found if finding is not None and finding.rule not in spec.off]
+
+
+def _frozen(state: HealthState, spec: HealthSpec) -> HealthFinding | None:
+    num_steps = state.last_step - state.frozen_since + 1
+    if not state.frozen_since or num_steps < spec.frozen_steps:
+        return None
+    return HealthFinding(
+        "frozen",
+        state.frozen_since,
+        f"{state.frozen_why}, {num_steps} steps in a row. Expected trained weights (requires_grad) that are reached by "
+        f"the loss, and a learning rate that their number format does not round away",
+    )
+
+
+def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding | None]:
+    groups, ranks, steps = state.same_groups, state.same_ranks, state.same_steps
+    seeds = _seeds(state, batch)
+    whatever = ", and the same for every prompt" if groups.distinct == 1 else ""
+    told = (
+        (
+            groups,
+            len(groups.ranks),
+            "within groups",
+            f"all {batch.samples_per_prompt} completions of every prompt are identical{whatever}",
+        ),
+        (ranks, len(ranks.ranks), "across ranks", "ranks make the same completions as other ranks"),
+        (steps, len(steps.ranks), "across steps", "the same completions are made at every step"),
+    )
+    return [*(_repetition(*one, state, spec, batch) for one in told), *seeds]
+
+
+_SEEDS = (
+    "Expected sampling seeds that differ for every step, prompt and sample; seeds made from a rank, a replica or a "
+    "node repeat themselves"
+)
+
+
+def _seeds(state: HealthState, batch: Batch) -> list[HealthFinding]:
+    """Repetitions of sampling seeds: no policy makes them, so two steps in a row prove them."""
+    in_groups, across = state.seeds_in_groups, state.seeds_across_prompts
+    found = []
+    if in_groups.num_steps >= 2:
+        what = (
+            f"{state.seeds_repeated:.0%} of the completions are sampled with the seed of another one of their group on "
+            f"{_named(in_groups.ranks, batch.nodes)}"
+        )
+        found.append(HealthFinding("identical", in_groups.since_step, f"{what}. {_SEEDS}", "seeds within groups"))
+    if across.num_steps >= 2 and not in_groups.num_steps:
+        what = f"different prompts are sampled with the same seeds on {_named(across.ranks, batch.nodes)}"
+        found.append(HealthFinding("identical", across.since_step, f"{what}. {_SEEDS}", "seeds across prompts"))
+    if state.same_seeds_since:
+        what = "the sampling seeds are the same at every step"
+        found.append(HealthFinding("identical", state.same_seeds_since, f"{what}. {_SEEDS}", "seeds across steps"))
+    return found
+
+
+def _repetition(
+    found: Repetition, num_ranks: int, kind: str, what: str, state: HealthState, spec: HealthSpec, batch: Batch
+) -> HealthFinding | None:
+    if found.num_steps < 2 or found.nats * num_ranks < -math.log(spec.identical_chance):
+        return None
+    return HealthFinding(
+        "identical",
+        found.since_step,
+        f"{what} on {_named(found.ranks, batch.nodes)}, {found.num_steps} steps in a row, although the policy is not "
+        f"certain of its answers (entropy {state.recent[-1].entropy:.3g} nats per token). {_SEEDS}",
+        kind,
+    )
+
+
+def _reward_collapse(view: _View) -> HealthFinding | None:
+    state, now, best = view.state, view.now, view.state.best
+    if best is None or not _is_higher(best, now, SURE_LOSS):
+        return None
+    if now.mean - state.floor > view.spec.collapsed_share * (best.mean - state.floor):
+        return None
+    return HealthFinding(
+        "reward_collapse",
+        best.since_step + block_steps(view.spec),
+        f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {block_steps(view.spec)} steps, from step "
+        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower loops.main.optimizer.learning_rate or a "
+        f"KL penalty (loops.main.algorithm.kl_coefficient), and see whether the reward function still works",
+    )
+
+
+def _no_spread(view: _View) -> HealthFinding | None:
+    state, without = view.state, view.steps_without_spread()
+    too_few = without < view.spec.window_steps or without * view.batch.num_completions < view.spec.min_completions
+    if too_few or view.is_well:
+        return None
+    before = f"{state.first.mean:.3g} over the first steps" if state.first and state.spread_ended else "never another"
+    constant = f": every completion so far was rewarded with {state.top:.3g}" if state.top == state.floor else ""
+    return HealthFinding(
+        "no_spread",
+        state.recent[-1].step - without + 1,
+        f"in {without} steps, {without * view.batch.num_completions} completions, no prompt had completions with "
+        f"different rewards{constant}, so there is nothing to compare and the gradient is 0; the mean reward is "
+        f"{view.now.mean:.3g} ({before}). Expected prompts that are solved some of the time: see whether the reward "
+        f"function fits the completions, the task is too hard, or the learning rate has destroyed the model",
+    )
+
+
+def _truncated(view: _View) -> HealthFinding | None:
+    state = view.state
+    nothing = view.now.mean <= state.floor + SOLVED_WITHIN * (state.top - state.floor) and not _is_solved(
+        state, view.now
+    )
+    rare = len(state.recent) * view.batch.num_completions < view.spec.min_completions
+    if not nothing or rare or any(seen.truncated < view.spec.truncated_share for seen in state.recent):
+        return None
+    return HealthFinding(
+        "truncated",
+        state.recent[0].step,
+        f"{state.recent[-1].truncated:.0%} of the completions are cut off at rollout.max_new_tokens, as in all of "
+        f"{view.steps}, and none is rewarded. Expected completions that end: raise rollout.max_new_tokens, or see why "
+        f"the model does not write its end token",
+    )
+
+
+def _entropy_collapse(view: _View) -> HealthFinding | None:
+    state, entropy = view.state, fmean(seen.entropy for seen in view.state.recent)
+    if entropy >= view.spec.entropy_share * state.first_entropy or view.is_well:
+        return None
+    return HealthFinding(
+        "entropy_collapse",
+        state.recent[0].step,
+        f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
+        f"the first ones, and the reward has not risen by it. Try a lower "
+        f"loops.main.optimizer.learning_rate, a higher loops.main.algorithm.clip_high or a KL penalty "
+        f"(loops.main.algorithm.kl_coefficient)",
+    )
+
+
+def _clipped(view: _View) -> HealthFinding | None:
+    shares = [seen.clipped for seen in view.state.recent]
+    if view.is_well or any(share is None or share < view.spec.clipped_share for share in shares):
+        return None
+    return HealthFinding(
+        "clipped",
+        view.state.recent[0].step,
+        f"the clip takes away the gradient of {shares[-1]:.0%} of the tokens, as in all of {view.steps}. Expected a "
+        f"share under a third: try a lower loops.main.optimizer.learning_rate, fewer updates a step (num_epochs, "
+        f"num_minibatches), or see whether the old log-probabilities are those of the policy that sampled",
+    )
+
+
+def _train_gap(view: _View) -> HealthFinding | None:
+    gaps = [seen.train_gap for seen in view.state.recent]
+    if view.is_well or any(gap is None or gap <= view.spec.max_train_gap for gap in gaps):
+        return None
+    return HealthFinding(
+        "train_gap",
+        view.state.recent[0].step,
+        f"sampling and training disagree about the log-probability of a token by {gaps[-1]:.3g} nats in the mean, and "
+        f"by more than {view.spec.max_train_gap:g} (health.max_train_gap) in all of {view.steps}. Expected about 0.01 "
+        f"or less: see whether both have the same weights, number format and temperature, or correct for it "
+        f"(loops.main.algorithm.correction)",
+    )
+
+
+def _kl(view: _View) -> HealthFinding | None:
+    divergences = [seen.kl for seen in view.state.recent]
+    if any(kl is None or kl <= view.spec.max_kl for kl in divergences) or _is_solved(view.state, view.now):
+        return None
+    best = view.state.best
+    if _has_gained(view.state, view.now) and best is not None and not _is_higher(best, view.now, SURE_GAIN):
+        return None  # it is at its best, wherever that is
+    return HealthFinding(
+        "kl",
+        view.state.recent[0].step,
+        f"the policy is {divergences[-1]:.3g} nats per token from the reference model, and more than "
+        f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, with no gain in reward for it. Expected under "
+        f"1: try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate",
+    )
+
+
+def _length(view: _View) -> HealthFinding | None:
+    """A reward that rises by length alone.
+
+    Within groups the prompt is the same, so a reward that goes with length there is paid for length: by the slope of
+    the one over the other, a longer answer earns so much. The finding is that such a reward has risen, that
+    completions have become longer, and that the slope explains at least half of the rise. A policy that thinks longer
+    and is right more often has a correlation far below: among its answers to one prompt, the long ones are not right
+    nearly always.
+    """
+    state, spec = view.state, view.spec
+    pairs = [
+        (seen.length_correlation, seen.length_slope)
+        for seen in state.recent
+        if seen.length_correlation is not None and seen.length_slope is not None
+    ]
+    if state.first is None or 2 * len(pairs) < len(state.recent):
+        return None
+    correlation, slope = (fmean(pair[place] for pair in pairs) for place in (0, 1))
+    length = fmean(seen.length for seen in state.recent)
+    longer = length - state.first_length
+    if correlation < spec.length_correlation or longer < spec.length_rise * state.first_length:
+        return None
+    gain = view.now.mean - state.first.mean
+    if not _has_gained(state, view.now) or slope * longer < gain / 2:
+        return None
+    return HealthFinding(
+        "length",
+        state.recent[0].step,
+        f"the reward rises by length: completions have {length:.3g} tokens over {view.steps} and had "
+        f"{state.first_length:.3g} over the first ones, and among the completions of a prompt reward and length have a "
+        f"correlation of {correlation:.2f}. Expected answers that are better and not only longer: read some, and take "
+        f"the length out of the reward",
+    )
+
+
+RULES: tuple[Callable[[_View], HealthFinding | None], ...] = (
+    _reward_collapse,
+    _no_spread,
+    _truncated,
+    _entropy_collapse,
+    _clipped,
+    _train_gap,
+    _kl,
+    _length,
+)
+"""Rules over a full window of the main algorithm, the most telling first."""
+
+
+def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
+    """Ranks by node: ``ranks 0, 1 (all of node1) and rank 5 (node3)``."""
+    parts = []
+    for node in dict.fromkeys(nodes):
+        own = [rank for rank in range(len(nodes)) if nodes[rank] == node]
+        named = [rank for rank in ranks if nodes[rank] == node]
+        if named:
+            whole = "all of " if len(named) == len(own) > 1 else ""
+            word = "rank" if len(named) == 1 else "ranks"
+            parts.append(f"{word} {', '.join(map(str, named))} ({whole}{node})")
+    return " and ".join(parts)

@@ -1,0 +1,52 @@
+"""Signals of a step of sampling that its judgement needs, as metrics that ride in the packed vector.
+
+Duplicates are looked for in the sampling seeds as well as in the completions: two completions of one prompt under one
+seed are the same whatever the policy, so seeds prove what completions only suggest, and show it where just some of a
+group are the same (verl under ``full_determinism`` seeds every request with the index of its replica).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rlhf_core.training.health.state import LENGTH_CORRELATION, LENGTH_SLOPE, SEEDS_ACROSS_PROMPTS, SEEDS_IN_GROUPS
+from rlhf_core.training.metrics import StepMetrics
+
+
+def add_signals(metrics: StepMetrics, seeds: Sequence[Sequence[int]], lengths: Sequence[int], rewards: Tensor) -> None:
+    """Add the signals of this rank's completions.
+
+    Args:
+        seeds: sampling seeds, ``P`` groups of ``G``.
+        lengths: tokens of each of the ``P*G`` completions, group after group.
+        rewards: ``[P, G]``.
+    """
+    in_groups, across = seed_repeats(seeds)
+    metrics.each(SEEDS_IN_GROUPS, in_groups)
+    metrics.each(SEEDS_ACROSS_PROMPTS, across)
+    length = rewards.new_tensor(lengths).view_as(rewards)
+    longer, better = (values - values.mean(-1, keepdim=True) for values in (length, rewards))
+    products, squares, other_squares = (
+        float(found.sum()) for found in (longer * better, longer.square(), better.square())
+    )
+    metrics.mean(LENGTH_SLOPE, products, squares)
+    metrics.correlation(LENGTH_CORRELATION, products, squares, other_squares)
+
+
+def seed_repeats(seeds: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Repetitions among the sampling seeds of one rank.
+
+    Args:
+        seeds: by group.
+
+    Returns:
+        Completions with the seed of an earlier one of their group; and seeds of a group that an earlier group has, so
+        that two prompts are sampled with the same noise.
+    """
+    in_groups, across, used = 0, 0, set[int]()
+    for group in seeds:
+        own = set(group)
+        in_groups += len(group) - len(own)
+        across += len(own & used)
+        used |= own
+    return in_groups, across

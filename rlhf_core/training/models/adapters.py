@@ -1,0 +1,328 @@
+"""LoRA adapters through peft: put into a model, switched off for its reference, saved, loaded and merged.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685, eq. 3) leaves a layer's weights ``W`` as they are and learns a product of two
+narrow matrices beside them, ``h = W x + alpha / r * B A x``; with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732) the
+factor is ``alpha / sqrt(r)``. ``B`` is 0 at first, so that training starts from the base model. The layers are replaced
+in place: a model with an adapter is the same transformers model, for sampling, scoring and ZeRO alike.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.files.whole import read_model, write_text
+from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD, checksum
+from rlhf_core.schemas.checkpoint_files import BaseModelRecord, FileChecksum
+from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
+from rlhf_core.training.models.gathering import weights_of_first
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a folder that holds an adapter (LoRA and the like) and no whole model."""
+_TRAINED, _REFERENCE = "default", "reference"
+_PREFIX = "base_model.model."
+"""Beginning of the names in peft's files."""
+_METADATA = {"format": "pt"}
+_HEAD = "score"
+"""Head of a reward model, which is trained whole."""
+_BASE_FILES = ("config.json", "*.safetensors", "*.bin")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making
+
+
+def add_adapter(model: nn.Module, lora: LoraSpec, seed: int) -> None:
+    """Freeze ``model`` and put an adapter into it, whose first weights follow from ``seed`` alone.
+
+    The head of a reward model is trained whole beside it.
+
+    Raises:
+        BadConfig: peft is missing, a target matches no linear layer, or it is an embedding or the output layer.
+    """
+    config = _config(lora, target_modules(model, lora), has_head=hasattr(model, _HEAD))
+    _inject(model, config, _TRAINED, seed)
+
+
+def _config(lora: LoraSpec, targets: Iterable[str], *, has_head: bool) -> Any:
+    return _peft().LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        target_modules=list(targets),
+        modules_to_save=[_HEAD] if has_head else None,
+        task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
+    )
+
+
+def add_reference(model: nn.Module, folder: Path) -> None:
+    """Put a second, frozen adapter beside the trained one: that of an earlier checkpoint, in ``folder``."""
+    trained: Any = model.peft_config
+    values = trained[_TRAINED].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
+    _inject(model, type(trained[_TRAINED])(**values), _REFERENCE, seed=0)
+    load_adapter(model, folder, _REFERENCE)
+
+
+def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
+    import warnings
+
+    before = {id(parameter) for parameter in model.parameters()}
+    dtype = next(model.parameters()).dtype
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is an adapter already: the reference's is the second
+        torch.manual_seed(seed)
+        _peft().inject_adapter_in_model(config, model, adapter_name=name)
+    for parameter in model.parameters():
+        if id(parameter) not in before:
+            parameter.data = parameter.data.to(dtype)
+
+
+def target_modules(model: nn.Module, lora: LoraSpec) -> tuple[str, ...]:
+    """Last parts of the names of the linear layers that get an adapter, as in ``q_proj``.
+
+    Raises:
+        BadConfig: a name of ``model.lora.target_modules`` is that of no such layer; those that there are, are named.
+    """
+    found = linear_names(model)
+    if lora.target_modules == (ALL_LINEAR,):
+        return found
+    for name in lora.target_modules:
+        if name not in found:
+            raise BadConfig(
+                f'found "{name}" in model.lora.target_modules, expected "{ALL_LINEAR}" or names of linear layers of '
+                f"{type(model).__name__}: {', '.join(found)}. Embeddings and output layers get no adapter, since many "
+                f"models tie them to each other"
+            )
+    return lora.target_modules
+
+
+def linear_names(model: nn.Module) -> tuple[str, ...]:
+    """Last parts of the names of the linear layers of a model, without its output layer or head."""
+    from transformers.pytorch_utils import Conv1D
+
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    heads = (output, getattr(model, _HEAD, None))
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
+    }
+    return tuple(sorted(names))
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """True if an adapter is trained in ``model``."""
+    return hasattr(model, "peft_config")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference
+
+
+class AdapterReference:
+    """The policy as it was when its loop began, without a second model: with its adapter off, or with an earlier one.
+
+    Called like the policy. The layers then compute what they would compute without the trained adapter, operation by
+    operation, so that the numbers are those of a second model to the last bit.
+    """
+
+    def __init__(self, policy: nn.Module, model: PreTrainedModel, earlier: Path | None) -> None:
+        """Prepare the reference of ``policy``, before an engine takes the policy over.
+
+        Args:
+            model: the model with the adapter, which ``policy`` wraps.
+            earlier: folder of the adapter that the loop began with; None where it began with the base model.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if earlier is not None:
+            add_reference(model, earlier)
+        self._policy = policy
+        self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        self._has_adapter = earlier is not None
+        self._switch_back()  # peft makes the adapter that was added last the active one
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass of the reference; keeps nothing for a backward pass."""
+        with self._switched():
+            return self._policy(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _switched(self) -> Iterator[None]:
+        for layer in self._layers:
+            if self._has_adapter:
+                layer.set_adapter(_REFERENCE, inference_mode=True)
+            else:
+                layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            self._switch_back()
+
+    def _switch_back(self) -> None:
+        for layer in self._layers:
+            layer.set_adapter(_TRAINED)
+            layer.enable_adapters(True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, base: Path, is_first: bool, beat: Callable[[], None]) -> None:
+    """Write the trained adapter as peft does, with the checksums of its base model beside it.
+
+    Collective where the model is split: the trained weights are gathered, the base model's are not. Rank 0 writes.
+
+    Args:
+        base: folder of the base model.
+
+    Raises:
+        OSError, SafetensorError: rank 0 could not write.
+    """
+    weights = weights_of_first(model, is_first, beat, trained_only=True)
+    if not is_first:
+        return
+    named = _peft().get_peft_model_state_dict(
+        model, state_dict=weights, adapter_name=_TRAINED, save_embedding_layers=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"{_PREFIX}{name}": tensor for name, tensor in named.items()},
+        folder / ADAPTER_WEIGHTS,
+        metadata=_METADATA,
+    )
+    configs: Any = model.peft_config
+    values = configs[_TRAINED].to_dict() | {"inference_mode": True, "base_model_name_or_path": str(base.resolve())}
+    type(configs[_TRAINED])(**values).save_pretrained(str(folder))
+    record = BaseModelRecord(files=base_files(base, beat))
+    write_text(folder / BASE_RECORD, record.model_dump_json(indent=2) + "\n")
+
+
+def write_adapter(folder: Path, lora: LoraSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors of an adapter of a language model as peft does, without its base model.
+
+    Args:
+        folder: an empty folder.
+        tensors: by their names in the model that is trained.
+
+    Raises:
+        OSError, SafetensorError: they cannot be written.
+    """
+    named = {
+        f"{_PREFIX}{name.replace(f'.{_TRAINED}.', '.')}": tensor.to("cpu", copy=True).contiguous()
+        for name, tensor in tensors
+    }
+    targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in named}
+    save_file(named, folder / ADAPTER_WEIGHTS, metadata=_METADATA)
+    _config(lora, sorted(targets), has_head=False).save_pretrained(str(folder))
+
+
+def load_adapter(model: nn.Module, folder: Path, name: str = _TRAINED) -> None:
+    """Read the weights of an adapter that :func:`save_adapter` wrote into that of ``model``.
+
+    Raises:
+        ResumeMismatch: they are of other layers.
+    """
+    weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
+    if hasattr(model, _HEAD):
+        # An adapter of a language model has no head for a reward model: that keeps the one it has.
+        weights = {**_head_weights(model, name), **weights}
+    result: Any = _peft().set_peft_model_state_dict(model, weights, adapter_name=name)
+    missing = [key for key in result.missing_keys if f".lora_A.{name}." in key or f".lora_B.{name}." in key]
+    if missing or result.unexpected_keys:
+        other = [*missing, *result.unexpected_keys]
+        raise ResumeMismatch(
+            f"the adapter in {folder} is of other layers than model.lora.target_modules asks for, by {len(other)} "
+            f"weights: {', '.join(sorted(other)[:3])}"
+        )
+
+
+def _head_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
+    head: Any = getattr(model, _HEAD)
+    return {f"{_HEAD}.{key}": tensor for key, tensor in head.modules_to_save[name].state_dict().items()}
+
+
+def is_adapter(folder: Path) -> bool:
+    """True if a folder holds an adapter and no whole model."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def base_of(folder: Path) -> Path:
+    """Folder of the base model as an adapter names it."""
+    return Path(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or "")
+
+
+def merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """A base model with the adapter of ``folder`` merged into its weights: ``W + alpha / r * B A``.
+
+    Raises:
+        BadConfig: peft is missing.
+    """
+    model: PreTrainedModel = _peft().PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The base model
+
+
+def base_files(base: Path, beat: Callable[[], None] = lambda: None) -> dict[str, FileChecksum]:
+    """Checksums of the configuration and the weights of a base model; each file is read once in a process."""
+    found = {}
+    for path in sorted(path for pattern in _BASE_FILES for path in base.glob(pattern) if path.is_file()):
+        facts = path.stat()
+        found[path.name] = _checksum(path.resolve(), facts.st_size, facts.st_mtime_ns)
+        beat()
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _checksum(path: Path, size: int, modified_ns: int) -> FileChecksum:
+    """Checksum of a file, kept for as long as it has this size and time."""
+    return checksum(path)
+
+
+def require_base(folder: Path, base: Path) -> None:
+    """Refuse an adapter whose base model is not the one that it was trained on: the sum of both would be neither.
+
+    Nothing is refused where no record lies beside the adapter, which another program wrote.
+
+    Raises:
+        ResumeMismatch: a file of the base model differs.
+    """
+    record = read_model(folder / BASE_RECORD, BaseModelRecord)
+    if record is None:
+        return
+    present = base_files(base)
+    differing = sorted(
+        name for name in record.files.keys() | present.keys() if record.files.get(name) != present.get(name)
+    )
+    if differing:
+        raise ResumeMismatch(
+            f"the adapter in {folder} was trained on another base model than {base} holds now: {', '.join(differing)} "
+            f"differ by their checksums. Bring the base model back, or start a new run"
+        )
+
+
+def _peft() -> Any:
+    """The library.
+
+    Raises:
+        BadConfig: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise BadConfig(f"found a LoRA adapter, expected peft to handle it ({error}): pip install peft") from error
+    return peft

@@ -1,0 +1,360 @@
+"""Language models: built from a configuration or loaded from a folder, and wrapped for training."""
+
+import contextlib
+import difflib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
+from rlhf_core.training.data.tokenizers import VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
+from rlhf_core.training.models.adapters import base_of, is_adapter, merged
+from rlhf_core.training.models.gathering import whole_shape
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets
+from rlhf_core.training.models.token_logprobs import token_logprobs
+from rlhf_core.training.types import Row
+
+__all__ = [
+    "PolicyModel",
+    "build_causal_lm",
+    "load_causal_lm",
+    "load_tokenizer",
+    "prepare_initial_model",
+    "tokenizer_folder",
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Building and loading
+
+
+def prepare_initial_model(spec: RunSpec, run_dir: RunDir, rows: Iterable[Row]) -> Path:
+    """The folder of the model that training starts from. Call on rank 0 only, before the others load it.
+
+    A model given by ``model.path`` stays where it is. Otherwise a tokenizer and a model with random weights are built
+    into ``run_dir.initial_model``, which appears whole by one rename; a restart finds it there and builds nothing.
+
+    Args:
+        rows: training rows; a ``bpe`` tokenizer is trained on their prompts and targets.
+
+    Raises:
+        BadConfig: the configuration describes no model, or a folder is missing.
+    """
+    if spec.model.path:
+        return _existing_folder(Path(spec.model.path), "model.path")
+    if run_dir.initial_model.is_dir():
+        return run_dir.initial_model
+    tokenizer: PreTrainedTokenizerBase
+    if spec.model.tokenizer in BUILT_TOKENIZERS:
+        texts = (text for row in rows for text in (row.prompt, row.target))
+        tokenizer = build_tokenizer(spec.model.tokenizer, texts, spec.model.tokenizer_vocab_size)
+    else:
+        tokenizer = load_tokenizer(_existing_folder(Path(spec.model.tokenizer), "model.tokenizer"))
+    model = build_causal_lm(spec.model.config, tokenizer, spec.seed)
+    unfinished = run_dir.root / f".initial_model.{secrets.token_hex(4)}.tmp"
+    try:
+        tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+        unfinished.rename(run_dir.initial_model)
+    finally:
+        remove_tree(unfinished)
+    return run_dir.initial_model
+
+
+def tokenizer_folder(spec: RunSpec, model_path: Path) -> Path:
+    """Folder of the tokenizer of the model in ``model_path``: that of the model, unless the spec names another folder.
+
+    Raises:
+        BadConfig: the spec asks for a tokenizer to be built for a model that already exists, or the folder is missing.
+    """
+    if not spec.model.path or not spec.model.tokenizer:
+        return model_path
+    if spec.model.tokenizer in BUILT_TOKENIZERS:
+        raise BadConfig(
+            f'found model.tokenizer = "{spec.model.tokenizer}" with model.path = "{spec.model.path}"; a model that '
+            f"exists brings its own tokenizer: leave model.tokenizer out, or name the folder of one that fits it"
+        )
+    return _existing_folder(Path(spec.model.tokenizer), "model.tokenizer")
+
+
+def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A causal language model with random weights that follow from ``seed`` alone.
+
+    The vocabulary is the tokenizer's, rounded up to a multiple of 64; padding and end token are the tokenizer's too.
+
+    Args:
+        config: ``model_type`` and arguments of that type's transformers configuration.
+
+    Raises:
+        BadConfig: unknown model type or argument, or values that make no model.
+    """
+    arguments = dict(config)
+    model_type = str(arguments.pop("model_type"))
+    _check_config(model_type, arguments)
+    arguments.setdefault("vocab_size", -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+    arguments |= {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            built = _without_dropout(AutoConfig.for_model(model_type, **arguments))
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
+    except Exception as error:  # transformers raises many types here; each of them means a bad value
+        raise BadConfig(
+            f"model.config makes no {model_type} model: {type(error).__name__}: {_first_lines(error)}"
+        ) from error
+    vocab_size = int(model.config.vocab_size)
+    if vocab_size < len(tokenizer):
+        raise BadConfig(
+            f"found model.config.vocab_size = {vocab_size}, but the tokenizer has {len(tokenizer)} tokens; "
+            f"leave vocab_size out to take the tokenizer's"
+        )
+    return model
+
+
+def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrainedModel:
+    """Load a causal language model from a folder, in training's number format and with all dropout off.
+
+    Dropout is off because the sampled and the trained distribution have to be the same one. An adapter is merged into
+    its base model.
+
+    Args:
+        dtype: ``float32`` or ``bfloat16``.
+        base: folder of the base model of an adapter, where it is not the one that the adapter names.
+
+    Raises:
+        BadConfig: there is no such folder, or no model in it.
+    """
+    folder = _existing_folder(path, "model.path")
+    if is_adapter(folder):
+        return merged(load_causal_lm(base or base_of(folder), dtype), folder)
+    try:
+        config = dropout_free_config(folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(folder), config=config, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise BadConfig(
+            f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
+        ) from error
+    return model
+
+
+def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
+    """The model that a folder describes, with random weights: for an engine, which is given its weights.
+
+    Raises:
+        BadConfig: there is no configuration of a causal language model.
+    """
+    try:
+        config = dropout_free_config(folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        if (folder / GENERATION_CONFIG_NAME).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise BadConfig(
+            f"{folder} describes no causal language model that transformers knows: {_first_lines(error)}"
+        ) from error
+    model.requires_grad_(False)
+    model.eval()
+    return model
+
+
+def _existing_folder(path: Path, key: str) -> Path:
+    if not path.is_dir():
+        raise BadConfig(f'found {key} = "{path}", which is no folder here; give the folder of a Hugging Face model')
+    return path
+
+
+def _check_config(model_type: str, arguments: Mapping[str, JsonValue]) -> None:
+    """Transformers takes any argument and forgets the unknown ones: a typo would train another model than was asked
+    for."""
+    if model_type not in CONFIG_MAPPING:
+        raise BadConfig(
+            f'model.config.model_type = "{model_type}" is unknown to this transformers'
+            f"{_nearest(model_type, CONFIG_MAPPING.keys())}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | {"rope_theta"}
+    unknown = sorted(set(arguments) - known)
+    if unknown:
+        raise BadConfig(
+            f"model.config.{unknown[0]} is no argument of {config_class.__name__}{_nearest(unknown[0], known)}"
+        )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(known), n=1)
+    return f'; did you mean "{found[0]}"?' if found else ""
+
+
+def _first_lines(error: BaseException, limit: int = 400) -> str:
+    return " ".join(str(error).split())[:limit]
+
+
+def dropout_free_config(folder: Path) -> PreTrainedConfig:
+    """Configuration of a model, with all dropout off.
+
+    Raises:
+        OSError, ValueError: there is none that transformers knows.
+    """
+    return _without_dropout(AutoConfig.from_pretrained(str(folder), local_files_only=True))
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+class _Head(Protocol):
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have a model compute without dropout, so that it draws no random number; then put each of its parts back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers with log-probabilities instead of logits.
+
+    The logits over the whole vocabulary exist for one chunk of tokens at a time, forward and backward: for 32 thousand
+    tokens and a vocabulary of 152 thousand they would be 20 GB. Of sequences that are padded on the right, only tokens
+    that something is predicted from go through the layers, and what several begin with goes once (``packing.py``).
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS) -> None:
+        """Wrap ``causal_lm``.
+
+        Args:
+            chunk_elements: the largest number of logits that may exist at once.
+
+        Raises:
+            BadConfig: the model does something else than apply its head to its last hidden state.
+        """
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_elements = chunk_elements
+        self._check_head()
+        self.packs = can_pack(causal_lm)
+        """True if no padding goes through the layers; otherwise it pays to cut micro-batches of like lengths."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each token given those before it.
+
+        Args:
+            input_ids: ``[B, T]`` int64.
+            attention_mask: ``[B, T]``, 1 for real tokens; positions are counted over them. Not needed (and slower)
+                when padding is on the right only.
+            target_mask: ``[B, T-1]`` bool: which predictions are wanted; all where it is left out. Only their logits
+                are computed.
+            temperature: the logits are divided by it.
+
+        Returns:
+            Two ``[B, T-1]`` tensors in float32 (float64 for a float64 model), zero where ``target_mask`` is false:
+            position ``t`` holds the log-probability of token ``t+1``, and the entropy of its distribution in nats.
+            Gradients flow through the log-probabilities only.
+        """
+        labels = input_ids[:, 1:]
+        if target_mask is None:
+            target_mask = torch.ones_like(labels, dtype=torch.bool)
+        if self.packs and attention_mask is None:
+            hidden = hidden_of_targets(self.causal_lm.base_model, input_ids, target_mask)
+        else:
+            hidden = self._hidden_states(input_ids, attention_mask)[:, :-1][target_mask]
+        picked, entropy = self._score(hidden, labels[target_mask], temperature)
+        where = target_mask.nonzero(as_tuple=True)
+        blank = picked.new_zeros(labels.shape)
+        return blank.index_put(where, picked), blank.index_put(where, entropy)
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The model that is saved."""
+        return self.causal_lm
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in the backward pass instead of keeping them."""
+        self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def _hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+            arguments["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        hidden: Tensor = self.causal_lm.base_model(**arguments).last_hidden_state
+        return hidden
+
+    def _score(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """``hidden [N, H]``, ``labels [N]`` -> log-probability and entropy, ``[N]`` each, chunk by chunk."""
+        head = self.causal_lm.get_output_embeddings()
+        chunk = max(1, self.chunk_elements // whole_shape(head.weight)[0])
+        if hidden.shape[0] <= chunk:
+            return _score_chunk(hidden, labels, head, temperature)
+        parts = [
+            checkpoint(_score_chunk, hidden_part, labels_part, head, temperature, use_reentrant=False)
+            for hidden_part, labels_part in zip(hidden.split(chunk), labels.split(chunk), strict=True)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Some models scale or cap their logits after the head; training on other logits than are sampled from is
+        wrong."""
+        device = self.causal_lm.device
+        probe = torch.arange(1, 5, device=device)[None]
+        own = self.causal_lm(input_ids=probe, use_cache=False).logits
+        ours = self.causal_lm.get_output_embeddings()(self._hidden_states(probe, None))
+        if not torch.allclose(own, ours, rtol=1e-2, atol=1e-3):
+            raise BadConfig(
+                f"{type(self.causal_lm).__name__} does more to its logits than apply its output layer "
+                f"(largest difference {float((own - ours).abs().max()):.3g}); this trainer cannot train it"
+            )
+
+
+def _score_chunk(hidden: Tensor, labels: Tensor, head: _Head, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return token_logprobs(logits if temperature == 1 else logits.div_(temperature), labels)

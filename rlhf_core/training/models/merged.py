@@ -1,0 +1,82 @@
+"""Merged models: what others load of a run that trained an adapter, written by the evaluator for promotion.
+
+merged/step-000040/
+    model/            weights with the adapter merged into them, configuration and tokenizer
+    model/adapter/    the adapter itself, as the checkpoint has it
+    COMPLETE          checksums of all of the above, written last
+"""
+
+import shutil
+from collections.abc import Callable
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.errors import DiskFull, WorkerError
+from rlhf_core.files.reading import bring_to_disk
+from rlhf_core.files.whole import is_disk_full, remove_tree, write_model
+from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.training.models.adapters import ADAPTER_CONFIG
+from rlhf_core.training.models.gathering import SHARD_BYTES
+
+
+def write_merged(
+    run_dir: RunDir,
+    checkpoint: CheckpointDir,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    beat: Callable[[], None],
+) -> CheckpointDir:
+    """Write the merged model of a checkpoint; one that is there is replaced, since training may have gone back.
+
+    Args:
+        model: base model with the adapter of ``checkpoint`` merged into it.
+        beat: called for every file.
+
+    Raises:
+        DiskFull: there is no room for it. Nothing of it is left.
+        WorkerError: it could not be written for another reason, likewise.
+    """
+    final = run_dir.merged(checkpoint.step)
+    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), checkpoint.step)
+    remove_tree(partial.root)
+    try:
+        _write(partial, checkpoint, model, tokenizer, beat)
+        remove_tree(final.root)
+        partial.root.rename(final.root)
+        bring_to_disk(final.root.parent)
+    except OSError as error:
+        remove_tree(partial.root)
+        if is_disk_full(error):
+            raise DiskFull(
+                f"no room for the merged model of checkpoint {checkpoint.step} in {final.root.parent}; make room, then "
+                f"resume the run: the evaluation is made again, and the model written"
+            ) from error
+        raise WorkerError(f"the merged model of checkpoint {checkpoint.step} could not be written: {error}") from error
+    return final
+
+
+def _write(
+    partial: CheckpointDir,
+    checkpoint: CheckpointDir,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    beat: Callable[[], None],
+) -> None:
+    manifest = checkpoint.manifest()
+    assert manifest is not None  # verified before it was loaded
+    adapter = partial.model / ADAPTER_OF_MERGED
+    adapter.mkdir(parents=True)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_RECORD):
+        shutil.copyfile(checkpoint.model / name, adapter / name)
+    model.save_pretrained(partial.model, max_shard_size=SHARD_BYTES)
+    tokenizer.save_pretrained(partial.model)
+    files = {}
+    for path in sorted(path for path in partial.model.rglob("*") if path.is_file()):
+        bring_to_disk(path)
+        files[path.relative_to(partial.root).as_posix()] = checksum(path)
+        beat()
+    for folder in (adapter, partial.model):
+        bring_to_disk(folder)
+    write_model(partial.complete, manifest.model_copy(update={"files": files}))
+    bring_to_disk(partial.root)

@@ -1,0 +1,212 @@
+"""A look at the data itself before any node is taken: rows, tokenizer, lengths, rewards. Bounded in time and memory.
+
+Runs in the compute interpreter, where tokenizers and reward functions can be imported, on the machine that starts the
+run. It answers with a :class:`ContentReport`; preflight judges it.
+"""
+
+import math
+import os
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.errors import RlhfError
+from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.survival import Survived
+from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.loading import Split, completion_tokens, completions_of, load_data, prompt_tokens
+from rlhf_core.training.probes.reward_functions import try_rewards
+from rlhf_core.training.types import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_ROWS = 2000
+"""Rows of each split that are looked at: enough to see a share of a per cent, few enough to take a second."""
+MEMORY_BYTES = 16 << 30
+"""Memory that all of it may take, in bytes."""
+
+CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+def check_content(spec_path: Path) -> ContentReport:
+    """Look at the rows of a spec, and at what reads and rewards them.
+
+    Args:
+        spec_path: a ``RunSpec`` as JSON, with absolute paths.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    spec = RunSpec.model_validate_json(spec_path.read_bytes())
+    looks, rows = _read(spec)
+    report = ContentReport(splits=tuple(looks.values()))
+    if not rows.get("train"):
+        return report
+    # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
+    rewards = try_rewards(_functions(spec, rows["train"]), rows["train"])
+    prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
+    shared = len(prompts["train"] & prompts.get("eval", set()))
+    tokenizer, look = _tokenizer(spec, rows)
+    if tokenizer is not None and look.problem == "":
+        rows, look = _rendered(rows, tokenizer, look)
+    if tokenizer is not None and not look.problem:
+        looks = {split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in looks.items()}
+    return report.model_copy(
+        update={
+            "splits": tuple(looks.values()),
+            "num_shared": shared,
+            "tokenizer": look,
+            "rewards": tuple(rewards),
+        }
+    )
+
+
+def _functions(spec: RunSpec, rows: Sequence[Row]) -> list[str]:
+    """Functions that can be tried: reference answers are what they are tried with, and pairs need have none."""
+    answered = "answer" in spec.data_kinds or all(spec.data.answer_column in row.columns for row in rows)
+    return list(dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer])) if answered else []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
+    looks: dict[str, SplitReport] = {}
+    rows: dict[str, list[Row]] = {}
+    splits: tuple[Split, ...] = ("train", "eval") if spec.data.generator or spec.data.eval else ("train",)
+    for split in splits:
+        started = time.monotonic()
+        found: list[Row] = []
+        with Survived() as failed:  # a generator is user code and may raise anything
+            found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
+        if failed.error is not None:
+            looks[split] = SplitReport(split=split, problem=" ".join(failed.message.split()))
+            continue
+        seconds = time.monotonic() - started
+        rows[split] = found[:NUM_ROWS]
+        looks[split] = SplitReport(
+            split=split,
+            num_rows=len(rows[split]),
+            is_whole=len(found) <= NUM_ROWS,
+            columns=tuple(sorted({name for row in rows[split] for name in row.columns})),
+            num_duplicates=len(rows[split])
+            - len({(row.prompt, row.answer, row.chosen, row.rejected) for row in rows[split]}),
+            read_s=seconds,
+        )
+    return looks, rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def _tokenizer(
+    spec: RunSpec, rows: Mapping[str, Sequence[Row]]
+) -> "tuple[PreTrainedTokenizerBase | None, TokenizerReport]":
+    from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
+
+    kind = spec.model.tokenizer
+    texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
+    tokenizer: PreTrainedTokenizerBase
+    try:
+        if kind in BUILT_TOKENIZERS and not spec.model.path:
+            tokenizer = build_tokenizer(kind, texts, spec.model.tokenizer_vocab_size)
+        else:
+            tokenizer = load_tokenizer(Path(kind or spec.model.path))
+    except RlhfError as error:
+        return None, TokenizerReport(problem=" ".join(str(error).split()))
+    return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
+
+
+def _rendered(
+    rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", look: TokenizerReport
+) -> tuple[dict[str, list[Row]], TokenizerReport]:
+    """Rows of messages as the texts that the tokenizer makes of them, or the reason why it cannot."""
+    try:
+        return {split: [rendered(row, tokenizer) for row in of] for split, of in rows.items()}, look
+    except RlhfError as error:
+        return {}, look.model_copy(update={"problem": " ".join(str(error).split())})
+
+
+def _texts(row: Row) -> list[str]:
+    return [row.prompt, *completions_of(row)]
+
+
+def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
+    """Try a tokenizer: do texts come back as they went in, what does it not know, does its chat template render."""
+    num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        num_tokens += len(tokens)
+        num_unknown += tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
+        back = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if back != text:
+            num_changed += 1
+            example = example or _difference(text, str(back))
+    return TokenizerReport(
+        num_texts=len(texts),
+        num_changed=num_changed,
+        example=example,
+        unknown_share=num_unknown / max(num_tokens, 1),
+        chat_problem=_chat_problem(tokenizer),
+    )
+
+
+def _difference(text: str, back: str, around: int = 20) -> str:
+    """Surroundings of the place at which two texts part."""
+    at = next((i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    start = max(0, at - around)
+    return f"{text[start : at + around]!r} came back as {back[start : at + around]!r}"
+
+
+def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
+    if not tokenizer.chat_template:
+        return ""
+    plain: Any = ""
+    prompt: Any = ""
+    with Survived() as failed:  # a template is code, and raises what it likes
+        plain = tokenizer.apply_chat_template(CHAT, tokenize=False)
+        prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    if isinstance(failed.error, ImportError):
+        return ""  # without jinja2 nothing renders it here, nor in training
+    if failed.error is not None:
+        return f"does not render: {' '.join(failed.problem.split())}"
+    if CHAT[0]["content"] not in prompt:
+        return "leaves the user's message out"
+    if prompt == plain:
+        return "adds no generation prompt: the model is not told that it is its turn"
+    return ""
+
+
+def _with_lengths(
+    look: SplitReport, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", spec: RunSpec
+) -> SplitReport:
+    if not rows:
+        return look
+    started = time.monotonic()
+    prompts = [len(prompt_tokens(row, tokenizer)) for row in rows]
+    seconds = time.monotonic() - started
+    limit = spec.data.max_prompt_tokens
+    kept = [(length, row) for length, row in zip(prompts, rows, strict=True) if length <= limit]
+    completions = [
+        (length, [len(completion_tokens(text, row, tokenizer)) for text in completions_of(row)]) for length, row in kept
+    ]
+    longest = spec.data.max_completion_tokens or math.inf
+    taught = [length + max(made) for length, made in completions if made and max(made) <= longest]
+    return look.model_copy(
+        update={
+            "encode_s": seconds,
+            "num_overlong": len(rows) - len(kept),
+            "num_long_completions": sum(max(made, default=0) > longest for _, made in completions),
+            "longest_completion": max((max(made) for _, made in completions if made), default=0),
+            "num_empty": prompts.count(0),
+            "longest_prompt": max(prompts),
+            "longest_kept": max((length for length, _ in kept), default=0),
+            "longest_taught": max(taught, default=0),
+        }
+    )

@@ -1,0 +1,216 @@
+"""Reward functions tried on real rows, each in a process of its own that cannot take the machine down with it.
+
+User code may loop for ever, take all memory or kill its process. It runs in a fork with limits, and whoever started it
+waits no longer than a deadline. Imports no torch; the process must not have started threads before.
+"""
+
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import BadConfig, RewardFailed
+from rlhf_core.schemas.content import RewardTrial, TrialProblem
+from rlhf_core.training.rewards.functions import RewardFunction, load_reward, rewards_of
+from rlhf_core.training.types import Row
+
+TRIAL_S = 20.0
+"""Longest time for one function, its import included."""
+ALL_TRIALS_S = 60.0
+"""Longest time for all functions together."""
+MEMORY_BYTES = 4 << 30
+"""Memory that a function may take on top of what its import took, in bytes."""
+NUM_ROWS = 4
+"""Rows whose answers it is given."""
+
+_PR_SET_PDEATHSIG = 1
+
+NONSENSE = ("", "I do not know.")
+"""Completions that are right for no row; an empty one comes up in every training."""
+
+
+def try_rewards(
+    functions: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    trial_s: float = TRIAL_S,
+    all_s: float = ALL_TRIALS_S,
+    memory_bytes: int = MEMORY_BYTES,
+) -> list[RewardTrial]:
+    """Try functions one after the other.
+
+    Args:
+        functions: ``module:function`` of each; importable here.
+        rows: real rows; a few of them are used.
+        trial_s: longest time for one function, in seconds.
+        all_s: longest time for all of them.
+        memory_bytes: what a function may take.
+    """
+    deadline = time.monotonic() + all_s
+    trials = []
+    for path in functions:
+        left = min(trial_s, deadline - time.monotonic())
+        if left <= 0:
+            message = f"the functions before it took {all_s:g} s"
+            trials.append(RewardTrial(function=path, problem=TrialProblem.NOT_TRIED, message=message))
+        else:
+            trials.append(_bounded(path, rows, left, memory_bytes))
+    return trials
+
+
+def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[bool]]:
+    """Rows with completions to reward: their own answer, what training would teach, another row's answer, nonsense.
+
+    Returns:
+        The row of each completion, the completion, and whether it is right.
+    """
+    used = list(rows[:NUM_ROWS])
+    made: list[tuple[Row, str, bool]] = []
+    for row, other in zip(used, [*used[1:], used[0]], strict=True):
+        made += [(row, text, True) for text in dict.fromkeys((row.answer, row.target))]
+        if other.answer != row.answer:
+            made.append((row, other.answer, False))
+        made += [(row, text, False) for text in NONSENSE if text != row.answer]
+    return [row for row, _, _ in made], [text for _, text, _ in made], [right for _, _, right in made]
+
+
+def _bounded(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes: int) -> RewardTrial:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _child(path, rows, writing, timeout_s, memory_bytes)
+    os.close(writing)
+    try:
+        answer = _read_line(reading, time.monotonic() + timeout_s)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # whatever it started belongs to its group
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    if answer is None:
+        message = f"no answer within {timeout_s:.0f} s"
+        return RewardTrial(function=path, problem=TrialProblem.TIMEOUT, message=message)
+    if not answer:
+        return RewardTrial(function=path, problem=TrialProblem.DIED, message=_ending(os.waitstatus_to_exitcode(status)))
+    return RewardTrial.model_validate_json(answer)
+
+
+def _read_line(reading: int, deadline: float) -> bytes | None:
+    """A line from a pipe; empty when the other end is closed first, None when the time is over.
+
+    A line and not the whole: what a function leaves running keeps the pipe open.
+    """
+    found = b""
+    while (left := deadline - time.monotonic()) > 0:
+        if not select.select([reading], [], [], left)[0]:
+            return None
+        part = os.read(reading, 65536)
+        if not part:
+            return b""
+        found += part
+        if found.endswith(b"\n"):
+            return found
+    return None
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"its process was ended by {name}" + (", most likely for its memory" if name == "SIGKILL" else "")
+    return f"its process ended with exit code {code}"
+
+
+def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float, memory_bytes: int) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the limits below are long for an orphan
+        os.dup2(2, 1)  # what it prints must not get into the answer
+        # A net below the deadline, for the case that nobody is left to end this process.
+        cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        trial = _tried(path, rows, lambda: _limit_memory(memory_bytes))
+        os.write(writing, json.dumps(trial.model_dump(mode="json")).encode() + b"\n")
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Limits what may be written to, not the address space: CUDA reserves many times of what it ever uses."""
+    status = Path("/proc/self/status").read_text()
+    now = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + memory_bytes, now + memory_bytes))
+
+
+def _tried(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardTrial:
+    try:
+        function = load_reward(path)
+        limit()
+        problem = _wrong_columns(function, rows)
+        if problem:
+            return RewardTrial(function=path, problem=TrialProblem.COLUMNS, message=problem)
+        return _called(path, function, rows)
+    except (BadConfig, RewardFailed) as error:
+        kind = TrialProblem.MEMORY if isinstance(error.__cause__, MemoryError) else TrialProblem.FAILED
+        return RewardTrial(function=path, problem=kind, message=" ".join(str(error).split())[:500])
+    except MemoryError:
+        return RewardTrial(function=path, problem=TrialProblem.MEMORY, message="it ran out of memory")
+    except SystemExit as error:
+        message = f"it ended its process with {error.code!r}"
+        return RewardTrial(function=path, problem=TrialProblem.DIED, message=message)
+
+
+def _called(path: str, function: RewardFunction, rows: Sequence[Row]) -> RewardTrial:
+    used, completions, right = completions_for(rows)
+    for _ in range(2):  # the first call may load a model or import a parser
+        started = time.monotonic()
+        rewards = rewards_of(path.partition(":")[2], function, used, completions)
+        seconds = time.monotonic() - started
+    return RewardTrial(
+        function=path,
+        num_completions=len(completions),
+        num_distinct=len(set(rewards)),
+        right=_mean([reward for reward, good in zip(rewards, right, strict=True) if good]),
+        wrong=_mean([reward for reward, good in zip(rewards, right, strict=True) if not good]),
+        seconds=seconds,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _wrong_columns(function: RewardFunction, rows: Sequence[Row]) -> str:
+    """Reason why the columns of the data do not fit the function; empty when they do, or its form cannot be read."""
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ""
+    given: dict[str, Any] = {name: None for row in rows for name in row.columns}
+    given |= dict.fromkeys(("prompts", "completions", "answer"))
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one.name for one in parameters.values() if one.kind in kinds and one.default is inspect.Parameter.empty]
+    missing = [name for name in needed if name not in given]
+    if missing:
+        return f"it needs {', '.join(missing)}, which the data does not have; it has {', '.join(sorted(given))}"
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    refused = [name for name in given if name not in parameters]
+    if refused and not takes_all:
+        return f"it does not take {', '.join(refused)}; add **columns to its arguments"
+    return ""

@@ -1,0 +1,261 @@
+"""A process for reward functions, from the side of the trainer: started once, held to a time limit, replaced.
+
+A reward function is code of the user over text of a model. It may never return, end its process, or leave processes
+behind; in the trainer's own process each of these would take the rank along. Here it costs one answer: what exceeds
+its limit is killed with everything it has started, and the next call finds a new process.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.training.rewards.functions import RewardCall
+from rlhf_core.training.rewards.worker import HEADER, CallRequest
+
+POLL_INTERVAL_S = 0.2
+"""Seconds between two signs of life while a function runs."""
+LOAD_TIMEOUT_S = 600.0
+"""Longest import of a reward function, in seconds: from a cold file system torch alone takes a minute."""
+KILL_TIMEOUT_S = 10.0
+"""Longest wait for the end of what a function has started, in seconds."""
+MARK_VARIABLE = "RLHF_REWARD_PROCESS"
+"""Environment variable by which the descendants of such a process are found, also those that have left its session."""
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from rlhf_core.training.rewards.worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class RewardProcess:
+    """Calls reward functions in a process of their own. For the main thread alone: the process dies with the thread
+    that has started it."""
+
+    def __init__(self, paths: Sequence[str], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        """Start it; it imports the functions while the caller goes on.
+
+        Args:
+            paths: ``module:function`` of each function that it will be asked for.
+            load_timeout_s: longest import of one of them, in seconds.
+        """
+        self._paths = tuple(dict.fromkeys(paths))
+        self._load_timeout_s = load_timeout_s
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._mark = ""
+        self._unread: list[str] = []
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None after one was ended, until the next call."""
+        return self._process.pid if self._process is not None else None
+
+    def call(
+        self,
+        path: str,
+        arguments: Mapping[str, Sequence[Any]],
+        seed: int,
+        timeout_s: float,
+        beat: Callable[[], None],
+    ) -> RewardCall:
+        """Call one function.
+
+        Args:
+            path: one of ``paths``.
+            arguments: of :func:`rlhf_core.training.rewards.functions.reward_arguments`.
+            seed: of the global generators of Python, NumPy and torch, so that a call can be repeated.
+            timeout_s: longest wait for the answer, in seconds.
+            beat: called at least every ``POLL_INTERVAL_S`` seconds.
+
+        Raises:
+            BadConfig: the function cannot be imported.
+        """
+        self.await_loaded(beat)
+        answer = self._exchange(CallRequest(path, arguments, seed), timeout_s, beat)
+        if isinstance(answer, str):
+            return RewardCall(failure=answer)
+        problems = {int(index): problem for index, problem in answer.get("problems", {}).items()}
+        return RewardCall(answer.get("values", []), problems, answer.get("failure", ""), trace=answer.get("trace", ""))
+
+    def await_loaded(self, beat: Callable[[], None]) -> None:
+        """Wait until all functions are imported.
+
+        Raises:
+            BadConfig: one of them cannot be.
+        """
+        if self._process is None:
+            self._start()
+        while self._unread:
+            path = self._unread[0]
+            answer = self._receive(time.monotonic() + self._load_timeout_s, self._load_timeout_s, beat)
+            if isinstance(answer, str):
+                raise BadConfig(f"reward function {path}: its import {answer}; see what its module does when imported")
+            if unloadable := answer.get("unloadable"):
+                raise BadConfig(unloadable)
+            if failure := answer.get("failure"):
+                raise BadConfig(f"reward function {path}: its import {failure}")
+            del self._unread[0]
+
+    def close(self) -> None:
+        """End the process with all that its functions have started."""
+        if self._process is not None:
+            _end_with_descendants(self._process, self._mark)
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _start(self) -> None:
+        own, other = socket.socketpair()
+        own.setblocking(False)
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        arguments = [json.dumps(sys.path), str(other.fileno()), str(os.getpid())]
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+                env={**os.environ, MARK_VARIABLE: self._mark},
+            )
+        self._connection = own
+        self._unread = list(self._paths)
+        for path in self._paths:  # a few hundred bytes, for which any socket has room
+            own.sendall(_packed(CallRequest(path)))
+
+    def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any] | str:
+        """The answer to a request, or why there is none; then the process has been ended."""
+        assert self._connection is not None
+        deadline, left = time.monotonic() + timeout_s, memoryview(_packed(request))
+        while left:
+            if failure := self._wait(deadline, timeout_s, beat, for_writing=True):
+                return failure
+            try:
+                left = left[self._connection.send(left) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                return self._died()
+        return self._receive(deadline, timeout_s, beat)
+
+    def _receive(self, deadline: float, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any] | str:
+        header = self._read(HEADER.size, deadline, timeout_s, beat)
+        if isinstance(header, str):
+            return header
+        body = self._read(HEADER.unpack(header)[0], deadline, timeout_s, beat)
+        if isinstance(body, str):
+            return body
+        try:
+            answer: dict[str, Any] = json.loads(body)
+        except ValueError:
+            self.close()
+            return "has written into the connection of its process"
+        return answer
+
+    def _read(self, count: int, deadline: float, timeout_s: float, beat: Callable[[], None]) -> bytes | str:
+        assert self._connection is not None
+        found = bytearray()
+        while len(found) < count:
+            if failure := self._wait(deadline, timeout_s, beat):
+                return failure
+            try:
+                part = self._connection.recv(count - len(found))
+            except BlockingIOError:
+                continue
+            except OSError:
+                return self._died()
+            if not part:
+                return self._died()
+            found += part
+        return bytes(found)
+
+    def _wait(self, deadline: float, timeout_s: float, beat: Callable[[], None], *, for_writing: bool = False) -> str:
+        """Wait until the connection is ready; why it will never be, if so."""
+        assert self._connection is not None
+        assert self._process is not None
+        mine = [self._connection]
+        while True:
+            beat()
+            left = deadline - time.monotonic()
+            wait_s = max(0.0, min(POLL_INTERVAL_S, left))
+            readable, writable, _ = select.select([] if for_writing else mine, mine if for_writing else [], [], wait_s)
+            if readable or writable:
+                return ""
+            # A process that it has forked keeps the connection open after its end.
+            if self._process.poll() is not None:
+                return self._died()
+            if left <= 0:
+                self.close()
+                return f"gave no answer within {timeout_s:.3g} s"
+
+    def _died(self) -> str:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # closed its end, and lives
+            self._process.wait(POLL_INTERVAL_S)
+        code = self._process.returncode
+        self.close()
+        if code is None:
+            return "closed the connection of its process"
+        if code >= 0:
+            return f"ended its process with exit code {code}"
+        name = signal.Signals(-code).name
+        return f"had its process ended by {name}" + (", most likely for its memory" if name == "SIGKILL" else "")
+
+
+def _packed(request: CallRequest) -> bytes:
+    content = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(content)) + content
+
+
+def _end_with_descendants(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Kill a process and everything it ever started, and wait until all are gone.
+
+    What it has started is frozen before it is killed: otherwise something that forks for ever would be followed for
+    ever.
+    """
+    frozen: set[int] = set()
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    if process.poll() is None:
+        process.send_signal(signal.SIGSTOP)
+    while (living := _descendants(process.pid, mark)) and time.monotonic() < deadline:
+        is_whole = {one.pid for one in living} <= frozen
+        for one in living:
+            with contextlib.suppress(psutil.Error):
+                one.kill() if is_whole else one.suspend()
+        frozen |= {one.pid for one in living}
+    process.kill()
+    process.wait()
+
+
+def _descendants(pid: int, mark: str) -> list[psutil.Process]:
+    """Living processes that carry the mark or are children of such: not the process itself."""
+    found: dict[int, psutil.Process] = {}
+    with contextlib.suppress(psutil.Error):
+        found = {child.pid: child for child in psutil.Process(pid).children(recursive=True)}
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if one.pid not in found and one.environ().get(MARK_VARIABLE) == mark:
+                found |= {child.pid: child for child in (one, *one.children(recursive=True))}
+    found.pop(pid, None)
+    return [one for one in found.values() if _lives(one)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

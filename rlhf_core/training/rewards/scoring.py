@@ -1,0 +1,341 @@
+"""Rewards of a rank's completions: functions with weights, each held to its time limit, and what becomes of a failure.
+
+A function is called once for all completions. Where that fails, the completions are halved again and again until the
+one is found that it fails for: an error that names it can be repeated in a second, and the others need not suffer from
+it. A part of the completions has the same part of the time, and never less than a sixteenth, so that one endless
+completion costs little more than the time limit once again.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NoReturn
+
+from rlhf_core.errors import RewardFailed
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.scoring_models import ScoringModelState
+from rlhf_core.training.rewards.functions import (
+    RewardCall,
+    call_reward,
+    load_reward,
+    reward_arguments,
+    reward_names,
+    shown,
+)
+from rlhf_core.training.rewards.process import RewardProcess
+from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, ScoringModels
+from rlhf_core.training.types import Row
+
+LEAST_SHARE = 1 / 16
+"""Least part of the time limit that a part of the completions has."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of some completions."""
+
+    total: list[float]
+    """Weighted sum over the functions, one per completion."""
+    by_function: dict[str, list[float]]
+    """Unweighted rewards of each function."""
+    num_failed: int
+    """Completions for which at least one function failed, and counts as 0."""
+    warnings: list[str]
+    """Failures of a kind that was not told before, as sentences."""
+
+    def take(self, indices: Sequence[int]) -> "Scores":
+        """Those of some of the completions, without failures."""
+        by_function = {name: [values[index] for index in indices] for name, values in self.by_function.items()}
+        return Scores([self.total[index] for index in indices], by_function, 0, [])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Several as one, in their order."""
+        return cls(
+            [value for part in parts for value in part.total],
+            {name: [value for part in parts for value in part.by_function[name]] for name in parts[0].by_function},
+            sum(part.num_failed for part in parts),
+            [warning for part in parts for warning in part.warnings],
+        )
+
+
+@dataclass(frozen=True)
+class _FunctionScores:
+    """Rewards by one function, and what went wrong."""
+
+    values: list[float]
+    problems: dict[int, RewardCall | str]
+    """By index: why there is no reward."""
+    as_one: RewardCall | None
+    """Failure of the call for all completions at once."""
+
+
+class RewardScorer:
+    """Scores completions by the reward functions of a run, and by the scorer of its evaluations."""
+
+    def __init__(self, spec: RunSpec, rank: int = 0) -> None:
+        """Start the process of the functions, if they have one.
+
+        Args:
+            rank: rank in the role's process group; part of the seed of what functions draw at random.
+        """
+        self._spec = spec
+        self._reward = spec.reward
+        self._rank = rank
+        self._functions = reward_names(spec.reward.functions) if spec.samples else {}
+        self._evaluation = reward_names([spec.evaluate.scorer])
+        paths = [*self._functions.values(), *self._evaluation.values()]
+        self._process = RewardProcess(paths) if spec.reward.timeout_s else None
+        self._told: set[str] = set()
+        self._models: ScoringModels | None = None
+
+    def use(self, models: ScoringModels) -> None:
+        """From here on, score by these reward models too."""
+        self._models = models
+
+    @property
+    def model_states(self) -> dict[str, ScoringModelState]:
+        """State of the reward models, for a checkpoint."""
+        return dict(self._models.states) if self._models is not None else {}
+
+    def close(self) -> None:
+        """End the process with all that functions have started."""
+        if self._process is not None:
+            self._process.close()
+
+    def load(self, beat: Callable[[], None]) -> None:
+        """Wait until the functions are imported.
+
+        Raises:
+            BadConfig: one of them cannot be.
+        """
+        if self._process is not None:
+            self._process.await_loaded(beat)
+        else:
+            for path in (*self._functions.values(), *self._evaluation.values()):
+                load_reward(path)
+
+    def score(
+        self,
+        rows: Sequence[Row],
+        completions: Sequence[str],
+        step: int,
+        beat: Callable[[], None],
+        sampling_round: int = 0,
+        finished: Sequence[bool] = (),
+    ) -> Scores:
+        """Weighted rewards by ``reward.functions`` and ``reward.models``. Collective where a model normalises.
+
+        Args:
+            rows: the row of each completion (a row comes once per sample).
+            completions: texts, as many.
+            step: optimizer step; functions that draw at random draw the same when it is made again.
+            beat: called before and after each function, and every fraction of a second while one runs.
+            sampling_round: round of the step, where it samples several times.
+            finished: False for each completion that was cut off; all are finished where it is left out.
+
+        Raises:
+            BadConfig: a function cannot be imported.
+            RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions.
+        """
+        by_function: dict[str, list[float]] = {}
+        failed: set[int] = set()
+        warnings: list[str] = []
+        seed = self._seed(step, sampling_round)
+        for name, path in self._functions.items():
+            found = self._found(name, path, rows, completions, seed, beat, self._reward.on_failure == "stop")
+            by_function[name] = found.values
+            failed |= found.problems.keys()
+            if (found.problems or found.as_one) and name not in self._told:
+                self._told.add(name)
+                warnings.append(self._warning(name, found, rows, completions))
+        factors = list(self._reward.weights) or [1.0] * len(by_function)
+        weighted = list(zip(factors, by_function.values(), strict=True))
+        for name, scores in self._scores_by_models(rows, completions, finished, beat).items():
+            problems = self._unusable(name, scores, rows, completions)
+            failed |= problems.keys()
+            by_function[name] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
+            weighted.append((self._reward.models[name].weight, scores.counted))
+            if (problems or scores.num_cut) and name not in self._told:
+                self._told.add(name)
+                warnings += self._warnings_of_model(name, scores, problems, rows, completions)
+        total = [sum(factor * values[index] for factor, values in weighted) for index in range(len(completions))]
+        counted = [0.0 if index in failed else value for index, value in enumerate(total)]
+        return Scores(counted, by_function, len(failed), warnings)
+
+    def _scores_by_models(
+        self, rows: Sequence[Row], completions: Sequence[str], finished: Sequence[bool], beat: Callable[[], None]
+    ) -> dict[str, ModelScores]:
+        if self._models is None:
+            return {}
+        ended = finished or [True] * len(completions)
+        return self._models.score([SampledText(*one) for one in zip(rows, completions, ended, strict=True)], beat)
+
+    def _unusable(
+        self, name: str, scores: ModelScores, rows: Sequence[Row], completions: Sequence[str]
+    ) -> dict[int, RewardCall | str]:
+        """Completions whose score is no finite number, and what it is."""
+        problems: dict[int, RewardCall | str] = {
+            index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)
+        }
+        allowed = 0.0 if self._reward.on_failure == "stop" else max(1.0, self._reward.max_failed_share * len(rows))
+        if len(problems) > allowed:
+            self._refuse(name, problems, allowed, rows, completions)
+        return problems
+
+    def _warnings_of_model(
+        self,
+        name: str,
+        scores: ModelScores,
+        problems: dict[int, RewardCall | str],
+        rows: Sequence[Row],
+        completions: Sequence[str],
+    ) -> list[str]:
+        told = [self._warning(name, _FunctionScores([], problems, None), rows, completions)] if problems else []
+        if scores.num_cut:
+            told.append(
+                f"On rank {self._rank}, {scores.num_cut} of {len(rows)} completions are, with their prompts, longer "
+                f"than reward model {name} reads: their beginnings are left out (reward.models.{name}.max_tokens)."
+            )
+        return told
+
+    def evaluate(self, rows: Sequence[Row], completions: Sequence[str], beat: Callable[[], None]) -> list[float]:
+        """Scores by ``evaluate.scorer``. A failure ends the run whatever ``reward.on_failure`` is: a measurement with
+        zeros in it would be none.
+
+        Args: as for :meth:`score`.
+
+        Raises:
+            BadConfig: the scorer cannot be imported.
+            RewardFailed: it failed.
+        """
+        ((name, path),) = self._evaluation.items()
+        return self._found(name, path, rows, completions, self._seed(0, 0), beat, stops=True).values
+
+    def _found(
+        self,
+        name: str,
+        path: str,
+        rows: Sequence[Row],
+        completions: Sequence[str],
+        seed: int,
+        beat: Callable[[], None],
+        stops: bool,
+    ) -> _FunctionScores:
+        count = len(completions)
+        allowed = 0.0 if stops else max(1.0, self._reward.max_failed_share * count)
+        values = [0.0] * count
+        problems: dict[int, RewardCall | str] = {}
+        as_one: RewardCall | None = None
+        left = [(0, count)]
+        while left:
+            first, end = left.pop()
+            called = self._call(
+                path, rows[first:end], completions[first:end], seed, beat, (end - first) / max(count, 1)
+            )
+            if called.failure and end - first > 1:
+                as_one = as_one or called
+                middle = (first + end) // 2
+                left += [(middle, end), (first, middle)]
+                continue
+            if called.failure:
+                problems[first] = called
+            else:
+                values[first:end] = called.values
+                problems |= {first + index: problem for index, problem in called.problems.items()}
+            if len(problems) > allowed:
+                self._refuse(name, problems, allowed, rows, completions)
+        if as_one is not None and stops:
+            raise _error(
+                f"reward function {name} {as_one.failure} for {count} completions at once, and for none of them alone; "
+                f"give it more time (reward.timeout_s), or fewer completions a step",
+                as_one,
+            )
+        return _FunctionScores(values, problems, as_one)
+
+    def _call(
+        self,
+        path: str,
+        rows: Sequence[Row],
+        completions: Sequence[str],
+        seed: int,
+        beat: Callable[[], None],
+        share: float,
+    ) -> RewardCall:
+        beat()
+        arguments = reward_arguments(rows, completions)
+        if self._process is None:
+            called = call_reward(load_reward(path), arguments)
+        else:
+            limit_s = self._reward.timeout_s * max(share, LEAST_SHARE)
+            called = self._process.call(path, arguments, seed, limit_s, beat)
+        beat()
+        return called
+
+    def _seed(self, step: int, sampling_round: int) -> int:
+        text = f"{self._spec.seed}|{step}|{sampling_round}|{self._rank}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def _refuse(
+        self,
+        name: str,
+        problems: dict[int, RewardCall | str],
+        allowed: float,
+        rows: Sequence[Row],
+        completions: Sequence[str],
+    ) -> NoReturn:
+        index, problem = next(iter(problems.items()))
+        told = self._sentence(name, index, problem, rows, completions)
+        advice = (
+            'Call it with this completion alone to see why; reward.on_failure = "zero" counts such completions as 0'
+            if not allowed
+            else f"It has failed for {len(problems)} of {len(completions)} completions, more than "
+            f"reward.max_failed_share = {self._reward.max_failed_share:g}"
+        )
+        raise _error(f"{told}. {advice}", problem if isinstance(problem, RewardCall) else None)
+
+    def _warning(self, name: str, found: _FunctionScores, rows: Sequence[Row], completions: Sequence[str]) -> str:
+        if not found.problems and found.as_one is not None:
+            return (
+                f"On rank {self._rank}, reward function {name} {found.as_one.failure} for {len(completions)} "
+                f"completions at once, and for none of them alone, so none counts as 0; give it more time "
+                f"(reward.timeout_s), or fewer completions a step."
+            )
+        index, problem = next(iter(found.problems.items()))
+        return (
+            f"On rank {self._rank}, {self._sentence(name, index, problem, rows, completions)}. The completion counts "
+            f"as 0 (reward.on_failure), and so will others; reward/failed_share tells how many."
+        )
+
+    def _sentence(
+        self, name: str, index: int, problem: RewardCall | str, rows: Sequence[Row], completions: Sequence[str]
+    ) -> str:
+        what = problem if isinstance(problem, str) else problem.failure
+        source = "model" if name in self._reward.models else "function"
+        has_limit = self._process is not None and source == "function"
+        limit = f" within reward.timeout_s = {self._reward.timeout_s:g} s" if has_limit else ""
+        return (
+            f"reward {source} {name} {what} for completion {index} ({shown(completions[index])}, prompt "
+            f"{rows[index].uid}); expected a finite number{limit}"
+        )
+
+
+@contextmanager
+def reward_scorer(spec: RunSpec, rank: int) -> Iterator[RewardScorer]:
+    """A scorer whose process ends with the block."""
+    scorer = RewardScorer(spec, rank)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+def _error(message: str, call: RewardCall | None) -> RewardFailed:
+    error = RewardFailed(message)
+    if call is not None:
+        error.__cause__ = call.error
+        if call.trace:
+            error.add_note(call.trace)
+    return error

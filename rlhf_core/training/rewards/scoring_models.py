@@ -1,0 +1,291 @@
+"""Reward models that score completions: loaded beside the policy, in every rank's own process.
+
+A reward model reads tokens of its own. Texts are tokenised anew by its tokenizer, in the form that it was trained on:
+prompt, completion and, where the policy has ended it, the end token, or what its chat template makes of them. Its score
+is taken where its own forward pass takes it, at the last token that is no padding.
+
+No rank waits for another while it scores: ranks may have completions of other lengths, or none.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.errors import BadConfig, ResumeMismatch
+from rlhf_core.files.fingerprints import fingerprint
+from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
+from rlhf_core.training.data.chat import rendered
+from rlhf_core.training.data.loading import completion_tokens, prompt_tokens
+from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.causal_lm import dropout_free_config
+from rlhf_core.training.models.reward_model import RewardModel, is_reward_model
+from rlhf_core.training.types import Conversation, Row
+
+
+class SampledText(NamedTuple):
+    """A completion to be scored."""
+
+    row: Row
+    text: str
+    finished: bool
+    """True if the policy has ended it; otherwise it was cut off at the longest length."""
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """Scores of a rank's completions by one reward model."""
+
+    raw: list[float]
+    """As the model gives them; NaN or infinite where it overflows."""
+    num_cut: int
+    """Sequences whose beginning was left out, because they are longer than the model reads."""
+    counted: list[float] = field(default_factory=list)
+    """As they count in the sum: on the scale that the settings ask for."""
+
+
+class ScoringModel:
+    """A reward model with its tokenizer."""
+
+    def __init__(
+        self, name: str, settings: ScoringModelSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            name: of the model in the run.
+            model: with one output; its weights are frozen.
+        """
+        self.name = name
+        self._settings = settings
+        self._model = model.requires_grad_(False).eval()
+        # Decoders are scored at one token by a head of their own; others (encoders) as they do it themselves.
+        self._decoder = RewardModel(model) if is_reward_model(model) else None
+        self._tokenizer = tokenizer
+        positions = getattr(model.config, "max_position_embeddings", 0) or 0
+        self._max_tokens = settings.max_tokens or positions
+
+    @torch.no_grad()
+    def scores(self, made: Sequence[SampledText], beat: Callable[[], None]) -> ModelScores:
+        """Score completions, those of like length together.
+
+        Args:
+            beat: called after every batch.
+        """
+        sequences = [self._tokens(one) for one in made]
+        num_cut = sum(bool(self._max_tokens) and len(tokens) > self._max_tokens for tokens in sequences)
+        kept = [tokens[-self._max_tokens :] if self._max_tokens else tokens for tokens in sequences]
+        order = sorted(range(len(kept)), key=lambda index: len(kept[index]))
+        found = [0.0] * len(kept)
+        for first in range(0, len(order), self._settings.batch_size):
+            part = order[first : first + self._settings.batch_size]
+            for index, score in zip(part, self._batch([kept[index] for index in part]).tolist(), strict=True):
+                found[index] = score
+            beat()
+        return ModelScores(found, num_cut)
+
+    def _batch(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """``[B]`` scores of one batch, padded on the right."""
+        longest = max(map(len, sequences))
+        pad_id = self._tokenizer.pad_token_id
+        ids = torch.tensor([[*tokens, *[pad_id] * (longest - len(tokens))] for tokens in sequences])
+        lengths = torch.tensor([len(tokens) for tokens in sequences])
+        mask = (torch.arange(longest) < lengths[:, None]).long()
+        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
+        if self._decoder is not None:
+            scores: Tensor = self._decoder(ids, mask)
+            return scores
+        logits: Tensor = self._model(input_ids=ids, attention_mask=mask).logits
+        return logits.squeeze(-1).float()
+
+    def _tokens(self, made: SampledText) -> list[int]:
+        """Tokens of prompt and completion, in the form that the model was trained on."""
+        scored = self._rendered(made)
+        if self._decoder is None:
+            # Encoders read two texts, with tokens of their own around them.
+            pair: list[int] = self._tokenizer(scored.prompt, scored.target)["input_ids"]
+            return pair
+        prompt = prompt_tokens(scored, self._tokenizer)
+        if made.finished:
+            return [*prompt, *completion_tokens(scored.target, scored, self._tokenizer)]
+        # Of what was cut off nothing says that it has ended.
+        return [*prompt, *self._tokenizer.encode(scored.target, add_special_tokens=False)]
+
+    def _rendered(self, made: SampledText) -> Row:
+        """A row whose target is the completion, as text or as this model's chat template has it."""
+        row, template = made.row, self._settings.template
+        if template == "text" or (template == "data" and row.chat is None):
+            return dataclasses.replace(row, target=made.text, chat=None)
+        messages = row.chat.prompt if row.chat is not None else ({"role": "user", "content": row.prompt},)
+        chat = Conversation(messages, target=({"role": "assistant", "content": made.text},))
+        whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer)
+        end = whole.target.rfind(made.text)
+        if made.finished or not made.text or end < 0:
+            return whole
+        return dataclasses.replace(whole, target=whole.target[: end + len(made.text)])
+
+
+@dataclass
+class ScoringModels:
+    """All reward models of a run on one rank, and what they have scored so far."""
+
+    settings: Mapping[str, ScoringModelSpec]
+    models: Sequence[ScoringModel]
+    states: dict[str, ScoringModelState]
+    ranks: Ranks
+
+    def score(self, made: Sequence[SampledText], beat: Callable[[], None]) -> dict[str, ModelScores]:
+        """Scores by each model. Collective where a model normalises: ranks bring any number of completions."""
+        found = {model.name: model.scores(made, beat) for model in self.models}
+        self._count(found)
+        return {
+            name: dataclasses.replace(scores, counted=self._normalised(name, scores.raw))
+            for name, scores in found.items()
+        }
+
+    def _count(self, found: Mapping[str, ModelScores]) -> None:
+        """Add this step's scores of all ranks to the running sums, for the models that are normalised."""
+        names = [name for name in found if self.settings[name].normalise != "none"]
+        if not names:
+            return
+        own = [value for name in names for value in _moments(found[name].raw)]
+        sums = [math.fsum(values) for values in zip(*self.ranks.gather_numbers(own), strict=True)]
+        for place, name in enumerate(names):
+            before = self.states[name]
+            count, total, squares = sums[3 * place : 3 * place + 3]
+            self.states[name] = before.model_copy(
+                update={
+                    "count": before.count + round(count),
+                    "total": before.total + total,
+                    "squares": before.squares + squares,
+                }
+            )
+
+    def _normalised(self, name: str, raw: Sequence[float]) -> list[float]:
+        how, state = self.settings[name].normalise, self.states[name]
+        if how == "none" or not state.count:
+            return list(raw)
+        mean = state.total / state.count
+        variance = max(0.0, state.squares / state.count - mean * mean)
+        scale = math.sqrt(variance) if how == "standardise" and variance > 0 else 1.0
+        return [(value - mean) / scale for value in raw]
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float, float]:
+    """Number, sum and sum of squares of the finite values."""
+    finite = [value for value in values if math.isfinite(value)]
+    return float(len(finite)), math.fsum(finite), math.fsum(value * value for value in finite)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_scoring_models(
+    settings: Mapping[str, ScoringModelSpec],
+    ranks: Ranks,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    before: Mapping[str, ScoringModelState],
+    beat: Callable[[], None],
+    *,
+    has_conversations: bool = False,
+) -> ScoringModels:
+    """Load the reward models of a run, and hold them against what a checkpoint knows of them. Collective.
+
+    Args:
+        policy_tokenizer: it is said where a model has another one.
+        before: of the checkpoint that is gone on from; empty from the beginning.
+        has_conversations: True if rows are conversations, which a chat template has to render.
+
+    Raises:
+        BadConfig: a folder holds no reward model, the nodes hold different ones, or there is no chat template where one
+            is needed.
+        ResumeMismatch: a model has other weights than those that the checkpoint was trained by.
+    """
+    models, states = [], {}
+    for name, one in settings.items():
+        beat()
+        found = _same_everywhere(name, one, ranks)
+        known = before.get(name)
+        if known is not None and known.fingerprint != found:
+            raise ResumeMismatch(
+                f"reward.models.{name}: {one.path} holds other files than those that the checkpoint was trained by "
+                f"(fingerprint {found}, then {known.fingerprint}); bring them back, or start a new run"
+            )
+        states[name] = known or ScoringModelState(fingerprint=found)
+        model, tokenizer = load_scoring_model(name, one, ranks.device)
+        if not tokenizer.chat_template and (one.template == "chat" or (one.template == "data" and has_conversations)):
+            raise BadConfig(
+                f"reward.models.{name}: found conversations to be scored, and no chat template in {one.path}; expected "
+                f'the one that the model was trained with, or template = "text"'
+            )
+        models.append(ScoringModel(name, one, model, tokenizer))
+        anew = "" if _is_same(tokenizer, policy_tokenizer) else "; another tokenizer than the policy's reads the texts"
+        ranks.log(
+            f"reward model {name}: {type(model).__name__} of {one.path}, fingerprint {found}, {one.dtype} on "
+            f"{model.device}{anew}"
+        )
+    return ScoringModels(settings, models, states, ranks)
+
+
+def load_scoring_model(
+    name: str, settings: ScoringModelSpec, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a reward model and its tokenizer.
+
+    Raises:
+        BadConfig: the folder holds no sequence classifier with one output, or not all of its weights: transformers
+            would draw the rest by lot.
+    """
+    folder, setting = Path(settings.path), f"reward.models.{name}"
+    if not folder.is_dir():
+        raise BadConfig(f'found {setting}.path = "{folder}", which is no folder here; give that of a reward model')
+    tokenizer = load_tokenizer(folder)
+    try:
+        config = dropout_free_config(folder)
+        if config.num_labels != 1:
+            raise BadConfig(
+                f"{setting}: {folder} has {config.num_labels} outputs; expected a reward model, which has one"
+            )
+        model, about = AutoModelForSequenceClassification.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=getattr(torch, settings.dtype),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())[:400]
+        raise BadConfig(f"{setting}: {folder} holds no sequence classifier that transformers loads: {told}") from error
+    missing = sorted(about["missing_keys"])
+    if missing:
+        raise BadConfig(
+            f"{setting}: {folder} lacks {', '.join(missing[:3])}, so that its scores would be random; expected a "
+            f"reward model, not a language model"
+        )
+    model.to(device if settings.device == "rank" else torch.device("cpu"))
+    return model, tokenizer
+
+
+def _same_everywhere(name: str, settings: ScoringModelSpec, ranks: Ranks) -> str:
+    """Fingerprint of a model's folder, which every rank has found alike."""
+    found = ranks.gather(fingerprint(Path(settings.path)))
+    if len(set(found)) > 1:
+        told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+        raise BadConfig(
+            f"reward.models.{name}: the ranks do not find the same files in {settings.path} ({told}); put the model "
+            f"where all nodes see it, or the same copy on each"
+        )
+    return found[0]
+
+
+def _is_same(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    vocabulary: dict[str, int] = one.get_vocab()
+    return bool(vocabulary == other.get_vocab())

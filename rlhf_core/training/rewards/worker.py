@@ -1,0 +1,137 @@
+"""Process in which reward functions run: it imports them, calls them, and answers. Imports no torch of its own.
+
+Messages go over a socket, each after its length. What the trainer sends is pickled: it comes from the trainer alone.
+What goes back is JSON, so that nothing that a reward function returns is ever executed by the trainer.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.training.rewards.functions import RewardCall, RewardFunction, call_reward, load_reward
+
+HEADER = struct.Struct("!Q")
+"""Length of a message in bytes, in front of it."""
+
+_PR_SET_PDEATHSIG = 1
+_FIRST_VICTIM = "1000"
+_SEEDED = ("numpy", "torch")
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A message of the trainer: import a function, and call it if there are arguments."""
+
+    path: str
+    """``module:function``."""
+    arguments: Mapping[str, Sequence[Any]] | None = None
+    seed: int = 0
+    """Seed of the global generators of Python, NumPy and torch."""
+
+
+def serve(descriptor: int, parent: int) -> NoReturn:
+    """Answer requests until the trainer closes the connection.
+
+    Args:
+        descriptor: socket to the trainer.
+        parent: process id of the trainer; this process dies with it.
+    """
+    _prepare(parent)
+    own, functions = os.getpid(), dict[str, RewardFunction]()
+    connection = socket.socket(fileno=descriptor)
+    while request := _receive(connection):
+        answer = json.dumps(_answer(pickle.loads(request), functions)).encode()
+        if os.getpid() != own:
+            os._exit(0)  # a copy that the function has forked and let return
+        with contextlib.suppress(OSError, ValueError):  # closed by the function
+            sys.stdout.flush()
+        try:
+            connection.sendall(HEADER.pack(len(answer)) + answer)
+        except OSError:  # closed by the function, or the trainer is gone
+            os._exit(1)
+    os._exit(0)  # threads that a function has left do not hold it up
+
+
+def _prepare(parent: int) -> None:
+    """Make this process one that ends with its trainer, not with the job, and before others when memory runs out."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    # A scheduler may send it to every process of a job; the trainer decides when this one ends. A handler, for what
+    # is ignored stays ignored in programs that user code starts.
+    signal.signal(signal.SIGTERM, _leave_it_to_the_trainer)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM)
+
+
+def _leave_it_to_the_trainer(number: int, frame: FrameType | None) -> None:
+    """The trainer ends this process."""
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """The next message; empty once the trainer has closed the connection."""
+    header = _receive_exactly(connection, HEADER.size)
+    return _receive_exactly(connection, HEADER.unpack(header)[0]) if header else b""
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = connection.recv(min(count, 1 << 20))
+        if not part:
+            return b""
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _answer(request: CallRequest, functions: dict[str, RewardFunction]) -> dict[str, Any]:
+    try:
+        if request.path not in functions:
+            functions[request.path] = load_reward(request.path)
+        if request.arguments is None:
+            return {}
+        called = _call(functions[request.path], request.arguments, request.seed)
+    except BadConfig as error:
+        return {"unloadable": str(error)}
+    except BaseException as error:  # noqa: BLE001 - SystemExit of user code ends no process that others need
+        return {"failure": f"raised {type(error).__name__}: {error}"}
+    trace = "".join(traceback.format_exception(called.error)) if called.error is not None else ""
+    problems = {str(index): problem for index, problem in called.problems.items()}
+    return {"values": called.values, "problems": problems, "failure": called.failure, "trace": trace}
+
+
+def _call(function: RewardFunction, arguments: Mapping[str, Sequence[Any]], seed: int) -> RewardCall:
+    """Call with seeded generators. A call that was the first to import NumPy or torch is made again: what it drew from
+    their generators could not be repeated."""
+    while True:
+        seeded = _seed_generators(seed)
+        called = call_reward(function, arguments)
+        if seeded == {name for name in _SEEDED if name in sys.modules}:
+            return called
+
+
+def _seed_generators(seed: int) -> set[str]:
+    """Seed all that are imported; their names."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % (1 << 32))
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+    return {name for name in _SEEDED if name in sys.modules}

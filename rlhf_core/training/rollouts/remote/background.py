@@ -1,0 +1,125 @@
+"""A rollout over the engines of the group that goes on while the trainer trains."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from threading import Thread
+
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
+from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout
+from rlhf_core.training.types import Completion
+
+
+class RolloutAhead:
+    """Rollouts beside training, one at a time; see :class:`rlhf_core.training.rollouts.base.Ahead`."""
+
+    def __init__(
+        self,
+        dispatcher: Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], Sampling, int], Dispatcher],
+        rollout: Callable[[Dispatcher, Sampling, Callable[[], None]], RemoteRollout],
+        finish: Callable[[Dispatcher, Sampling, Callable[[], None]], list[list[Completion]]],
+    ) -> None:
+        """Args:
+        dispatcher: checks what is asked for, and makes the bookkeeping of it.
+        rollout: a rollout with the weights in force, given what it calls whenever an engine makes progress.
+        finish: samples what is left with the weights in force, and returns all completions; collective.
+        """
+        self._dispatcher = dispatcher
+        self._rollout = rollout
+        self._finish = finish
+        self._begun: tuple[Dispatcher, Sampling, BackgroundRollout] | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """True from :meth:`begin` to :meth:`collect`."""
+        return self._begun is not None
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
+    ) -> None:
+        """Begin to sample.
+
+        Raises:
+            StaleWeights: another version is in force.
+            ValueError: as :func:`rlhf_core.training.rollouts.base.require_prompts`.
+        """
+        dispatcher = self._dispatcher(prompts, seeds, sampling, version)
+        background = BackgroundRollout(lambda advance: self._rollout(dispatcher, sampling, advance))
+        self._begun = dispatcher, sampling, background
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Wait until what can be answered is.
+
+        Raises:
+            EnginesLost: no engine serves, and none came back in time.
+        """
+        if self._begun is not None:
+            self._begun[2].wait(beat)
+
+    def stop(self) -> None:
+        """Have it end soon, and wait for that."""
+        if self._begun is not None:
+            self._begun[2].stop()
+
+    def peek(self) -> Mapping[int, list[Completion]]:
+        """Completions that are there once it has ended, by the index of the prompt."""
+        return {} if self._begun is None else self._begun[0].made
+
+    def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
+        """Wait, and sample with the version in force by now what was left. Collective.
+
+        Raises:
+            EnginesLost: as :meth:`wait`.
+        """
+        assert self._begun is not None  # begun before
+        self.wait(beat)
+        dispatcher, sampling, _ = self._begun
+        self._begun = None
+        return self._finish(dispatcher, sampling, beat)
+
+
+class BackgroundRollout:
+    """A rollout in a thread of its own: it waits for the network most of the time, and computes nothing."""
+
+    def __init__(self, rollout: Callable[[Callable[[], None]], RemoteRollout]) -> None:
+        """Begin it.
+
+        Args:
+            rollout: makes the rollout from what it calls whenever an engine makes progress.
+        """
+        self._rollout = rollout(self._advance)
+        self._num_advances = 0
+        loop = asyncio.new_event_loop()
+        self._end = asyncio.run_coroutine_threadsafe(self._rollout.run(), loop)
+        self._end.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+        # A daemon: a rank that fails does not wait for the engines.
+        Thread(target=_run, args=(loop,), name="rollout", daemon=True).start()
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Wait for its end; signs of life are given in this thread, as the rollout makes progress.
+
+        Raises:
+            EnginesLost: of the rollout.
+        """
+        seen = self._num_advances
+        while not self._end.done():
+            futures.wait([self._end], POLL_S)
+            if seen != self._num_advances:
+                seen = self._num_advances
+                beat()
+        self._end.result()
+
+    def stop(self) -> None:
+        """End it soon, and wait for that. An error that it had is of no interest any more."""
+        self._rollout.stop()
+        futures.wait([self._end])
+
+    def _advance(self) -> None:
+        self._num_advances += 1
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()

@@ -1,0 +1,369 @@
+"""Rollout engines of a group of their own, as a trainer rank uses them (``rollout.engines``).
+
+Rank 0 gives the weights of every version to all engines that live, alone or with other ranks that send a share each;
+every rank sends its own prompts to all of them. An engine that fails loses what it was asked for to the others, is
+restarted by its agent, and serves again once rank 0 has given it the weights.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import httpx
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
+from rlhf_core.files.whole import read_model, shared_secret
+from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.checkpoints.soundness import initial_folder
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.gathering import is_split
+from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
+from rlhf_core.training.rollouts.engine_adapter import base_digest
+from rlhf_core.training.rollouts.remote.background import RolloutAhead
+from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable, HttpEngineControl
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.rollout import RemoteRollout
+from rlhf_core.training.rollouts.remote.weights import FurtherPublisher, WeightPublisher, gather_along, join_senders
+from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
+from rlhf_core.training.types import Completion, WorkerContext
+
+MAX_SYNCS = 3
+"""Times that a version is sent before it is given up: an engine may be lost in each."""
+POLL_S = 0.2
+COUNTS = (
+    "rollout/moved_prompts",
+    "rollout/refused_completions",
+    "rollout/sync_bytes",
+    "time/weight_wire_s",
+    "time/weight_apply_s",
+)
+"""Metrics, the same on every rank; those of syncs are rank 0's."""
+
+
+class RemoteEngines:
+    """The engines of the group behind the protocol of one engine; see ``base.RolloutEngine``."""
+
+    def __init__(self, context: WorkerContext, ranks: Ranks) -> None:
+        spec = context.spec
+        self.version: int | None = None
+        self._spec = spec.rollout
+        self._dtype = spec.model.dtype
+        self._max_tokens = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+        self._start = context.restart
+        self._ranks = ranks
+        self._attempt = context.run_dir.attempt(context.attempt)
+        self._token = shared_secret(self._attempt.engine_key)
+        group = join_senders(context, ranks)
+        self._sync = WeightPublisher(context, group) if ranks.is_first else None
+        self._share = FurtherPublisher(context, group) if group is not None and not ranks.is_first else None
+        self._base = ""
+        if ranks.is_first and spec.model.lora is not None:
+            # Now, while the files are those that the trainers read.
+            self._base = base_digest(
+                initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
+            )
+        self._model: PreTrainedModel | None = None
+        self._probe: WeightProbe | None = None
+        self._num_rollouts = 0
+        self._was_complete = False
+        self._counts = dict.fromkeys(COUNTS, 0.0)
+        self.ahead = RolloutAhead(self._dispatcher, self._background_rollout, self._finish)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Weights
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
+        """Bring a version into force on all engines that live. Collective.
+
+        Returns:
+            What rank 0 has sent; None on other ranks, and where the version is in force.
+
+        Raises:
+            EnginesLost: there is none, and none came in time.
+            StaleWeights: every engine computes something else with the weights than the trainer does.
+        """
+        if self.version == version:
+            return None
+        if self.ahead.is_begun:
+            self.ahead.wait(beat)
+            self._ranks.barrier()  # another rank's prompts would be refused by engines with the next version
+        self.version = None
+        self._model = model
+        self._probe = probe_of(model, self._max_tokens, self._dtype)
+        problem = ""
+        for _ in range(MAX_SYNCS):
+            problem, transfer = self._send(self._living(beat), model, version, beat)
+            if not problem:
+                self.version = version
+                return transfer
+        _raise(problem)
+        return None
+
+    def _send(
+        self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
+    ) -> tuple[str, WeightTransfer | None]:
+        """One try to give a version to engines: the problem that rank 0 had with it, and what it has sent. Collective.
+
+        The transfer is None on other ranks, and where there was a problem.
+        """
+        sync = self._sync
+        if self._share is not None:
+            self._share.send(model, beat)
+        elif sync is None:
+            gather_along(model, beat)
+        transfer: WeightTransfer | None = None
+
+        def send() -> None:
+            nonlocal transfer
+            assert sync is not None  # only rank 0 is asked to
+            report = sync.send(self._controlled(engines, version), model, version, beat)
+            transfer = WeightTransfer(
+                sync.way,
+                report.sent.bytes_sent,
+                wire_s=report.wire_s,
+                apply_s=report.apply_s,
+                acknowledged=len(report.applied),
+            )
+            self._count("time/weight_wire_s", transfer.wire_s)
+            self._count("time/weight_apply_s", transfer.apply_s)
+            self._count("rollout/sync_bytes", transfer.bytes)
+            for name, why in report.lost.items():
+                self._ranks.log(f"{name} does not serve at step {version}: {why}")
+
+        problem = self._from_first(send)
+        return problem, transfer
+
+    def _living(self, beat: Callable[[], None]) -> list[EngineClient]:
+        """Engines that answer rank 0, on rank 0. All are waited for at first, later one of them. Collective.
+
+        Raises:
+            EnginesLost: none does in time.
+        """
+        found: list[EngineClient] = []
+
+        def find() -> None:
+            found.extend(asyncio.run(self._wait_for_engines(beat)))
+
+        _raise(self._from_first(find))
+        return found
+
+    async def _wait_for_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._spec.remote.start_timeout_s
+        wanted = 1 if self._was_complete else self._spec.engines
+        async with httpx.AsyncClient() as http:
+            while True:
+                clients = self._clients()
+                answers = await asyncio.gather(*(client.health(http) for client in clients), return_exceptions=True)
+                living = [one for one, answer in zip(clients, answers, strict=True) if not _is_unusable(answer)]
+                if len(living) >= wanted or (living and loop.time() > deadline_s):
+                    self._was_complete = True
+                    beat()
+                    return living
+                if loop.time() > deadline_s:
+                    problems = "; ".join(str(one) for one in answers) or "none has registered"
+                    raise EnginesLost(
+                        f"no rollout engine answers within rollout.remote.start_timeout_s = "
+                        f"{self._spec.remote.start_timeout_s:g} ({problems}). The logs of the group rollout say why"
+                    )
+                await asyncio.sleep(POLL_S)
+
+    def _restore(self, beat: Callable[[], None], client: EngineClient) -> None:
+        """Give the weights in force to an engine that has come back meanwhile."""
+        version = self.version
+        assert self._sync is not None
+        assert self._model is not None
+        assert version is not None
+        try:
+            self._sync.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
+        except (WeightSyncFailed, StaleWeights, OSError) as error:
+            self._ranks.log(f"{client.name} came back and was not given the weights of step {version}: {error}")
+        else:
+            self._ranks.log(f"{client.name} came back and has the weights of step {version}")
+
+    def _controlled(
+        self, engines: Iterable[EngineClient], version: int
+    ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
+        weights, probe = WeightsInForce(start=self._start, version=version), self._probe
+        assert probe is not None
+        return lambda http: [engine.control(http, weights, probe, self._base) for engine in engines]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Sampling
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        Raises:
+            EnginesLost: no engine serves, and none came back in time.
+        """
+        return self._complete(self._dispatcher(prompts, seeds, sampling, version), sampling, beat)
+
+    def _dispatcher(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
+    ) -> Dispatcher:
+        require_version(self.version, version)
+        require_prompts(prompts, seeds)
+        tasks = [PromptTask(index, *one) for index, one in enumerate(zip(prompts, seeds, strict=True))]
+        return Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, first=self._ranks.rank)
+
+    def _run(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> None:
+        """Sample what is not answered, with the weights that are in force and in the model."""
+        self._num_rollouts += 1
+        if self._is_split():  # one rank alone cannot read the weights for an engine that comes back
+            rollout = self._background_rollout(dispatcher, sampling, beat)
+        else:
+            restore = partial(self._restore, beat) if self._ranks.is_first else None
+            rollout = self._rollout(
+                dispatcher, sampling, beat, restore, are_restored=True, may_leave=self._leave_together()
+            )
+        asyncio.run(rollout.run())
+
+    def _background_rollout(
+        self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]
+    ) -> RemoteRollout:
+        """A rollout during which no engine can be given weights."""
+        return self._rollout(dispatcher, sampling, beat, None, are_restored=False, may_leave=lambda: True)
+
+    def _rollout(
+        self,
+        dispatcher: Dispatcher,
+        sampling: Sampling,
+        beat: Callable[[], None],
+        restore: Callable[[EngineClient], None] | None,
+        *,
+        are_restored: bool,
+        may_leave: Callable[[], bool],
+    ) -> RemoteRollout:
+        assert self.version is not None  # required by _dispatcher
+        return RemoteRollout(
+            dispatcher,
+            WeightsInForce(start=self._start, version=self.version),
+            sampling,
+            self._spec.remote,
+            self._clients,
+            beat=beat,
+            log=lambda message: print(message, flush=True),
+            restore=restore,
+            are_restored=are_restored,
+            may_leave=may_leave,
+        )
+
+    def _finish(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
+        """Completions of a rollout in the background that has ended, with what it had to leave. Collective."""
+        if self._is_answered(dispatcher):
+            return self._results(dispatcher)
+        return self._complete(dispatcher, sampling, beat)
+
+    def _complete(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
+        """Sample what is not answered. Collective.
+
+        Raises:
+            EnginesLost: no engine serves, or all were started again once too often.
+        """
+        for _ in range(MAX_SYNCS):
+            self._run(dispatcher, sampling, beat)
+            # An engine that comes back is given the weights of a model that is not split while the rollout waits.
+            if not self._is_split() or self._is_answered(dispatcher):
+                return self._results(dispatcher)
+            self._give_again(beat)
+        raise EnginesLost(
+            f"{dispatcher.num_missing} prompts of rank {self._ranks.rank} were given up after all engines had been "
+            f"started again {MAX_SYNCS} times in one rollout. The logs of the group rollout say why"
+        )
+
+    def _give_again(self, beat: Callable[[], None]) -> None:
+        """Give the version in force to the engines that live now. Collective."""
+        model, version = self._model, self.version
+        assert model is not None
+        assert version is not None
+        self.version = None
+        self.load(model, version, beat)
+
+    def _results(self, dispatcher: Dispatcher) -> list[list[Completion]]:
+        for name, count in dispatcher.counts().items():
+            self._count(name, count)
+        return dispatcher.results()
+
+    def _is_answered(self, dispatcher: Dispatcher) -> bool:
+        """True if no rank has prompts left. Collective."""
+        return not any(self._ranks.sum([dispatcher.num_missing]))
+
+    def _is_split(self) -> bool:
+        return self._model is not None and is_split(self._model)
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Prompts that were asked for again, completions refused, and what syncs took, since the last call."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
+        return counts
+
+    def _count(self, name: str, value: float) -> None:
+        self._counts[name] += value
+
+    def _leave_together(self) -> Callable[[], bool]:
+        """Rank 0 stays until all ranks have their completions: it alone can give weights to an engine that returns."""
+        key, store, num_ranks = f"rollout-{self._num_rollouts}", self._ranks.store, self._ranks.num_ranks
+        told = False
+
+        def may_leave() -> bool:
+            nonlocal told
+            if num_ranks == 1:
+                return True
+            done = store.add(key, 0 if told else 1)
+            told = True
+            return not self._ranks.is_first or done >= num_ranks
+
+        return may_leave
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """The engines have memory of their own."""
+
+    def close(self) -> None:
+        """Give back what the sync of weights holds; the engines end with their group."""
+        self.ahead.stop()
+        self.version = None
+        for sends in (self._sync, self._share):
+            if sends is not None:
+                sends.close()
+
+    def _clients(self) -> list[EngineClient]:
+        """The engines that have registered, as they are now."""
+        found = (read_model(self._attempt.engine(rank), EngineAddress) for rank in range(self._spec.engines))
+        timeout_s = self._spec.remote.answer_timeout_s
+        return [EngineClient(address, self._token, timeout_s) for address in found if address is not None]
+
+    def _from_first(self, act: Callable[[], object]) -> str:
+        """Have rank 0 do something, and tell all ranks the problem that it had; empty for none. Collective."""
+        problem = ""
+        if self._ranks.is_first:
+            try:
+                act()
+            except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
+                problem = json.dumps([type(error).__name__, str(error)])
+        return self._ranks.from_first(problem)
+
+
+def _raise(problem: str) -> None:
+    """Raise on every rank what rank 0 was told."""
+    if problem:
+        name, message = json.loads(problem)
+        kinds = {kind.__name__: kind for kind in (EnginesLost, StaleWeights, WeightSyncFailed)}
+        raise kinds[name](message)
+
+
+def _is_unusable(answer: object) -> bool:
+    if isinstance(answer, BaseException) and not isinstance(answer, EngineUnusable):
+        raise answer
+    return isinstance(answer, EngineUnusable)

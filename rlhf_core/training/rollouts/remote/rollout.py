@@ -1,0 +1,259 @@
+"""One rollout of a rank over the engines of the group: asks, watches, and asks others when one is lost."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import httpx
+
+from rlhf_core.errors import EnginesLost
+from rlhf_core.schemas.engines import (
+    EngineHealth,
+    PromptRequest,
+    SampledCompletion,
+    SampledPrompt,
+    SampleRequest,
+    WeightsInForce,
+)
+from rlhf_core.schemas.rollouts import RemoteSettings
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.types import Completion
+
+POLL_S = 0.2
+"""Interval at which engines are asked for their health."""
+MAX_MOVES = 8
+"""Engines that may fail at one prompt before it is given up."""
+
+
+@dataclass
+class _Progress:
+    """Last step forward of an engine that was seen."""
+
+    count: int
+    at_s: float
+    is_stalled: bool = False
+
+
+class RemoteRollout:
+    """Runs until every prompt of the dispatcher is answered, or no engine can answer them any more."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        weights: WeightsInForce,
+        sampling: Sampling,
+        settings: RemoteSettings,
+        clients: Callable[[], Collection[EngineClient]],
+        *,
+        beat: Callable[[], None],
+        log: Callable[[str], None],
+        restore: Callable[[EngineClient], None] | None,
+        are_restored: bool,
+        may_leave: Callable[[], bool],
+    ) -> None:
+        """Args:
+        clients: the engines as they are registered now.
+        beat: called whenever an engine is seen to make progress.
+        restore: gives an engine that came back the weights; None where this rank cannot.
+        are_restored: True if a rank gives them the weights while the rollout goes on; False where none can.
+        may_leave: asked once all prompts are answered; False while other ranks may need this one.
+        """
+        self._dispatcher = dispatcher
+        self._weights = weights
+        self._sampling = sampling
+        self._settings = settings
+        self._clients = clients
+        self._beat = beat
+        self._log = log
+        self._restore = restore
+        self._are_restored = are_restored
+        self._may_leave = may_leave
+        self._ready: dict[int, EngineClient] = {}
+        self._asked: dict[int, set[asyncio.Task[None]]] = {}
+        self._progress: dict[tuple[int, int], _Progress] = {}
+        self._moves: dict[int, int] = {}
+        self._last_loss = "none has registered"
+        self._none_since_s = time.monotonic()
+        self._others: set[tuple[int, int]] = set()
+        self._is_stopped = False
+        self._wake = asyncio.Event()
+
+    def stop(self) -> None:
+        """Have it end soon, from another thread; what is answered by then stays with the dispatcher."""
+        self._is_stopped = True
+
+    async def run(self) -> None:
+        """Have every prompt answered. Some are left where it is stopped, or where all engines came back with other
+        weights and cannot be given these.
+
+        Raises:
+            EnginesLost: no engine serves for too long, or all fail at one prompt.
+        """
+        watchers: dict[int, asyncio.Task[None]] = {}
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
+            try:
+                while not (self._dispatcher.is_done and self._may_leave()):
+                    clients = self._clients()
+                    if self._is_stopped or self._is_stranded(clients):
+                        break
+                    for client in clients:
+                        rank = client.address.rank
+                        if rank not in watchers or watchers[rank].done():
+                            watchers[rank] = asyncio.create_task(self._watch(http, client))
+                    self._deal(http)
+                    self._require_an_engine()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._wake.wait(), POLL_S)
+                    self._wake.clear()
+                    _raise_errors([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
+            finally:
+                await _end([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
+                self._dispatcher.recall()
+
+    def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
+        """True if every engine is known to have other weights, and stays so."""
+        others = bool(clients) and all(_start_of(client) in self._others for client in clients)
+        return others and not self._are_restored
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Watching
+
+    async def _watch(self, http: httpx.AsyncClient, client: EngineClient) -> None:
+        """Follow one start of an engine for as long as it answers."""
+        rank = client.address.rank
+        while True:
+            try:
+                health = await client.health(http)
+            except EngineUnusable as error:
+                self._lose(rank, str(error))
+                await asyncio.sleep(POLL_S)
+                return
+            self._judge(client, health)
+            await asyncio.sleep(POLL_S)
+
+    def _judge(self, client: EngineClient, health: EngineHealth) -> None:
+        rank, now_s = client.address.rank, time.monotonic()
+        if health.weights != self._weights:
+            self._lose(rank, f"{client.name} has other weights in force")
+            if self._restore is not None:
+                self._restore(client)
+            else:
+                self._others.add(_start_of(client))
+            return
+        start = _start_of(client)
+        seen, busy = self._progress.get(start), bool(self._dispatcher.outstanding(rank))
+        if seen is None or health.progress != seen.count:
+            self._progress[start] = _Progress(health.progress, now_s)
+            if busy:
+                self._beat()
+        elif not busy and not seen.is_stalled:
+            seen.at_s = now_s
+        elif now_s - seen.at_s > self._settings.stall_timeout_s:
+            seen.is_stalled = True  # until it makes a step again
+            self._lose(rank, f"{client.name} has made no step for {now_s - seen.at_s:.0f} s")
+            return
+        if rank not in self._ready:
+            self._ready[rank] = client
+            self._wake.set()
+
+    def _lose(self, rank: int, why: str) -> None:
+        """An engine that does not serve: what it was asked for waits for another one."""
+        self._last_loss = why
+        lost = self._dispatcher.outstanding(rank)
+        for task in self._asked.pop(rank, ()):
+            task.cancel()
+        if self._ready.pop(rank, None) is None and not lost:
+            return
+        self._log(f"{why}; {len(lost)} of its prompts go to the others")
+        self._give_back(rank, lost)
+
+    def _give_back(self, rank: int, prompts: Collection[int]) -> None:
+        for index in prompts:
+            self._moves[index] = self._moves.get(index, 0) + 1
+            if self._moves[index] > MAX_MOVES:
+                raise EnginesLost(
+                    f"prompt {index} of this rank was given up after {MAX_MOVES} engines had failed at it; the last "
+                    f"time: {self._last_loss}. The logs of the group rollout say why"
+                )
+        self._dispatcher.give_back(rank, prompts)
+        self._wake.set()
+
+    def _require_an_engine(self) -> None:
+        now_s = time.monotonic()
+        if self._ready or self._dispatcher.is_done:
+            self._none_since_s = now_s
+        elif now_s - self._none_since_s > self._settings.start_timeout_s:
+            raise EnginesLost(
+                f"no rollout engine serves since {now_s - self._none_since_s:.0f} s "
+                f"(rollout.remote.start_timeout_s = {self._settings.start_timeout_s:g}); the last that was seen: "
+                f"{self._last_loss}"
+            )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Asking
+
+    def _deal(self, http: httpx.AsyncClient) -> None:
+        for rank, tasks in self._dispatcher.assign(self._ready).items():
+            asking = asyncio.create_task(self._ask(http, self._ready[rank], tasks))
+            self._asked.setdefault(rank, set()).add(asking)
+
+    async def _ask(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
+        rank = client.address.rank
+        prompts = tuple(PromptRequest(index=t.index, prompt=tuple(t.prompt), seeds=tuple(t.seeds)) for t in tasks)
+        request = SampleRequest(
+            weights=self._weights,
+            max_new_tokens=self._sampling.max_new_tokens,
+            temperature=self._sampling.temperature,
+            batch_size=self._sampling.batch_size,
+            prompts=prompts,
+        )
+        left = {task.index for task in tasks}
+        try:
+            async for made in client.sample(http, request):
+                left.discard(made.index)
+                self._take(rank, made)
+            if left:
+                raise EngineUnusable(f"{client.name} has left {len(left)} prompts unanswered")
+        except EngineUnusable as error:
+            self._last_loss = str(error)
+            self._log(f"{error}; {len(left)} of its prompts go to the others")
+            self._ready.pop(rank, None)
+            self._give_back(rank, left & self._dispatcher.outstanding(rank))
+        finally:
+            tasks_of = self._asked.get(rank, set())
+            tasks_of.discard(asyncio.current_task())
+            self._wake.set()
+
+    def _take(self, rank: int, made: SampledPrompt) -> None:
+        """Accept what was made with the right weights, once."""
+        if any(one.weights != self._weights for one in made.completions):
+            self._dispatcher.refuse(rank, made.index, len(made.completions))
+        else:
+            self._dispatcher.answer(rank, made.index, [_completion(one) for one in made.completions])
+        self._wake.set()
+
+
+def _start_of(client: EngineClient) -> tuple[int, int]:
+    return client.address.rank, client.address.generation
+
+
+def _completion(made: SampledCompletion) -> Completion:
+    return Completion(
+        list(made.token_ids), made.text, made.finished, list(made.logprobs), weight_version=made.weights.version
+    )
+
+
+def _raise_errors(tasks: Collection["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.result()
+
+
+async def _end(tasks: Collection["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

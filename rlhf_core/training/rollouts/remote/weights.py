@@ -1,0 +1,172 @@
+"""The way of the weights from the trainer to the engines of the group."""
+
+import json
+from collections.abc import Callable, Sequence
+
+import httpx
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import StaleWeights, WeightSyncFailed
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncReport
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.adapters import has_adapter
+from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
+from rlhf_core.training.rollouts.remote.client import HttpEngineControl
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.weight_sync.base import Beat, Outgoing
+from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
+from rlhf_core.weight_sync.delta import DeltaEncoder
+from rlhf_core.weight_sync.files import FilesOutgoing
+from rlhf_core.weight_sync.further_sender import FurtherSender
+from rlhf_core.weight_sync.gpu import has_nccl
+from rlhf_core.weight_sync.layout import entries_of, tied_names
+from rlhf_core.weight_sync.links import listen, numeric, reach
+from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender_group import SenderGroup, sender_ranks
+from rlhf_core.weight_sync.session import synchronize
+from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
+
+
+class WeightPublisher:
+    """Sends versions of the weights to engines; for trainer rank 0."""
+
+    def __init__(self, context: WorkerContext, group: SenderGroup | None) -> None:
+        """Listen for the engines.
+
+        Args:
+            group: of several senders, as :func:`join_senders` gives it.
+
+        Raises:
+            WeightSyncFailed: the way is not there.
+        """
+        settings = context.spec.rollout.sync
+        delta = DeltaEncoder(settings.full_every) if settings.delta else None
+        self._outgoing = _outgoing(context)
+        self._sender = Sender(self._outgoing, delta=delta, group=group)
+        self._transport = settings.transport
+
+    @property
+    def way(self) -> str:
+        """Way of the last version, for the ledger."""
+        over = f" over {self._outgoing.backend}" if isinstance(self._outgoing, BroadcastOutgoing) else ""
+        return f"{self._transport}{over}"
+
+    def send(
+        self,
+        controls: Callable[[httpx.Client], Sequence[HttpEngineControl]],
+        model: PreTrainedModel,
+        version: int,
+        beat: Beat,
+        *,
+        is_alone: bool = False,
+    ) -> WeightSyncReport:
+        """Bring the weights of ``model`` into force on engines, or its adapter where it has one. Beside it, the other
+        ranks call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless this one ``is_alone``.
+
+        Returns:
+            Account of the sync. Engines that were lost at their commit are named in it; one at least was not.
+
+        Raises:
+            WeightSyncFailed: the version came into force on no engine.
+            StaleWeights: and this is because all that took it over compute something else with it.
+        """
+        tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
+        with httpx.Client(limits=httpx.Limits(max_connections=None)) as http:
+            engines = controls(http)
+            report = synchronize(
+                self._sender, engines, version, tensors, given_weights(model, beat), beat, is_alone=is_alone
+            )
+        if not report.applied:
+            kind = StaleWeights if any(engine.is_stale for engine in engines) else WeightSyncFailed
+            raise kind("; ".join(report.lost.values()))
+        return report
+
+    def close(self) -> None:
+        """Give back what the sender holds."""
+        self._sender.close()
+
+
+class FurtherPublisher:
+    """Sends its share of every version; for the trainer ranks that send beside rank 0."""
+
+    def __init__(self, context: WorkerContext, group: SenderGroup) -> None:
+        """Listen for the engines."""
+        self._sender = FurtherSender(_outgoing(context), group)
+
+    def send(self, model: PreTrainedModel, beat: Beat) -> None:
+        """Send this rank's share of the weights of ``model``; rank 0 is told of a failure, and decides.
+
+        Raises:
+            WeightSyncFailed: rank 0 is gone.
+        """
+        self._sender.send(given_weights(model, beat), beat)
+
+    def close(self) -> None:
+        """Give back what the sender holds."""
+        self._sender.close()
+
+
+def join_senders(context: WorkerContext, ranks: Ranks) -> SenderGroup | None:
+    """Have the ranks that send (``rollout.sync.senders``) find each other. Collective where there are several.
+
+    Returns:
+        This rank's view of them; None where it does not send, or where rank 0 sends alone.
+    """
+    count = min(context.spec.rollout.sync.senders, ranks.num_ranks)
+    if count == 1:
+        return None
+    senders = sender_ranks(ranks.gather(context.node), count)
+    address = numeric(context.address)
+    store = listen(address) if ranks.is_first else None
+    place = ranks.from_first(json.dumps([address, store.port]) if store is not None else "")
+    if ranks.rank not in senders:
+        return None
+    if store is None:
+        host, port = json.loads(place)
+        store = reach(host, port, _name(0))
+    timeout_s = context.spec.rollout.remote.sync_timeout_s
+    return SenderGroup([_name(rank) for rank in senders], senders.index(ranks.rank), store, timeout_s=timeout_s)
+
+
+def _name(rank: int) -> str:
+    return f"trainer-{rank}"
+
+
+def _outgoing(context: WorkerContext) -> Outgoing:
+    name, timeout_s = _name(context.rank), context.spec.rollout.remote.sync_timeout_s
+    match context.spec.rollout.sync.transport:
+        case Transport.FILES:
+            folder = context.run_dir.attempt(context.attempt).weights
+            return FilesOutgoing(name, folder, stall_timeout_s=timeout_s)
+        case Transport.SHARED_MEMORY:
+            if context.memory is None:
+                raise WeightSyncFailed(
+                    f"{context.node} has no memory that its processes share; set rollout.sync.transport=broadcast", name
+                )
+            context.memory.mkdir(parents=True, exist_ok=True)
+            return SharedMemoryOutgoing(name, folder=context.memory, stall_timeout_s=timeout_s)
+        case Transport.BROADCAST:
+            return BroadcastOutgoing(
+                name,
+                context.address,
+                stall_timeout_s=timeout_s,
+                backend=link_backend(context.spec),
+                fallback=LinkBackend.GLOO if context.spec.rollout.sync.backend == "auto" else None,
+                pinned=context.spec.resources.gpus_per_node > 0,
+            )
+
+
+def link_backend(spec: RunSpec) -> LinkBackend:
+    """Library of the links to the engines: the one that ``rollout.sync.backend`` names, or NCCL where it can be."""
+    sync = spec.rollout.sync
+    if sync.backend != "auto":
+        return LinkBackend(sync.backend)
+    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # changes lie in main memory on both sides
+    return LinkBackend.NCCL if is_there else LinkBackend.GLOO
+
+
+def gather_along(model: PreTrainedModel, beat: Beat) -> None:
+    """Take part in the gathering of weights that other ranks send."""
+    for _ in given_weights(model, beat):
+        pass

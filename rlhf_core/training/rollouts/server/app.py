@@ -1,0 +1,243 @@
+"""The HTTP side of an engine's process, in a thread of its own: the main thread samples and beats.
+
+    GET  /health            EngineHealth
+    POST /sample            SampleRequest -> SampledPrompt or EngineRefusal, one a line, as they are made
+    POST /weights/receive   Offer -> Receipt, once the weights are staged and verified
+    GET  /weights/ready     ?version=: true if that version is staged
+    POST /weights/commit    CommitRequest -> Committed
+    POST /weights/confirm   WeightsInForce: the probe was right, they are in force
+    POST /weights/refuse    WeightsRefused: it was wrong; an engine that hears this time after time ends
+    POST /weights/abort     version
+
+Every request carries the token of the attempt (``Authorization: Bearer``). It listens on the address of its node in the
+allocation only; what is sent is not encrypted, like the weights and the messages of the agents.
+"""
+
+import asyncio
+import hmac
+import socket
+import threading
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+import uvicorn
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rlhf_core.errors import StaleWeights, WorkerError
+from rlhf_core.schemas.engines import (
+    CommitRequest,
+    EngineRefusal,
+    SampledPrompt,
+    SampleRequest,
+    WeightsInForce,
+    WeightsRefused,
+)
+from rlhf_core.schemas.weight_sync import Offer, Receipt
+from rlhf_core.training.rollouts.server.worker import EngineWorker
+from rlhf_core.weight_sync.base import StagedVersion
+from rlhf_core.weight_sync.receiver import Receiver
+
+Answer = TypeVar("Answer")
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted."""
+ALIVE_INTERVAL_S = 1.0
+"""Interval of the signs of life in an answer that takes long."""
+MAX_BODY_BYTES = 256 << 20
+"""Longest request that is read."""
+
+
+class EngineServer:
+    """Serves one engine for as long as the block lasts."""
+
+    def __init__(self, worker: EngineWorker, receiver: Receiver, token: bytes, listen_at: str) -> None:
+        """Take a port.
+
+        Args:
+            listen_at: address of an interface; empty for all.
+
+        Raises:
+            OSError: there is none to be had.
+        """
+        self._socket = socket.create_server((listen_at, 0), backlog=BACKLOG)
+        app = _application(worker, receiver)
+        config = uvicorn.Config(
+            _Guard(app, token), log_level="warning", access_log=False, lifespan="off", ws="none", timeout_keep_alive=600
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="server", daemon=True
+        )
+
+    @property
+    def port(self) -> int:
+        """Port at which it listens."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its thread works."""
+        return self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=10.0)
+
+
+class _Guard:
+    """Answers those alone that know the token of the attempt."""
+
+    def __init__(self, app: ASGIApp, token: bytes) -> None:
+        self._app = app
+        self._expected = b"Bearer " + token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", ()))
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            await _refusal("the token of the attempt is missing or wrong", 401)(scope, receive, send)
+            return
+        if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES or b"transfer-encoding" in headers:
+            await _refusal(f"expected at most {MAX_BODY_BYTES} bytes and their number", 413)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _application(worker: EngineWorker, receiver: Receiver) -> Starlette:
+    handlers = _Handlers(worker, receiver)
+    return Starlette(
+        routes=[
+            Route("/health", handlers.health),
+            Route("/sample", handlers.sample, methods=["POST"]),
+            Route("/weights/receive", handlers.receive, methods=["POST"]),
+            Route("/weights/ready", handlers.ready),
+            Route("/weights/commit", handlers.commit, methods=["POST"]),
+            Route("/weights/confirm", handlers.confirm, methods=["POST"]),
+            Route("/weights/refuse", handlers.refuse, methods=["POST"]),
+            Route("/weights/abort", handlers.abort, methods=["POST"]),
+        ],
+        exception_handlers={
+            StaleWeights: _handler(409),
+            WorkerError: _handler(409),
+            ValidationError: _handler(422),
+            OSError: _handler(503),
+        },
+    )
+
+
+class _Handlers:
+    """Answers to requests; what touches the model is done by the main thread."""
+
+    def __init__(self, worker: EngineWorker, receiver: Receiver) -> None:
+        self._worker = worker
+        self._receiver = receiver
+
+    async def health(self, request: Request) -> Response:
+        return _json(self._worker.health())
+
+    async def sample(self, request: Request) -> Response:
+        wanted = SampleRequest.model_validate_json(await request.body())
+        lines: asyncio.Queue[SampledPrompt | EngineRefusal] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def deliver(line: SampledPrompt | EngineRefusal) -> None:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+
+        keys = await self._in_main_thread(partial(self._worker.begin, wanted, deliver))
+        return StreamingResponse(self._lines(keys, lines), media_type="application/x-ndjson")
+
+    async def _lines(
+        self, keys: list[int], lines: "asyncio.Queue[SampledPrompt | EngineRefusal]"
+    ) -> AsyncIterator[bytes]:
+        try:
+            for _ in keys:
+                yield (await lines.get()).model_dump_json().encode() + b"\n"
+        finally:
+            self._worker.call(partial(self._worker.drop, keys))  # also where the one who asked has gone
+
+    async def receive(self, request: Request) -> Response:
+        offer = Offer.model_validate_json(await request.body())
+        # In a thread of its own: it waits for the weights, and the engine samples on meanwhile.
+        receiving = asyncio.to_thread(self._receiver.receive, offer, _no_beat)
+        return _while_alive(_receipt(receiving))
+
+    async def ready(self, request: Request) -> Response:
+        return JSONResponse(self._receiver.is_ready(int(request.query_params["version"])))
+
+    async def commit(self, request: Request) -> Response:
+        wanted = CommitRequest.model_validate_json(await request.body())
+        return _while_alive(self._in_main_thread(partial(self._worker.commit, wanted)))
+
+    async def confirm(self, request: Request) -> Response:
+        wanted = WeightsInForce.model_validate_json(await request.body())
+        await self._in_main_thread(partial(self._worker.confirm, wanted))
+        return JSONResponse(None)
+
+    async def refuse(self, request: Request) -> Response:
+        refusal = WeightsRefused.model_validate_json(await request.body())
+        await self._in_main_thread(partial(self._worker.refuse, refusal))
+        return JSONResponse(None)
+
+    async def abort(self, request: Request) -> Response:
+        await asyncio.to_thread(self._receiver.abort, int(await request.body()))
+        return JSONResponse(None)
+
+    async def _in_main_thread(self, function: Callable[[], Answer]) -> Answer:
+        return await asyncio.wrap_future(self._worker.call(function))
+
+
+async def _receipt(receiving: Awaitable[StagedVersion]) -> Receipt:
+    return (await receiving).receipt
+
+
+def _while_alive(answer: Awaitable[BaseModel]) -> Response:
+    """Answer with empty lines until there is an answer: an engine that is stopped is told from one that is at work."""
+
+    async def lines() -> AsyncIterator[bytes]:
+        working = asyncio.ensure_future(answer)
+        while not (await asyncio.wait([working], timeout=ALIVE_INTERVAL_S))[0]:
+            yield b"\n"
+        try:
+            yield working.result().model_dump_json().encode()
+        except Exception as error:  # noqa: BLE001 - the trainer is told, and the engine lives on without weights
+            traceback.print_exception(error)
+            yield _error(error).model_dump_json().encode()
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+
+def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        return _json(_error(error), code)
+
+    return answer
+
+
+def _error(error: Exception) -> EngineRefusal:
+    return EngineRefusal(error=f"{type(error).__name__}: {error}", peer=getattr(error, "peer", ""))
+
+
+def _refusal(error: str, code: int) -> Response:
+    return _json(EngineRefusal(error=error), code)
+
+
+def _json(model: BaseModel, code: int = 200) -> Response:
+    return Response(model.model_dump_json(), code, media_type="application/json")
+
+
+def _no_beat() -> None:
+    """Beats are for the main thread, which is free meanwhile."""

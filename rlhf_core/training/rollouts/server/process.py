@@ -1,0 +1,143 @@
+"""Role ``rollout``: an engine in a process of its own, restarted alone (``rollout.engines``)."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from rlhf_core.errors import WorkerError
+from rlhf_core.files.whole import shared_secret, write_model
+from rlhf_core.schemas.engines import EngineAddress
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.checkpoints.soundness import initial_folder
+from rlhf_core.training.data.tokenizers import load_tokenizer
+from rlhf_core.training.distributed import make_deterministic
+from rlhf_core.training.models.causal_lm import tokenizer_folder
+from rlhf_core.training.rollouts.engine_adapter import base_digest
+from rlhf_core.training.rollouts.remote.client import engine_name
+from rlhf_core.training.rollouts.samplers import Sampler, TransformersSampler
+from rlhf_core.training.rollouts.server.app import EngineServer
+from rlhf_core.training.rollouts.server.worker import EngineWorker
+from rlhf_core.training.rollouts.sglang.sampler import SglangSampler
+from rlhf_core.training.rollouts.sglang.server import SglangServer
+from rlhf_core.training.rollouts.shared_tensors import SharedMemory
+from rlhf_core.training.types import RoleResult, WorkerContext
+from rlhf_core.weight_sync.receiver import Receiver
+
+POLL_S = 0.1
+
+
+def run_engine(context: WorkerContext) -> RoleResult:
+    """Serve completions until the agent ends this process.
+
+    Raises:
+        WorkerError: the server has ended.
+    """
+    disable_progress_bar()
+    spec, generation = context.spec, context.generation or 0
+    torch.set_num_threads(spec.resources.cpus_per_rank)
+    attempt = context.run_dir.attempt(context.attempt)
+    folder = _model_folder(context)
+    tokenizer = load_tokenizer(tokenizer_folder(spec, folder))
+    base = "" if spec.model.lora is None else base_digest(folder, partial(context.reporter.beat, Phase.SETUP, 0))
+    sampler = _sampler(context, folder, tokenizer)
+    context.reporter.speak_for(sampler.pids)
+    receiver = _receiver(context)
+    worker = EngineWorker(context.rank, generation, sampler, receiver, context.reporter, base)
+    with EngineServer(worker, receiver, shared_secret(attempt.engine_key), context.listening_address) as server:
+        address = EngineAddress(
+            rank=context.rank, generation=generation, node=context.node, host=context.address, port=server.port
+        )
+        write_model(attempt.engine(context.rank), address)
+        print(f"engine {context.rank} listens at {context.address}:{server.port}", flush=True)
+        try:
+            worker.serve(lambda: server.is_alive and sampler.exit_code is None)
+        finally:
+            _die_like(sampler.exit_code)
+    raise WorkerError("a server of the engine has ended; its log says why")
+
+
+def _die_like(exit_code: int | None) -> None:
+    """End by the signal that ended a process which the sampler needs, for the agent to see what it was."""
+    if exit_code is None or exit_code >= 0:
+        return
+    number = signal.Signals(-exit_code)
+    print(f"{number.name} has ended a process that this engine samples with, and so ends the engine", flush=True)
+    if number is not signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _model_folder(context: WorkerContext) -> Path:
+    """Folder of the model, which trainer rank 0 may be building."""
+    folder = initial_folder(context.spec, context.run_dir)
+    while not folder.is_dir():
+        context.reporter.beat(Phase.SETUP, 0)
+        time.sleep(POLL_S)
+    return folder
+
+
+def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    spec, on_gpu = context.spec, context.spec.resources.gpus_per_node > 0
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent shows it one GPU
+    if spec.rollout.engine == "transformers":
+        make_deterministic(device)
+        return TransformersSampler(folder, tokenizer, spec.model.dtype, device, spec.model.lora)
+    if spec.rollout.engine == "sglang":
+        return _sglang(context, folder, tokenizer)
+    # Only this engine needs vLLM.
+    from rlhf_core.training.rollouts.vllm.sampler import VllmSampler
+
+    if spec.rollout.gpus_per_engine == 1:
+        # vLLM takes a process group that is there, and opens a port for one otherwise.
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    return VllmSampler(
+        folder,
+        tokenizer,
+        spec.rollout.vllm,
+        dtype=spec.model.dtype,
+        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        on_gpu=on_gpu,
+        lora=spec.model.lora,
+    )
+
+
+def _receiver(context: WorkerContext) -> Receiver:
+    """Staging area, in memory of this process, or in memory that the processes of a split engine share."""
+    name = engine_name(context.rank)
+    if context.spec.rollout.gpus_per_engine == 1:
+        return Receiver(name)
+    return Receiver(name, SharedMemory(_scratch(context)).allocate)
+
+
+def _scratch(context: WorkerContext) -> Path:
+    """A new folder, in main memory where the agent gives some: what this engine had there before is removed."""
+    if context.memory is None:
+        return Path(tempfile.mkdtemp(prefix="rlhf-engine-"))
+    folder = context.memory / f"engine-{context.rank}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
+
+
+def _sglang(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    spec, scratch = context.spec, _scratch(context)
+    server = SglangServer(
+        folder,
+        spec.rollout.sglang,
+        dtype=spec.model.dtype,
+        max_tokens=spec.data.max_prompt_tokens + spec.rollout.max_new_tokens,
+        seed=spec.seed,
+        scratch=scratch,
+    )
+    server.wait(lambda: context.reporter.beat(Phase.SETUP, 0))
+    return SglangSampler(server, folder, tokenizer, scratch / "weights")

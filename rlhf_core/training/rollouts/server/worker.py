@@ -1,0 +1,263 @@
+"""The main thread of an engine's process: samples, takes weights over, and beats, also while there is nothing to do.
+
+What comes over the network is handed to it by the thread of the server (``app.py``).
+"""
+
+import itertools
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.engines import (
+    CommitRequest,
+    Committed,
+    EngineHealth,
+    EngineRefusal,
+    SampledCompletion,
+    SampledPrompt,
+    SampleRequest,
+    WeightsInForce,
+    WeightsRefused,
+)
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
+from rlhf_core.training.types import Completion, Reporter
+from rlhf_core.weight_sync.base import StagedVersion
+from rlhf_core.weight_sync.receiver import Receiver
+
+IDLE_BEAT_S = 0.1
+"""Interval of the signs of life of an engine without work."""
+MAX_REFUSED = 2
+"""Syncs in a row after which an engine ends that does not compute with what it is given. One may be chance; after two,
+only a new start can help."""
+
+Answer = TypeVar("Answer")
+Deliver = Callable[[SampledPrompt | EngineRefusal], None]
+"""Takes a line of an answer; from any thread, without waiting."""
+
+
+@dataclass
+class _Call(Generic[Answer]):
+    """A function that the main thread is to call."""
+
+    function: Callable[[], Answer]
+    future: "Future[Answer]" = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Call it, and hand on what it returns or raises."""
+        try:
+            self.future.set_result(self.function())
+        except Exception as error:  # noqa: BLE001 - raised where the future is waited for
+            self.future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _PendingPrompt:
+    """A prompt of a request that is at work."""
+
+    index: int
+    deliver: Deliver
+
+
+class EngineWorker:
+    """One engine: a sampler, the weights in force, and the requests at work."""
+
+    def __init__(
+        self, rank: int, generation: int, sampler: Sampler, receiver: Receiver, reporter: Reporter, base: str = ""
+    ) -> None:
+        """Have no weights yet.
+
+        Args:
+            base: digest of the base model of the adapter that is taken over; empty for whole weights.
+        """
+        self._rank = rank
+        self._generation = generation
+        self._sampler = sampler
+        self._receiver = receiver
+        self._base = base
+        self._reporter = reporter
+        self._calls: queue.SimpleQueue[_Call[object]] = queue.SimpleQueue()
+        self._wanted: dict[int, _PendingPrompt] = {}
+        self._keys = itertools.count()
+        self._progress = 0
+        self._weights: WeightsInForce | None = None
+        self._unconfirmed: WeightsInForce | None = None
+        self._refusals: list[str] = []
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # From any thread
+
+    def health(self) -> EngineHealth:
+        """State, as it is just now.
+
+        Raises:
+            StaleWeights: it is about to end, for the reason of :meth:`serve`.
+        """
+        self._require_use()
+        return EngineHealth(
+            rank=self._rank,
+            generation=self._generation,
+            weights=self._weights,
+            progress=self._progress,
+            num_waiting=self._sampler.num_waiting,
+        )
+
+    def call(self, function: Callable[[], Answer]) -> "Future[Answer]":
+        """Have the main thread call a function between two decoding steps."""
+        call = _Call(function)
+        self._calls.put(call)  # type: ignore[arg-type]  # the answer of each is its own
+        return call.future
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # In the main thread
+
+    def serve(self, is_served: Callable[[], bool]) -> None:
+        """Work for as long as the server lives.
+
+        Raises:
+            StaleWeights: it does not compute with the weights of :data:`MAX_REFUSED` syncs in a row.
+        """
+        while is_served():
+            self._require_use()
+            busy = bool(self._wanted)
+            self._beat(Phase.ROLLOUT)
+            try:
+                self._calls.get(block=not busy, timeout=IDLE_BEAT_S).run()
+            except queue.Empty:
+                pass
+            else:
+                continue  # all that has come is taken before the next batch begins
+            if busy:
+                self._sample()
+
+    def begin(self, request: SampleRequest, deliver: Deliver) -> list[int]:
+        """Take a request.
+
+        Returns:
+            Keys of its prompts, by which they can be dropped.
+
+        Raises:
+            StaleWeights: it asks for other weights than those in force.
+        """
+        if request.weights != self._weights:
+            raise StaleWeights(
+                f"engine {self._rank} has {_shown(self._weights)} in force, and completions with "
+                f"{_shown(request.weights)} are asked for; they were not made"
+            )
+        sampling = Sampling(request.max_new_tokens, request.temperature, request.batch_size)
+        keys = []
+        for one in request.prompts:
+            key = next(self._keys)
+            self._wanted[key] = _PendingPrompt(one.index, deliver)
+            self._sampler.submit(SamplerRequest(key, one.prompt, one.seeds, sampling))
+            keys.append(key)
+        return keys
+
+    def drop(self, keys: list[int]) -> None:
+        """Forget prompts that are no longer wanted: who asked for them is gone."""
+        self._sampler.cancel(keys)
+        for key in keys:
+            self._wanted.pop(key, None)
+
+    def commit(self, request: CommitRequest) -> Committed:
+        """Take the staged weights over, and show what is computed with them. They are in force once the trainer has
+        confirmed that.
+
+        Raises:
+            WeightSyncFailed: they are not staged; the old ones stay in force.
+            StaleWeights: they are not those of this model; there are none in force then.
+        """
+        staged = self._receiver.commit(request.weights.version)
+        self._refuse_all(f"{_shown(request.weights)} comes into force")
+        self._weights = self._unconfirmed = None
+        try:
+            committed = self._take_over(request, staged)
+        except Exception as error:
+            self._refusals.append(f"{type(error).__name__}: {error}")
+            raise
+        self._unconfirmed = request.weights
+        return committed
+
+    def _take_over(self, request: CommitRequest, staged: StagedVersion) -> Committed:
+        started = time.monotonic()
+        self._sampler.load(staged.tensors(), lambda: self._beat(Phase.WEIGHT_SYNC))
+        seconds = time.monotonic() - started
+        return Committed(
+            weights=request.weights,
+            apply_s=seconds,
+            probe_logprobs=tuple(self._sampler.score(request.probe)),
+            base=self._base,
+            num_differing=self._sampler.count_differing(staged.tensors()),
+        )
+
+    def confirm(self, weights: WeightsInForce) -> None:
+        """Have the weights that were taken over in force.
+
+        Raises:
+            StaleWeights: others were taken over last.
+        """
+        self._require_unconfirmed(weights)
+        self._weights, self._unconfirmed = weights, None
+        self._refusals = []
+
+    def refuse(self, refusal: WeightsRefused) -> None:
+        """Have no weights in force, because the trainer has seen that it computes something else.
+
+        Raises:
+            StaleWeights: others were taken over last.
+        """
+        self._require_unconfirmed(refusal.weights)
+        self._unconfirmed = None
+        self._refusals.append(refusal.why)
+
+    def _require_unconfirmed(self, weights: WeightsInForce) -> None:
+        if weights != self._unconfirmed:
+            raise StaleWeights(f"engine {self._rank} has taken over {_shown(self._unconfirmed)}, not {_shown(weights)}")
+
+    def _require_use(self) -> None:
+        if len(self._refusals) >= MAX_REFUSED:
+            raise StaleWeights(
+                f"engine {self._rank} does not compute with the weights that it was given in {len(self._refusals)} "
+                f"syncs in a row, and ends to be started again: {self._refusals[-1]}"
+            )
+
+    def _sample(self) -> None:
+        weights = self._weights
+        assert weights is not None  # requests at work are refused before it changes
+        for key, completions in self._sampler.step(self._progressed):
+            wanted = self._wanted.pop(key, None)
+            if wanted is not None:
+                made = tuple(_sampled(one, weights) for one in completions)
+                wanted.deliver(SampledPrompt(index=wanted.index, completions=made))
+
+    def _refuse_all(self, why: str) -> None:
+        refused = list(self._wanted.values())
+        self.drop(list(self._wanted))
+        for wanted in refused:
+            wanted.deliver(EngineRefusal(error=f"engine {self._rank} makes no more completions of prompt: {why}"))
+
+    def _progressed(self) -> None:
+        self._progress += 1
+        self._beat(Phase.ROLLOUT)
+
+    def _beat(self, phase: Phase) -> None:
+        self._reporter.beat(phase, self._weights.version if self._weights is not None else 0)
+
+
+def _sampled(completion: Completion, weights: WeightsInForce) -> SampledCompletion:
+    return SampledCompletion(
+        token_ids=tuple(completion.token_ids),
+        text=completion.text,
+        finished=completion.finished,
+        logprobs=tuple(completion.logprobs),
+        weights=weights,
+    )
+
+
+def _shown(weights: WeightsInForce | None) -> str:
+    return "no weights" if weights is None else f"weights of step {weights.version} (start {weights.start})"

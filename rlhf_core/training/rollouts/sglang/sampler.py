@@ -1,0 +1,186 @@
+"""Sampling with a server of SGLang: requests join and leave its batch as they come.
+
+The weights of a version go through a folder in main memory (``/update_weights_from_disk``): that way is the same for
+every model and device. As SGLang's server, it was run against a stand-in only (``server.py``).
+"""
+
+import asyncio
+import json
+import queue
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.errors import StaleWeights, WorkerError
+from rlhf_core.training.rollouts.base import Sampling, completion_of
+from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
+from rlhf_core.training.rollouts.sglang.server import SglangServer
+from rlhf_core.training.rollouts.vllm.engine import end_ids_of
+from rlhf_core.training.types import Completion
+
+POLL_S = 0.05
+"""Longest wait of a step for a completion."""
+UNLIMITED = httpx.Timeout(None, connect=10.0)
+
+
+class SglangSampler:
+    """One server of SGLang; see ``samplers.Sampler``."""
+
+    def __init__(self, server: SglangServer, folder: Path, tokenizer: PreTrainedTokenizerBase, weights: Path) -> None:
+        """Sample with a server that answers.
+
+        Args:
+            folder: Hugging Face folder with the configuration of the model.
+            weights: folder in main memory for the versions, one at a time.
+        """
+        self._server, self._tokenizer, self._weights = server, tokenizer, weights
+        self._end_ids = end_ids_of(folder, tokenizer)
+        shutil.rmtree(weights, ignore_errors=True)
+        without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
+        shutil.copytree(folder, weights, ignore=without_weights)
+        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
+        self._open = OpenPrompts()
+        self._sent: dict[tuple[int, int], Future[None]] = {}
+        self._made: queue.SimpleQueue[tuple[int, int, Completion | Exception]] = queue.SimpleQueue()
+        self._num_chunks = 0
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
+        limits = httpx.Limits(max_connections=None)
+        self._stream = httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=UNLIMITED, limits=limits)
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that were asked for and are not made."""
+        return self._open.num_waiting
+
+    @property
+    def exit_code(self) -> int | None:
+        """That of the server, once it has ended."""
+        return self._server.exit_code
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """None: the server answers other questions than this process asks, and is asked for its health."""
+        return ()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
+        """Take all weights over; see ``samplers.Sampler``."""
+        save_file(dict(tensors), self._weights / "model.safetensors", {"format": "pt"})
+        beat()
+        answer = self._http.post(
+            "/update_weights_from_disk", json={"model_path": str(self._weights), "flush_cache": True}
+        )
+        beat()
+        if answer.status_code != httpx.codes.OK or not answer.json().get("success"):
+            raise StaleWeights(f"SGLang has not taken the weights over: {_error_of(answer)}")
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """0: SGLang is given whole weights alone."""
+        return 0
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first."""
+        asked = {
+            "input_ids": list(tokens),
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = self._http.post("/generate", json=asked)
+        if answer.status_code != httpx.codes.OK:
+            raise WorkerError(f"SGLang does not score: {_error_of(answer)}")
+        return [logprob for logprob, *_ in answer.json()["meta_info"]["input_token_logprobs"][1:]]
+
+    def submit(self, request: SamplerRequest) -> None:
+        """Take a request."""
+        self._open.add(request)
+        for place, seed in enumerate(request.seeds):
+            work = self._make(request.key, place, request.prompt, seed, request.sampling)
+            self._sent[request.key, place] = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
+        """Collect what is made meanwhile, after a short wait.
+
+        Raises:
+            WorkerError: the server refuses, or is lost.
+        """
+        seen, done = self._num_chunks, []
+        timeout_s: float = POLL_S
+        while True:
+            try:
+                key, place, made = self._made.get(timeout=timeout_s)
+            except queue.Empty:
+                break
+            timeout_s = 0.0
+            if isinstance(made, Exception):
+                raise WorkerError(f"SGLang has not completed a prompt: {made!r}") from made
+            self._sent.pop((key, place), None)
+            if (whole := self._open.put(key, place, made)) is not None:
+                done.append((key, whole))
+        if seen != self._num_chunks:
+            beat()
+        return done
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """Drop requests that are not done: SGLang gives up those whose connection is closed."""
+        for key in keys:
+            for place in self._open.cancel(key):
+                self._sent.pop((key, place)).cancel()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    async def _make(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
+        try:
+            made: Completion | Exception = self._completion(await self._last_chunk(prompt, seed, sampling))
+        except (httpx.HTTPError, WorkerError, ValueError, KeyError) as error:
+            made = error
+        self._made.put((key, place, made))
+
+    async def _last_chunk(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> Mapping[str, Any]:
+        """The answer when it is whole: each chunk has all tokens so far."""
+        asked = {
+            "input_ids": list(prompt),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_new_tokens,
+                "sampling_seed": seed % 2**31,  # SGLang hashes them to 32 bits
+                "stop_token_ids": self._end_ids,
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+            "stream": True,
+        }
+        chunk: Mapping[str, Any] = {}
+        async with self._stream.stream("POST", "/generate", json=asked) as answer:
+            if answer.status_code != httpx.codes.OK:
+                await answer.aread()
+                raise WorkerError(_error_of(answer))
+            async for line in answer.aiter_lines():
+                text = line.removeprefix("data: ")
+                if text and text != "[DONE]":
+                    chunk = json.loads(text)
+                    self._num_chunks += 1
+        if "error" in chunk or not chunk:
+            raise WorkerError(str(chunk.get("error", "an answer without a token")))
+        return chunk
+
+    def _completion(self, answer: Mapping[str, Any]) -> Completion:
+        facts = answer["meta_info"]
+        reason = facts["finish_reason"]["type"]
+        if reason not in ("stop", "length"):
+            raise WorkerError(f"it was ended: {facts['finish_reason']}")
+        made = facts["output_token_logprobs"]
+        tokens, logprobs = [token for _, token, *_ in made], [logprob for logprob, *_ in made]
+        return completion_of(self._tokenizer, tokens, reason == "stop", logprobs)
+
+
+def _error_of(answer: httpx.Response) -> str:
+    return f"HTTP status {answer.status_code}: {answer.text[:300]}"

@@ -1,0 +1,93 @@
+"""SGLang's own HTTP server in a process beside the engine's, on this host alone.
+
+Written against SGLang 0.5.23 (``srt/entrypoints/http_server.py``, ``srt/managers/io_struct.py``). It was never run with
+SGLang itself, which needs GPUs: the tests have a stand-in that answers in the same form.
+"""
+
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from rlhf_core.errors import WorkerError
+from rlhf_core.files.private import write_new
+from rlhf_core.schemas.rollouts import SglangSettings
+
+PROGRAM = (sys.executable, "-P", "-m", "sglang.launch_server")
+HOST = "127.0.0.1"
+POLL_S = 0.2
+ANSWER_TIMEOUT_S = 10.0
+
+
+class SglangServer:
+    """The server and the key that it asks for. It ends with the processes of the engine."""
+
+    def __init__(
+        self, folder: Path, settings: SglangSettings, *, dtype: str, max_tokens: int, seed: int, scratch: Path
+    ) -> None:
+        """Start it with random weights; :meth:`wait` until it answers.
+
+        Args:
+            folder: Hugging Face folder with the configuration of the model.
+            max_tokens: longest sequence, prompt and completion together.
+            scratch: folder of this engine alone.
+        """
+        key, port = secrets.token_hex(16), _free_port()
+        self.url, self.headers = f"http://{HOST}:{port}", {"Authorization": f"Bearer {key}"}
+        arguments: dict[str, object] = {
+            "model-path": str(folder),
+            "load-format": "dummy",
+            "skip-tokenizer-init": True,
+            "dtype": dtype,
+            "context-length": max_tokens,
+            "mem-fraction-static": settings.gpu_memory_share,
+            "disable-radix-cache": not settings.prefix_caching,
+            # Without it the seeds of requests are left aside.
+            "enable-deterministic-inference": True,
+            "random-seed": seed,
+            "host": HOST,
+            "port": port,
+            "api-key": key,
+            "log-level": "warning",
+        }
+        # In a file: others on the host may read the words of a command. JSON is YAML too.
+        config = scratch / "sglang.yaml"
+        config.unlink(missing_ok=True)
+        write_new(config, json.dumps(arguments))
+        self._process = subprocess.Popen([*PROGRAM, "--config", str(config)])
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Wait until it answers.
+
+        Raises:
+            WorkerError: it has ended.
+        """
+        while True:
+            beat()
+            if self.exit_code is not None:
+                raise WorkerError("the server of SGLang has ended before it answered; its log says why")
+            try:
+                answer = httpx.get(f"{self.url}/health", headers=self.headers, timeout=ANSWER_TIMEOUT_S)
+            except httpx.HTTPError:
+                pass
+            else:
+                if answer.status_code == httpx.codes.OK:
+                    return
+            time.sleep(POLL_S)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of its process, negative for a signal; None while it lives."""
+        return self._process.poll()
+
+
+def _free_port() -> int:
+    with socket.create_server((HOST, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port

@@ -1,0 +1,381 @@
+"""Sampling with vLLM: in the trainer's own process (colocated), where every rank has an engine for its own prompts, and
+in the process of an engine of its own (``sampler.py``), which may be split over several GPUs.
+
+vLLM keeps weights of its own, in the layout of its kernels (projections joined, on CPU repacked), so each version is
+copied into it bucket by bucket, through vLLM's interface for that (``worker.py``). Three traps of it, each with a
+test:
+
+- an update that is broken off leaves layers with a part of their weights, which the next one would take for its own;
+- a tied ``lm_head`` keeps a repacked *copy* of the embedding on CPU, which no reload refreshes: outputs are wrong
+  without an error. It is packed anew here;
+- prefixes that older weights have cached are dropped with each version.
+
+Of an adapter (``model.lora``) vLLM reads the base model itself, and is given the adapter alone (``adapter.py``).
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from rlhf_core.errors import StaleWeights
+from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.rollouts import VllmSettings
+from rlhf_core.training.checkpoints.state import kept_random_state
+from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
+from rlhf_core.training.rollouts.engine_adapter import given_weights
+from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
+from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
+from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
+from rlhf_core.training.types import Completion
+
+_VLLM_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
+"""Memory that the processes of a split engine share (vLLM 0.32). vLLM removes it at an end that it knows of; an engine
+that is killed would leave up to 0.7 GB."""
+_WORKER = "rlhf_core.training.rollouts.vllm.worker"
+"""Module that vLLM's workers load by name; also the name of the backend in it."""
+EXTENSION = f"{_WORKER}.WeightExtension"
+"""Further methods of vLLM's workers."""
+BUCKET_BYTES = 256 * 2**20
+"""Weights that are handed on at a time to the processes of a split engine: a sign of life lies between two of these."""
+
+
+class VllmEngine:
+    """One vLLM engine on this rank's device, or split over several."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: VllmSettings,
+        *,
+        dtype: str,
+        max_tokens: int,
+        on_gpu: bool,
+        variables: Mapping[str, str],
+        lora: LoraSpec | None = None,
+        tensor_parallel: int = 1,
+    ) -> None:
+        """Start an engine without a version. Collective: all ranks of the process group start theirs at once.
+
+        Args:
+            folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
+            max_tokens: longest prompt and completion together.
+            variables: of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), where vLLM reads them.
+            lora: adapter that versions consist of; None where they are whole weights.
+            tensor_parallel: processes that compute, each with a GPU of its own. Above 1 they are children of this one,
+                which is in no process group then, and weights have to lie in memory that they share.
+        """
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._on_gpu = on_gpu
+        self._is_verified = False
+        self._is_split = tensor_parallel > 1
+        self._end_ids = end_ids_of(folder, tokenizer)
+        self.version: int | None = None
+        self.ahead = None
+        os.environ.update({**_environment(settings, on_gpu), **variables})
+        self._adapter = None if lora is None else VllmAdapter(lora)
+        options: dict[str, Any] = {"dtype": dtype, "load_format": "dummy"}
+        if self._adapter is not None:
+            options |= {"load_format": "auto", **self._adapter.options}
+        else:
+            # Known at the start, so that vLLM takes no kernels whose weights cannot be changed.
+            options["weight_transfer_config"] = {"backend": _WORKER}
+        if on_gpu:
+            options["gpu_memory_utilization"] = settings.gpu_memory_share
+        else:
+            # After a part of a prompt vLLM sets the request's generator back, which generators on CPU cannot.
+            options["enable_chunked_prefill"] = False
+        # A process that does not compute keeps off the GPUs: vLLM forks those that do, and starts them anew otherwise.
+        device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
+        with _kept_threads(), kept_random_state(device):
+            # Only runs with this engine need it, and it takes seconds to import.
+            from vllm import LLM
+
+            if self._adapter is not None and not on_gpu and not self._is_split:
+                use_products()
+            self._llm = LLM(
+                str(folder),
+                skip_tokenizer_init=True,
+                max_model_len=max_tokens,
+                enforce_eager=settings.enforce_eager or not on_gpu,
+                enable_prefix_caching=settings.prefix_caching,
+                enable_sleep_mode=on_gpu,
+                logprobs_mode="processed_logprobs",
+                tensor_parallel_size=tensor_parallel,
+                distributed_executor_backend="mp" if self._is_split else "external_launcher",
+                worker_extension_cls=EXTENSION,
+                disable_log_stats=True,
+                **options,
+            )
+        self._engine = self._llm.llm_engine
+        self._processes = [one.proc for one in self._engine.model_executor.workers] if self._is_split else []
+        if self._is_split:
+            remove_mapped_files(_VLLM_MEMORY)
+        self.sleep()
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
+        """Copy the weights of ``model``, or its adapter; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        Raises:
+            StaleWeights: vLLM does not compute with the first weights it is given, or with an adapter, what the trainer
+                computes with them.
+        """
+        if self.version == version:
+            return None
+        self.version = None
+        started = time.monotonic()
+        # Copies: vLLM keeps tensors until their layer is complete, which may be in a later bucket.
+        counted = _Counted((name, tensor.clone()) for name, tensor in given_weights(model, beat))
+        given = counted if self._adapter is None else list(counted)
+        self.load_tensors(iter(given))
+        apply_s = time.monotonic() - started
+        if self._adapter is not None and (number := self.count_differing(given)):
+            raise StaleWeights(f"vLLM does not hold {number} tensors of the adapter as it was given them")
+        if not self._is_verified or self._adapter is not None:  # the first version of an adapter adds nothing yet
+            self._verify(model)
+        self._is_verified = True
+        self.version = version
+        return WeightTransfer("in_process", counted.bytes, wire_s=0.0, apply_s=apply_s)
+
+    def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy weights into vLLM, and drop what older ones have cached.
+
+        Args:
+            tensors: all weights by name, or those of an adapter, valid until the last one has come. Gone through to
+                the end whatever happens. For a split engine in a row of ``shared_tensors.SharedMemory``.
+
+        Raises:
+            StaleWeights: requests are still at work.
+        """
+        self._wake("weights")
+        if self._adapter is None:
+            self._copy(tensors)
+        else:
+            self._adapter.load(self._engine, list(tensors))
+        self._wake("kv_cache")
+        if not self._engine.reset_prefix_cache():
+            raise StaleWeights("vLLM keeps prefixes that older weights have cached: requests are still at work")
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Number of tensors of an adapter that the layers in use do not hold bit for bit; 0 for whole weights."""
+        if self._adapter is None:
+            return 0
+        held = self._adapter.in_force
+        if self._is_split:
+            places = [place_of(name, tensor) for name, tensor in tensors]
+            return int(max(self._call("count_differing_shared", held, places)))
+        return int(max(self._call("count_differing", held, list(tensors))))
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        vLLM batches the requests itself; ``sampling.batch_size`` bounds how many it is given at a time.
+        """
+        require_version(self.version, version)
+        require_prompts(prompts, seeds)
+        waiting = [(index, place) for index, own in enumerate(seeds) for place in range(len(own))]
+        made: dict[tuple[int, int], Completion] = {}
+        for start in range(0, len(waiting), sampling.batch_size):
+            for index, place in waiting[start : start + sampling.batch_size]:
+                self.submit(f"{index}.{place}", prompts[index], seeds[index][place], sampling)
+            while self.is_busy:
+                for name, completion in self.step():
+                    index, place = map(int, name.split("."))
+                    made[index, place] = replace(completion, weight_version=version)
+                beat()
+        return [[made[index, place] for place in range(len(own))] for index, own in enumerate(seeds)]
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Processes that compute for this one; none where it computes itself."""
+        return [one.pid for one in self._processes]
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the process that has ended by itself of those, negative for a signal; None while all live.
+
+        vLLM ends the others then.
+        """
+        codes = [one.exitcode for one in self._processes if one.exitcode is not None]
+        return next((code for code in codes if code != -signal.SIGTERM), codes[0] if codes else None)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a completion was asked for and is not made."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
+        """Ask for one completion, which :meth:`step` will return by this name."""
+        self._add(name, prompt, self._parameters(seed, sampling))
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Make one decoding step; completions that are done, by name, without a version."""
+        return [
+            (output.request_id, self._completion(output.outputs[0]))
+            for output in self._engine.step()
+            if output.finished
+        ]
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Drop completions that are not done."""
+        self._engine.abort_request(list(names))
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first, as vLLM computes it. While there are no other requests.
+
+        Args:
+            tokens: fewer than the longest sequence.
+        """
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._add("probe", tokens, parameters)
+        while True:
+            for output in self._engine.step():
+                if output.finished:
+                    rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+                    return [row[token].logprob for row, token in rows]
+
+    def _add(self, name: str, prompt: Sequence[int], parameters: Any) -> None:
+        adapter = None if self._adapter is None else self._adapter.request
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters, lora_request=adapter)
+
+    def take_counts(self) -> Mapping[str, float]:
+        """None: an engine of this process is not lost alone."""
+        return {}
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back until the next version is loaded. vLLM has no sleep on CPU.
+
+        The base model of an adapter waits in main memory: no version brings it again.
+        """
+        self.version = None
+        if self._on_gpu:
+            self._llm.sleep(level=2 if self._adapter is None else 1)
+
+    def close(self) -> None:
+        """Put the engine to sleep for good; it goes with its process.
+
+        vLLM's own shutdown, also that of an engine that nothing refers to any more, ends the trainer's process group.
+        Processes that compute for this one end here.
+        """
+        self.sleep()
+        if self._is_split:
+            self._engine.model_executor.shutdown()
+
+    def _wake(self, part: str) -> None:
+        if self._on_gpu:
+            self._llm.wake_up(tags=[part])
+
+    def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Give all weights to vLLM's own loader, which joins, repacks and places them layer by layer."""
+        self._call("start_weight_update")
+        try:
+            if self._is_split:
+                for places in buckets_of_places(tensors, BUCKET_BYTES):
+                    self._call("update_weights", {"places": places})
+            else:
+                self._call("update_weights", {"tensors": tensors})
+        except BaseException:
+            self._call("give_up_weight_update")
+            raise
+        finally:
+            for _ in tensors:  # the other ranks gather: this one goes through to the end too
+                pass
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of vLLM's worker, or of its extension, in each process that computes; what they return."""
+        return list(self._engine.collective_rpc(method, args=arguments))
+
+    def _verify(self, model: PreTrainedModel) -> None:
+        """Compare what vLLM and the trainer compute for a few tokens. Collective where the model is split."""
+        probe = probe_of(model, self._engine.model_config.max_model_len, self._dtype)
+        require_same("vLLM", self.score(probe.tokens), probe, ': use rollout.engine = "transformers"')
+
+    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed,
+            stop_token_ids=self._end_ids,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        tokens = list(output.token_ids)
+        logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
+        return completion_of(self._tokenizer, tokens, output.finish_reason == "stop", logprobs)
+
+
+def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a completion: the tokenizer's, and those that the generation settings of the model name."""
+    named: object = None
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        named = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+    listed = named if isinstance(named, list) else [named]
+    return sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None})
+
+
+def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
+    """Variables that vLLM reads when it is imported."""
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if on_gpu:
+        return common
+    return common | {
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
+        "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation, for kernels that eager mode does not use
+    }
+
+
+class _Counted:
+    """The same tensors, with the sum of their bytes so far."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._tensors)
+        self.bytes += tensor.nbytes
+        return name, tensor
+
+
+@contextlib.contextmanager
+def _kept_threads() -> Iterator[None]:
+    """Leave the trainer its threads: vLLM on CPU takes away the function that sets them."""
+    set_threads, number = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(number)

@@ -1,0 +1,101 @@
+"""vLLM in the process of an engine: requests join and leave its batch at every decoding step."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.rollouts import VllmSettings
+from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
+from rlhf_core.training.rollouts.vllm.engine import VllmEngine
+from rlhf_core.training.types import Completion
+
+
+class VllmSampler:
+    """One vLLM engine, with GPUs of its own or on CPU; see ``samplers.Sampler``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: VllmSettings,
+        *,
+        dtype: str,
+        max_tokens: int,
+        on_gpu: bool,
+        lora: LoraSpec | None,
+    ) -> None:
+        """Start vLLM without a version. The process group of this process alone is there already, unless the engine is
+        split (``VllmSettings.tensor_parallel``).
+
+        Args: as of :class:`VllmEngine`.
+        """
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        self._engine = VllmEngine(
+            folder,
+            tokenizer,
+            settings,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            on_gpu=on_gpu,
+            variables=variables,
+            lora=lora,
+            tensor_parallel=settings.tensor_parallel,
+        )
+        self._open = OpenPrompts()
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that were asked for and are not made."""
+        return self._open.num_waiting
+
+    @property
+    def exit_code(self) -> int | None:
+        """That of a process among which the model is split, once one has ended."""
+        return self._engine.exit_code
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Processes among which the model is split."""
+        return self._engine.pids
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
+        """Take a version over; see ``samplers.Sampler``."""
+        self._engine.load_tensors(_beating(tensors, beat))
+
+    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Compare an adapter with that of the model; see ``samplers.Sampler``."""
+        return self._engine.count_differing(tensors)
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of every token but the first."""
+        return self._engine.score(tokens)
+
+    def submit(self, request: SamplerRequest) -> None:
+        """Take a request."""
+        self._open.add(request)
+        for place, seed in enumerate(request.seeds):
+            self._engine.submit(f"{request.key}.{place}", request.prompt, seed, request.sampling)
+
+    def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
+        """Make one decoding step."""
+        done = []
+        for name, completion in self._engine.step():
+            key, place = map(int, name.split("."))
+            if (whole := self._open.put(key, place, completion)) is not None:
+                done.append((key, whole))
+        beat()
+        return done
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """Drop requests that are not done."""
+        for key in keys:
+            self._engine.cancel([f"{key}.{place}" for place in self._open.cancel(key)])
+
+
+def _beating(tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        beat()
+        yield name, tensor

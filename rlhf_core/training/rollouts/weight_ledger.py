@@ -1,0 +1,117 @@
+"""Ledger of the weights that rollout engines were given: one entry a sync, written before it begins and after."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.weight_ledger import WeightSyncLine
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.rollouts.base import Ahead, RolloutEngine, Sampling, WeightTransfer
+from rlhf_core.training.types import Completion
+
+
+class RecordedEngine:
+    """A rollout engine whose changes of weights are in the ledger of the run.
+
+    Args:
+        path: file of the ledger, which rank 0 appends to.
+        num_engines: engines that take over each version, those of all ranks.
+        on_loss: called with a sentence if the file was deleted or truncated while it was written.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        ranks: Ranks,
+        path: Path,
+        num_engines: int,
+        on_loss: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._file = LineWriter(path, on_loss) if ranks.is_first else None
+        self._num_engines = num_engines
+        self._number = 0
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights in force; None before the first."""
+        return self._engine.version
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """Sampling beside training, of an engine that can."""
+        return self._engine.ahead
+
+    def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
+        """Take over the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+
+        Collective. The engines of all ranks have answered when it returns: none samples before the others can.
+        """
+        if self.version == version:
+            return self._engine.load(model, version, beat)
+        asked = WeightSyncLine(number=self._number, time=utc_now(), version=version, engines=self._num_engines)
+        self._number += 1
+        self._write(asked)
+        started = time.monotonic()
+        transfer = self._engine.load(model, version, beat)
+        answered = self._ranks.gather_numbers(_numbers(transfer, time.monotonic() - started))
+        self._write(asked.model_copy(update=_over_ranks(transfer, answered)))
+        return transfer
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`."""
+        return self._engine.sample(prompts, seeds, sampling, version, beat)
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Metrics of this rank's calls since the last time."""
+        return self._engine.take_counts()
+
+    def sleep(self) -> None:
+        """Give memory back that only sampling needs."""
+        self._engine.sleep()
+
+    def close(self) -> None:
+        """Give back what the engine holds, and close the ledger."""
+        self._engine.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: WeightSyncLine) -> None:
+        if self._file is not None:
+            self._file.write(line)
+
+
+def _numbers(transfer: WeightTransfer | None, seconds: float) -> list[float]:
+    """One rank's part; a rank that sends nothing and has no engine brings zeros. A limit of 0 is one not known."""
+    if transfer is None:
+        return [0, 0, seconds, 0.0, 0.0, 0.0]
+    limit = transfer.limit_gb_per_s or 0.0
+    return [transfer.acknowledged, transfer.bytes, seconds, transfer.wire_s, transfer.apply_s, limit]
+
+
+def _over_ranks(transfer: WeightTransfer | None, answered: Sequence[Sequence[float]]) -> dict[str, object]:
+    """The answers as one: engines, bytes and limits of links add up, of seconds the slowest rank's count."""
+    acknowledged, sizes, seconds, wire_s, apply_s, limits = zip(*answered, strict=True)
+    senders = [limit for limit, size in zip(limits, sizes, strict=True) if size]
+    return {
+        "time": utc_now(),
+        "acknowledged": int(sum(acknowledged)),
+        "transport": transfer.transport if transfer is not None else "",
+        "bytes": int(sum(sizes)),
+        "seconds": max(seconds),
+        "wire_s": max(wire_s),
+        "apply_s": max(apply_s),
+        "limit_gb_per_s": sum(senders) if senders and all(senders) else None,
+    }

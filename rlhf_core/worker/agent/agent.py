@@ -1,0 +1,503 @@
+"""The agent: one process per node. It starts the workers of each phase, and starts them again when that helps.
+
+The main thread starts the groups of a phase and waits for all of them at once; a second thread supervises
+(``supervision/supervisor.py``). On the first node the agent is also the leader (``leader.py``): it receives how the
+workers of all nodes ended and decides what is done next (``decisions.py``), and all agents do that together
+(``agreement.py``). Everything this process ever started is ended when it ends; if it is killed, the kernel ends its
+workers.
+"""
+
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.hangs.liveness import GapTracker
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Role, job_marker
+from rlhf_core.worker import processes
+from rlhf_core.worker.agent.agreement import Agreement
+from rlhf_core.worker.agent.decisions import GroupDecisions
+from rlhf_core.worker.agent.gpu_wait import GpuWait
+from rlhf_core.worker.agent.independent_run import IndependentRun
+from rlhf_core.worker.agent.job import Ending, Job
+from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
+from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
+from rlhf_core.worker.channel.channel import AgentChannel, Message
+from rlhf_core.worker.channel.store import LOOPBACK
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence import exit_reports
+from rlhf_core.worker.evidence.exit_reports import Failure, Write
+from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned, WorkerGroup
+from rlhf_core.worker.groups.events import GroupEvents
+from rlhf_core.worker.groups.fork_server import ForkServer
+from rlhf_core.worker.groups.independent import IndependentGroup
+from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
+from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.nodes import probe as node_probe
+from rlhf_core.worker.nodes.membership import interface_of
+from rlhf_core.worker.roles import TARGETS
+from rlhf_core.worker.signals import SignalInbox
+from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
+from rlhf_core.worker.supervision.supervisor import PeerTimeouts, Supervisor
+from rlhf_core.worker.worker_process import AGENT_VARIABLE
+
+MISPLACED_INTERVAL_S = 1.0
+"""Interval at which agent 0 looks for nodes that cannot join and say so in a file."""
+POLL_INTERVAL_S = 0.05
+"""Interval at which the groups of a phase are polled."""
+
+LOSSES_OF_A_NODE = (FailureKind.NODE_LOST, FailureKind.AGENT_KILLED)
+"""Ends after which the nodes that are left keep their copies of checkpoints in memory, for the next attempt."""
+
+
+class Agent:
+    """One node of one attempt."""
+
+    def __init__(
+        self,
+        job: Job,
+        inbox: SignalInbox,
+        leader: Leader,
+        events: EventLog,
+        channel: AgentChannel,
+        deadline: ExitDeadline,
+    ) -> None:
+        self._job = job
+        self._inbox = inbox
+        self._leader = leader
+        self._events = events
+        self._channel = channel
+        self._restart = 0
+        self._restart_is_used = False
+        self._gpus: GpuWait | None = None
+        self._slots: dict[Role, SlotFile] = {}
+        self._group_events = GroupEvents(events)
+        self._probe = node_probe.Probe(
+            node_probe.ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
+        )
+        supervise = job.spec.supervise
+        self._fork_server = ForkServer(events.say)
+        self._supervisor = Supervisor(
+            channel,
+            inbox,
+            GapTracker.of(supervise, job.placement.longest_gaps_s),
+            events,
+            leader.new_commands if channel.leads else list,
+            PeerTimeouts(supervise.evidence_s, supervise.agent_floor_s),
+            job.run_dir.root,
+            deadline,
+            partial(job.run_dir.is_superseded, job.attempt),
+            lambda: self._fork_server.started,
+        )
+        self._agreement = Agreement(channel, self._supervisor.asked)
+        self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.asked)
+        self._warnings = TrainerWarnings(leader, events) if channel.leads else None
+
+    def run(self) -> Ending:
+        """Run all phases in their order; whatever happens, nothing that was started is left.
+
+        Raises:
+            AttemptAborted: something went wrong before workers could be started.
+        """
+        job = self._job
+        processes.adopt_orphans()
+        for stranger in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
+            self._events.say(f"ended what an older attempt had left on this node: {stranger}")
+        for role in dict.fromkeys(plan.role for plan in job.placement.groups):
+            num_slots = max(plan.workers_per_node for plan in job.placement.groups if plan.role is role)
+            self._slots[role] = SlotFile(job.run_dir.run_id, job.attempt, job.nodes.name, num_slots, role.value)
+        self._supervisor.enter(job.placement.groups[0].role, self._restart_dir)
+        self._supervisor.start()
+        self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")
+        leaves_copies = False
+        try:
+            ending = self._run_all()
+            leaves_copies = job.spec.checkpoint.memory == "peer" and ending.kind in LOSSES_OF_A_NODE
+            return ending
+        finally:
+            self._supervisor.stop()
+            self._fork_server.close()
+            self._end_descendants()
+            for slots in self._slots.values():
+                slots.remove(keep_memory=leaves_copies)
+
+    def _run_all(self) -> Ending:
+        placement = self._job.placement
+        phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
+        self._set_environment()
+        probed = any(plan.role is Role.PROBE for plan in placement.groups)
+        # It imports while the nodes meet, but not while they are measured: it would take their time.
+        if phases and any(map(self._is_forked_here, phases[0])) and not (probed and self._probe.measures):
+            self._fork_server.prepare()
+        ending = self._meet() or (self._check_nodes() if probed else None)
+        if ending is not None:
+            return ending
+        if phases and placement.gpus_per_node > 0:
+            self._gpus = GpuWait(self._events)
+        for number, phase in enumerate(phases):
+            ending = self._run_phase(number, phase)
+            if ending is not None:
+                return ending
+        restarts = self._decisions.budget.restarts
+        return Ending(AttemptState.COMPLETED, "every role ended well", num_restarts=restarts)
+
+    def _agree(
+        self,
+        topic: str,
+        message: Schema,
+        kind: type[Message],
+        decide: Callable[[Mapping[int, Message]], AgreedStep],
+        timeout_s: float = float("inf"),
+    ) -> AgreedStep:
+        """Agree on one thing while nothing else is to be done; see :meth:`Agreement.agree`."""
+        return self._agreement.complete(self._agreement.agree(topic, message, kind, decide, timeout_s))
+
+    def _meet(self) -> Ending | None:
+        """Agent 0 waits until the agents of all nodes are there; the end, where they do not come in time."""
+        channel = self._channel
+        if channel.nodes.num == 1:
+            return None
+        channel.send("hello", Ready())
+        if not channel.leads:
+            return None
+        look_at_s = 0.0
+
+        def enough() -> bool:
+            nonlocal look_at_s
+            # With the first state of each there is also a first measure of its clock.
+            came = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
+            if len(came) == channel.nodes.num or self._supervisor.asked.to_end:
+                return True
+            now_s = time.monotonic()
+            if now_s < look_at_s:
+                return False
+            look_at_s = now_s + MISPLACED_INTERVAL_S
+            known = {channel.nodes.names[index] for index in came} | {one.node for one in self._probe.confused()}
+            return known >= set(channel.nodes.names)
+
+        self._agreement.wait_until(enough, self._job.spec.preflight.meet_s)
+        came = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
+        if len(came) < channel.nodes.num and not self._supervisor.asked.to_end:
+            self._probe.without(came)
+            step = self._after_checks(last=True)
+            channel.publish("orders", Orders(over=step))
+            return Ending.of(step)
+        self._events.add(
+            "peer", f"the agents of all {channel.nodes.num} nodes are here: {', '.join(channel.nodes.names)}"
+        )
+        return None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The probe
+
+    def _check_nodes(self) -> Ending | None:
+        """Compare and measure the nodes; the end, where one is not fit."""
+        probe, asked, decisions = self._probe, self._supervisor.asked, self._decisions
+
+        def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
+            # One that cannot read its orders is a finding, not the end of everything.
+            unread = asked.broken_kind is FailureKind.CONFIG and asked.broken_node != ""
+            step = decisions.asked_to_end() if unread else decisions.may_start()
+            if step is not None and step.action == "end":
+                return step
+            ahead_s = {index: self._channel.ahead_s(index) for index in facts}
+            probe.take_facts(facts, ahead_s, {asked.broken_node: asked.broken} if unread else {})
+            return self._after_checks(last=not probe.measures)
+
+        def after_speeds(speeds: Mapping[int, NodeSpeed], look: int) -> AgreedStep:
+            step = decisions.may_start()
+            if step.action == "end":
+                return step
+            return AgreedStep(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
+
+        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, node_probe.FACTS_S)
+        for look in (1, 2):
+            if probe.measures and step.action in ("start", "again"):
+                speed = probe.measure(look, lambda: asked.to_end)
+                after = partial(after_speeds, look=look)
+                step = self._agree(f"speed-{look}", speed, NodeSpeed, after, probe.timeout_s)
+            if step.action != "again":
+                break
+        return Ending.of(step) if step.action == "end" else None
+
+    def _after_checks(self, *, last: bool) -> AgreedStep:
+        """Decide on the findings so far; they are written down when they end something or are all."""
+        report = self._probe.report()
+        blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
+        if blocking or last:
+            self._leader.write(self._job.attempt_dir.probe_report, report)
+            counts = Counter(one.status.value for one in report.results)
+            listed = ", ".join(f"{count} {status}" for status, count in counts.items())
+            self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
+        return self._unfit(blocking) if blocking else AgreedStep(action="start")
+
+    def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
+        """The end; with the nodes to do without, unless no node is to blame."""
+        nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
+        kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
+        message = node_probe.in_a_sentence(blocking)
+        what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
+        blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
+        failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)
+        number = record_incident(self._leader, self._events, self._restart_dir, failure)
+        record_decision(
+            self._leader, self._events, self._restart_dir, self._decisions.budget.choose(failure.diagnosis), number
+        )
+        return self._decisions.end(AttemptState.FAILED, message, kind)
+
+    def _set_environment(self) -> None:
+        job = self._job
+        os.environ[JOB_VARIABLE] = job_marker(job.run_dir.run_id, job.attempt)
+        os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
+        os.environ[AGENT_VARIABLE] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
+        # Status service of NCCL: no program of ours queries it, and every user of the node may.
+        os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+        interface = interface_of(job.nodes.address if job.nodes.num > 1 else LOOPBACK)
+        if interface and job.nodes.num > 1:
+            # gloo would take the interface of the host's name, which on many clusters is the wrong one.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        elif interface:
+            # Whatever is right among nodes: ranks of one node need nothing that others can reach.
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+    def _is_forked(self, plan: GroupPlan) -> bool:
+        """True for groups whose imports are known ahead: not those that run code of the user."""
+        job = self._job
+        return job.spec.supervise.warm_workers and plan.role in TARGETS and plan.role not in job.targets
+
+    def _is_forked_here(self, plan: GroupPlan) -> bool:
+        """True where such a group has workers on this node."""
+        return self._is_forked(plan) and self._job.has(plan)
+
+    def _imported(self, plan: GroupPlan) -> Generator[None, None, None]:
+        """Wait until the workers of a group can be forked, where they will be."""
+        if self._is_forked_here(plan):
+            self._fork_server.prepare()
+            while self._fork_server.is_importing and not self._supervisor.asked.to_end:
+                yield
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Phases and restarts
+
+    def _run_phase(self, number: int, phase: Sequence[GroupPlan]) -> Ending | None:
+        """Run the groups of one phase side by side, to their good end (None) or to the end of the attempt.
+
+        The first group that is restarted together counts the restarts of the attempt. The phase is over once all of
+        those have ended well; groups that are restarted alone serve them until then.
+        """
+        together = [plan for plan in phase if plan.restart == "together"]
+        main = together[0] if together else phase[0]
+        self._enter_restart(main.role)
+        on_each = f" on each of {len(main.nodes)} nodes" if len(main.nodes) > 1 else ""
+        message = f"role {main.role} starts with {main.workers_per_node} workers{on_each}"
+        self._events.add("role_started", message, main.role, workers=main.workers_per_node)
+        alone = {plan.role: self._independent(plan, number) for plan in phase if plan not in together}
+        runs = {plan.role: self._run_together(plan, phase, is_main=plan is main) for plan in together}
+        for plan in phase:
+            if plan.role in alone:
+                runs[plan.role] = self._run_alone(plan, alone[plan.role], serves_others=bool(together))
+        try:
+            while runs:
+                for role, run in list(runs.items()):
+                    try:
+                        next(run)
+                    except StopIteration as end:
+                        if end.value is not None:
+                            ending: Ending = end.value
+                            return ending
+                        del runs[role]
+                        is_closing = bool(together) and not any(plan.role in runs for plan in together)
+                        for one in alone.values():
+                            one.is_closing = is_closing
+                if runs:
+                    self._channel.wait(POLL_INTERVAL_S)
+            return None
+        finally:
+            for run in runs.values():
+                run.close()
+
+    def _independent(self, plan: GroupPlan, phase: int) -> IndependentRun:
+        job = self._job
+
+        def command(generation: int) -> Sequence[str]:
+            return job.worker_command(plan, self._restart, generation, None, self._decisions.damaged.names)
+
+        group = IndependentGroup(
+            plan,
+            self._decisions.next_generation(plan.role),
+            self._seat(plan),
+            job.attempt_dir,
+            command,
+            job.placement.gpus_per_node,
+            self._fork_server if self._is_forked(plan) else None,
+        )
+        return IndependentRun(
+            group,
+            phase,
+            self._channel,
+            self._agreement,
+            self._decisions,
+            self._supervisor,
+            self._group_events,
+            self._write,
+            lambda: self._restart_dir,
+        )
+
+    def _run_alone(
+        self, plan: GroupPlan, run: IndependentRun, *, serves_others: bool
+    ) -> Generator[None, None, Ending | None]:
+        """Run one group whose workers are restarted alone; see :meth:`IndependentRun.run`."""
+        yield from self._imported(plan)
+        return (yield from run.run(serves_others=serves_others))
+
+    def _run_together(
+        self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
+    ) -> Generator[None, None, Ending | None]:
+        """Run one group that is restarted together to its good end (None), or to the end of the attempt."""
+        job = self._job
+        generation = self._restart if is_main else self._decisions.next_generation(plan.role)
+        others = [one for one in phase if one is not plan]
+        while True:
+            yield from self._imported(plan)
+            topic = f"{plan.role}/{generation}"
+            folder = self._restart_dir if is_main else job.attempt_dir.group(plan.role, generation)
+            step = yield from self._agreement.agree(
+                f"ready/{topic}", Ready(), Ready, lambda _: self._decisions.begin_start(plan)
+            )
+            if step.action == "start":
+                group = self._elastic(plan, generation, folder, step.store, is_main=is_main)
+                end = yield from self._run_once(group, is_main=is_main, others=others)
+                step = yield from self._agreement.agree(
+                    f"end/{topic}",
+                    end,
+                    NodeEnd,
+                    lambda ends, group=group: self._decisions.conclude(group, ends, self._restart_dir),  # type: ignore[misc]
+                )
+                self._supervisor.release(plan.role)
+            if step.action == "next_role":
+                self._decisions.take_generations(step)
+                return None
+            if step.action == "end":
+                return Ending.of(step)
+            self._decisions.damaged.names = list(step.damaged)
+            if is_main:
+                self._enter_restart(plan.role)
+            generation = self._restart if is_main else self._decisions.next_generation(plan.role)
+            if self._gpus is not None and job.has(plan):
+                yield from self._gpus.wait(without={gpu for one in others if job.has(one) for gpu in one.gpus})
+
+    def _elastic(
+        self, plan: GroupPlan, generation: int, folder: RestartDir, store: str, *, is_main: bool
+    ) -> WorkerGroup:
+        """Make a start of a group.
+
+        Args:
+            store: ``host:port`` of the store in which the workers of several nodes meet; otherwise empty.
+        """
+        # Torch is imported here, when everything that can go wrong without it has been looked at.
+        from rlhf_core.worker.groups.elastic import ElasticGroup, ElasticStart
+
+        job, seat = self._job, self._seat(plan)
+        file = seat.slots.store(generation) if len(plan.nodes) == 1 else None
+        beside = None if is_main else generation
+        command = job.worker_command(plan, self._restart, beside, file, self._decisions.damaged.names)
+        name = f"{job.run_dir.run_id}.{job.attempt}.{generation}" + ("" if is_main else f".{plan.role}")
+        start = ElasticStart(name, store, command, folder)
+        gpus = job.placement.gpus_per_node
+        return ElasticGroup(
+            plan,
+            generation,
+            seat,
+            start,
+            self._inbox,
+            gpus,
+            exit_reports.has_reported,
+            self._fork_server if self._is_forked(plan) else None,
+        )
+
+    def _seat(self, plan: GroupPlan) -> GroupSeat:
+        nodes = self._job.nodes
+        return GroupSeat(nodes.name, self._job.position(plan), self._slots[plan.role], self._supervisor.clock)
+
+    def _enter_restart(self, role: Role) -> None:
+        """Go on to the next restart, unless this one was not used yet. They are counted over all phases."""
+        if self._restart_is_used:
+            self._restart += 1
+            self._restart_is_used = False
+            self._events.move_to(self._restart_dir)
+        self._supervisor.enter(role, self._restart_dir)
+
+    def _run_once(
+        self, group: WorkerGroup, *, is_main: bool, others: Sequence[GroupPlan]
+    ) -> Generator[None, None, NodeEnd]:
+        """Start the workers of this node and stay until they have ended, with all that they started."""
+        self._restart_is_used = self._restart_is_used or is_main
+        generation = None if is_main else group.generation
+        self._supervisor.supervise(group, group.generation)
+        problem = ""
+        try:
+            group.start()
+            if group.workers:
+                self._group_events.started(group.role, list(group.workers.values()), generation)
+            while True:
+                for worker, end in group.poll():
+                    self._group_events.exited(group.role, worker, end, generation)
+                self._take_warnings()
+                if group.is_over:
+                    break
+                yield
+        except StartAbandoned:
+            pass
+        except Exception:  # noqa: BLE001 - elastic raises many types; the classifier reads the text
+            problem = traceback.format_exc()
+        finally:
+            group.close()
+            self._supervisor.settle()
+            self._take_warnings(now=True)
+            # Beside others only what carries the name of the group: they stay at work.
+            self._end_descendants(group if others else None)
+        return exit_reports.report(group, problem, self._write)
+
+    def _take_warnings(self, *, now: bool = False) -> None:
+        if self._warnings is not None:
+            self._warnings.take(self._restart_dir, now=now)
+
+    def _end_descendants(self, group: WorkerGroup | None = None) -> None:
+        """End all that this process has started, or what workers of one group have."""
+        name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
+        sessions = {worker.pid for worker in workers}
+        for survivor in processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids):
+            self._events.say(f"could not be ended: {survivor}")
+
+    @property
+    def _write(self) -> Write:
+        return self._leader.write if self._channel.leads else try_to_write
+
+    @property
+    def _restart_dir(self) -> RestartDir:
+        return self._job.attempt_dir.restart(self._restart)
+
+
+def try_to_write(path: Path, model: BaseModel) -> bool:
+    """Write a file of the run directory; False when it cannot be written."""
+    try:
+        write_model(path, model)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""Agreement of all agents on the next step: each reports to agent 0, which decides for all.
+
+Waiting is written as generators that yield while there is nothing to do, so that one thread may wait for several groups
+of workers at once.
+"""
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeVar
+
+from rlhf_core.schemas.agent_messages import AgreedStep, Orders
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.worker.channel.channel import AgentChannel, Message
+from rlhf_core.worker.supervision.supervisor import ExternalRequests
+
+LAST_STATE_TIMEOUT_S = 5.0
+"""Time for which agent 0 waits for the last reports of the others when all is to end."""
+POLL_INTERVAL_S = 0.1
+
+Result = TypeVar("Result")
+
+
+class Agreement:
+    """One agent's part in what all agree on."""
+
+    def __init__(self, channel: AgentChannel, asked: ExternalRequests) -> None:
+        self._channel = channel
+        self._asked = asked
+
+    def agree(
+        self,
+        topic: str,
+        message: Schema,
+        kind: type[Message],
+        decide: Callable[[Mapping[int, Message]], AgreedStep],
+        timeout_s: float = float("inf"),
+    ) -> Generator[None, None, AgreedStep]:
+        """Report something to agent 0; once it has received all, it decides for all. The same step comes back on every
+        node.
+
+        Args:
+            timeout_s: How long agent 0 waits for those who are alive and report nothing.
+        """
+        channel = self._channel
+        channel.send(topic, message)
+        if not channel.leads:
+            return (yield from self._await_step(f"step/{topic}"))
+        deadline = time.monotonic() + timeout_s
+        latest_s = float("inf")
+        while not self._is_complete(topic, kind):
+            now_s = time.monotonic()
+            if self._asked.to_end:
+                latest_s = min(latest_s, now_s + LAST_STATE_TIMEOUT_S)
+            if now_s > min(latest_s, deadline):
+                break
+            yield
+        step = decide(channel.received(topic, kind))
+        channel.publish(f"step/{topic}", step)
+        return step
+
+    def _is_complete(self, topic: str, kind: type[Message]) -> bool:
+        """True if all have reported but for a node that is given up."""
+        received = self._channel.received(topic, kind)
+        missing = {name for index, name in enumerate(self._channel.nodes.names) if index not in received}
+        return missing <= {self._asked.broken_node}
+
+    def _await_step(self, topic: str) -> Generator[None, None, AgreedStep]:
+        """The decision of agent 0; the end, where it decides nothing any more."""
+        while True:
+            step = self._channel.published(topic, AgreedStep) or self.forced_end
+            if step is not None:
+                return step
+            yield
+
+    @property
+    def forced_end(self) -> AgreedStep | None:
+        """The end, where agent 0 has ordered it or decides nothing any more."""
+        broken = self._asked.broken
+        lost = AgreedStep(action="end", message=broken, kind=FailureKind.AGENT_KILLED) if broken else None
+        return self.over or lost
+
+    @property
+    def over(self) -> AgreedStep | None:
+        """The end of the attempt, once agent 0 has ordered it."""
+        orders = self._channel.published("orders", Orders)
+        return orders.over if orders is not None else None
+
+    def complete(self, waiting: Generator[None, None, Result]) -> Result:
+        """Wait for one thing alone."""
+        while True:
+            try:
+                next(waiting)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            self._channel.wait(POLL_INTERVAL_S)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for a condition, for so many seconds at most."""
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            self._channel.wait(POLL_INTERVAL_S)

@@ -1,0 +1,259 @@
+"""The beginning and the end of an agent: its place among the nodes, its channel to the others, and the outcome."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.diagnosis.classify import Evidence, classify
+from rlhf_core.errors import RunDirError
+from rlhf_core.files.whole import read_model, shared_secret
+from rlhf_core.run_dir.attempt import AttemptDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import AttemptOutcome
+from rlhf_core.schemas.resources import Placement, Role, job_marker
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.worker.agent.agent import Agent, try_to_write
+from rlhf_core.worker.agent.job import AttemptAborted, Ending, Job
+from rlhf_core.worker.agent.leader import OUTCOME_TIMEOUT_S, Leader
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.signing import MessageSigner
+from rlhf_core.worker.channel.store import (
+    JOIN_TIMEOUT_S,
+    AgentStore,
+    AgentStoreLost,
+    MemoryAgentStore,
+    host_agent_store,
+    join_agent_store,
+)
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.nodes import facts as node_facts
+from rlhf_core.worker.nodes.membership import Nodes, NodesError
+from rlhf_core.worker.roles import COMMAND
+from rlhf_core.worker.signals import ENDING, SignalInbox
+from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
+
+NO_LEADER_TIMEOUT_S = 15.0
+"""After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
+
+_GOOD_ENDS = (AttemptState.COMPLETED, AttemptState.PREEMPTED)
+
+
+@dataclass
+class AgentSite:
+    """State of an agent before it has read anything: its place, and the channel that it reports to."""
+
+    run_dir: RunDir
+    attempt: int
+    nodes: Nodes
+    inbox: SignalInbox
+    leader: Leader
+    events: EventLog
+    channel: AgentChannel | None = None
+
+    def last_words(self, why: str) -> None:
+        """Write down why this agent is ended by force. Of a lost agent 0 only the others can tell."""
+        leader_lost = self.channel is not None and self.channel.is_lost
+        self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
+
+
+def run_agent(
+    run_dir: Path, attempt: int, targets: Mapping[Role, str] | None = None, import_paths: Sequence[Path] = ()
+) -> int:
+    """Run this node's part of an attempt to its end.
+
+    Args:
+        run_dir: The run directory.
+        attempt: Number of the attempt, from 1.
+        targets: What runs for a role instead of the native training code.
+        import_paths: Folders to import these targets from.
+
+    Returns:
+        0 when the attempt was completed, or was saved and ended because that was asked for; otherwise 1.
+    """
+    # First of all: a signal that comes before it is awaited would end this process without an outcome.
+    inbox = SignalInbox()
+    directory = RunDir(run_dir.absolute())
+    leader = Leader(directory, attempt)
+    nodes, problem, leads = _place_of(directory, attempt)
+    if problem and not leads and not _is_left_to_say_so(directory.attempt(attempt), nodes.name, problem, inbox):
+        return 1
+    if nodes.is_first:
+        taken = leader.claim()
+        if taken:
+            print(f"{taken}; this agent ends", file=sys.stderr, flush=True)
+            return 1
+        leader.reserve.hold()
+    site = AgentSite(
+        directory, attempt, nodes, inbox, leader, EventLog(nodes.name, directory.attempt(attempt).restart(0))
+    )
+    try:
+        if problem:
+            raise AttemptAborted(FailureKind.CONFIG, f"{nodes.name}: {problem}")
+        signer = _signer(site)
+        site.channel = AgentChannel(nodes, _agent_store(site, signer), signer)
+        spec, placement = _read(directory, attempt, nodes)
+        job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets or {}), import_paths)
+        ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
+    except AttemptAborted as error:
+        ending = _report_broken(site, str(error), error.kind)
+    except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves all guessing
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        ending = _report_broken(
+            site, f"the agent failed: {type(error).__name__}: {error}", classify(Evidence(agent_log=text)).kind
+        )
+    return _finish(site, ending)
+
+
+def _targets(spec: RunSpec, given: Mapping[Role, str]) -> Mapping[Role, str]:
+    """Functions that run for a role instead of the native training code."""
+    return {Role.TRAINER: COMMAND, **given} if isinstance(spec.trainer, CommandTrainer) else given
+
+
+def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
+    """The place of this node in the attempt, what contradicts it (then it stands alone), and whether it is the first of
+    several all the same."""
+    try:
+        nodes = Nodes.of()
+    except NodesError as error:
+        return Nodes((os.environ.get("SLURMD_NODENAME", "unknown"),), ("",), 0), str(error), False
+    placement = read_model(run_dir.attempt(attempt).placement, Placement)
+    if placement is None or placement.num_nodes == nodes.num:
+        return nodes, "", nodes.is_first
+    problem = (
+        f"the attempt was planned for {placement.num_nodes} nodes, but RLHF_NODES names "
+        f"{nodes.num} ({', '.join(nodes.names)}): the job's script must set it for all of them"
+    )
+    return Nodes((nodes.name,), ("",), 0), problem, nodes.is_first and nodes.num > 1
+
+
+def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: SignalInbox) -> bool:
+    """Of a node that contradicts the plan: leave it to agent 0 to end the attempt and to name this node.
+
+    Returns:
+        Whether there is no agent 0, as all nodes may be wrong: then it is for this one to say so.
+    """
+    print(f"{name}: {problem}", file=sys.stderr, flush=True)
+    try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if any(number in ENDING for number in inbox.wait(1.0)) or attempt.outcome.exists():
+            return False
+        if not attempt.claim.exists() and time.monotonic() > deadline - JOIN_TIMEOUT_S + NO_LEADER_TIMEOUT_S:
+            return True
+    return False
+
+
+def _signer(site: AgentSite) -> MessageSigner | None:
+    """The signer of this agent's messages; none for one that is alone, which sends none.
+
+    Raises:
+        OSError: the key of the attempt can be neither made nor read.
+        ValueError: its file holds something else.
+    """
+    if site.nodes.num == 1:
+        return None
+    secret = shared_secret(site.run_dir.attempt(site.attempt).key)
+    return MessageSigner(secret, job_marker(site.run_dir.run_id, site.attempt), site.nodes.index)
+
+
+def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
+    """Open the store in which the agents meet.
+
+    Raises:
+        AttemptAborted: they did not.
+    """
+    nodes = site.nodes
+    if signer is None:
+        return MemoryAgentStore()
+    try:
+        if nodes.is_first:
+            listen_at = nodes.listening_address
+            if not listen_at:
+                site.events.say(
+                    f"{nodes.address} leads to no interface that others reach: stores listen on all of them"
+                )
+            return host_agent_store(nodes.address, listen_at, signer)
+
+        def pause(seconds: float) -> bool:
+            return any(number in ENDING for number in site.inbox.wait(seconds))
+
+        return join_agent_store(nodes.addresses[0], signer, pause)
+    except AgentStoreLost as error:
+        raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
+
+
+def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placement]:
+    path = run_dir.attempt(attempt).placement
+    try:
+        spec = run_dir.read_spec().spec
+    except RunDirError as error:
+        raise AttemptAborted(FailureKind.CONFIG, str(error)) from error
+    placement = read_model(path, Placement)
+    if placement is None or not placement.phases:
+        raise AttemptAborted(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
+    return spec, placement
+
+
+def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> Ending:
+    """Have all others end too: agent 0 says that it is over, another one says what is wrong with it."""
+    channel = site.channel
+    if channel is not None and channel.leads:
+        over = AgreedStep(action="end", state=AttemptState.FAILED, message=message, kind=kind)
+        channel.publish("orders", Orders(over=over))
+    elif channel is not None:
+        said = f"{site.nodes.name}: {message}"
+        channel.send("state", NodeState(wall_s=time.time(), broken=said, broken_kind=kind))
+    return Ending(AttemptState.FAILED, message, kind)
+
+
+def _finish(site: AgentSite, ending: Ending) -> int:
+    message = f"attempt {site.attempt} is {ending.state}: {ending.message}"
+    # Of a lost agent 0 only the others can tell: it has left no outcome.
+    leader_lost = site.channel is not None and site.channel.is_lost
+    site.events.add("agent_ended", message, state=ending.state, leader_lost=leader_lost)
+    written = True
+    if site.nodes.is_first:
+        leader = site.leader
+        outcome = AttemptOutcome(
+            attempt=site.attempt,
+            state=ending.state,
+            failure_kind=ending.kind,
+            message=ending.message,
+            num_restarts=ending.num_restarts,
+            last_step=leader.last_step(),
+            ended_by=ending.ended_by,
+            time=utc_now(),
+        )
+        written = leader.finish(outcome)
+        if not written:
+            site.events.say("the outcome could not be written")
+    site.events.close()
+    is_well = written and ending.state in _GOOD_ENDS
+    if site.channel is not None:
+        if not is_well and site.channel.leads:
+            over = AgreedStep(action="end", state=ending.state, message=ending.message, kind=ending.kind)
+            site.channel.publish("orders", Orders(over=over))
+        elif not is_well:
+            _await_outcome(site.channel)
+        site.channel.close()
+    return 0 if is_well else 1
+
+
+def _await_outcome(channel: AgentChannel) -> None:
+    """Of an agent that ends badly: Slurm ends the whole job with it, and agent 0 has to say why before."""
+    deadline = time.monotonic() + OUTCOME_TIMEOUT_S
+    while time.monotonic() < deadline and not channel.is_lost:
+        orders = channel.published("orders", Orders)
+        if orders is not None and orders.over is not None:
+            return
+        channel.wait(0.1)

@@ -1,0 +1,73 @@
+"""Damaged checkpoints, as agent 0 treats them: the one before takes the place, and the damaged one is put aside."""
+
+from dataclasses import dataclass, field, replace
+
+from rlhf_core.diagnosis.policy import Choice
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence.exit_reports import Failure
+
+
+@dataclass
+class DamagedCheckpoints:
+    """Checkpoints that an attempt has found damaged. None is removed: the user may want to look, or bring some back."""
+
+    run_dir: RunDir
+    names: list[str] = field(default_factory=list)
+    """Checkpoints that the workers must not go on from, whatever their file system still shows of them."""
+
+    def remedy(self, failure: Failure) -> str:
+        """Checkpoint from which the workers go on next, in words; empty where nothing is damaged or left."""
+        older = self._before(failure.damaged_checkpoint)
+        return f"{failure.damaged_checkpoint} is put aside, going on from {older.root.name}" if older else ""
+
+    def explained(self, failure: Failure, restart_dir: RestartDir) -> Failure:
+        """The failure with what becomes of the checkpoint, for the user."""
+        name = failure.damaged_checkpoint
+        if not name:
+            return failure
+        older = self._before(name)
+        if older is not None:
+            what = f"It is kept as {self._aside(name, restart_dir)}; {older.root.name} is used instead"
+        else:
+            folder = self.run_dir.checkpoints_dir / name
+            what = (
+                f"No complete checkpoint before it is left. Bring its files back from a copy, or move {folder} away to "
+                f"train from the beginning; then resume the run"
+            )
+        diagnosis = replace(failure.diagnosis, message=f"{failure.diagnosis.message}. {what}")
+        return replace(failure, diagnosis=diagnosis)
+
+    def choice_for(self, role: Role, failure: Failure, choice: Choice) -> Choice:
+        """The decision; for an evaluator, whose checkpoint is the result of training, a new attempt in any case."""
+        older = self._before(failure.damaged_checkpoint)
+        if role is not Role.EVALUATOR or older is None or choice.action is not Action.RESTART_IN_PLACE:
+            return choice
+        reason = f"{choice.reason}: the steps after it have to be trained again before the model is evaluated"
+        return Choice(Action.NEW_ATTEMPT, 0.0, reason)
+
+    def put_aside(self, failure: Failure, restart_dir: RestartDir, events: EventLog) -> None:
+        """Move the damaged checkpoint away. Where that cannot be done, the workers are told to pass it over."""
+        name = failure.damaged_checkpoint
+        self.names.append(name)
+        try:
+            self.run_dir.put_damaged_aside(name, restart_dir.attempt, restart_dir.restart)
+        except OSError as error:
+            events.add("checkpoint", f"{name} is damaged and could not be moved: {error.strerror}; it is passed over")
+            return
+        events.add("checkpoint", f"{name} is damaged and was moved to {self._aside(name, restart_dir)}")
+
+    def _aside(self, name: str, restart_dir: RestartDir) -> str:
+        folder = self.run_dir.damaged(restart_dir.attempt, restart_dir.restart)
+        return str((folder / name).relative_to(self.run_dir.root))
+
+    def _before(self, name: str) -> CheckpointDir | None:
+        """The newest complete checkpoint before the one of that name that was not found damaged itself."""
+        older = self.run_dir.checkpoint_before(name) if name not in self.names else None
+        while older is not None and older.root.name in self.names:
+            older = self.run_dir.checkpoint_before(older.root.name)
+        return older

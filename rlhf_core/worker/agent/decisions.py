@@ -1,0 +1,181 @@
+"""Decisions of agent 0 about groups of workers: whether they start, and what follows from how they have ended."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.policy import Choice
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
+from rlhf_core.worker.agent.job import Job
+from rlhf_core.worker.agent.leader import Leader, RestartBudget, record_decision, record_incident
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.store import host_worker_store
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence import exit_reports
+from rlhf_core.worker.evidence.exit_reports import Failure, NodeReport
+from rlhf_core.worker.groups.base import WorkerGroup
+from rlhf_core.worker.supervision.supervisor import ExternalRequests
+
+
+class GroupDecisions:
+    """Agent 0's decisions; each is written down before it is acted on."""
+
+    def __init__(
+        self, job: Job, channel: AgentChannel, leader: Leader, events: EventLog, asked: ExternalRequests
+    ) -> None:
+        self._job = job
+        self._channel = channel
+        self._leader = leader
+        self._events = events
+        self._asked = asked
+        self._worker_budgets: dict[Role, RestartBudget] = {}
+        self._worker_stores: dict[Role, object] = {}
+        self.budget = RestartBudget(job.run_dir, job.spec.supervise)
+        """Restarts in place."""
+        self.generations: dict[Role, int] = {}
+        """Newest generation of each group beside the one whose restarts are counted, over all phases."""
+        self.damaged = DamagedCheckpoints(job.run_dir)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Ends and starts
+
+    def end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> AgreedStep:
+        """The end of the attempt."""
+        restarts = self.budget.restarts
+        return AgreedStep(
+            action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts
+        )
+
+    def begin_start(self, plan: GroupPlan) -> AgreedStep:
+        """Open the store of a start of the workers, which is new for each: in an older one stand addresses of the dead.
+
+        The one before is closed only now, when all workers of it have ended on all nodes.
+        """
+        step = self.may_start()
+        nodes = self._job.nodes
+        if step.action == "start" and len(plan.nodes) > 1:
+            self._worker_stores[plan.role], store = host_worker_store(nodes.address, nodes.listening_address)
+            step = step.model_copy(update={"store": store})
+        return step
+
+    def may_start(self) -> AgreedStep:
+        """The start of what comes next, or the end, where that was requested."""
+        step, asked = self.asked_to_end(), self._asked
+        if step is None and asked.broken:
+            # First, whatever else was asked: Slurm ends a job of which one agent has ended, by the signal that also
+            # announces that nodes are taken back.
+            step = self.end(AttemptState.FAILED, asked.broken, asked.broken_kind)
+        if step is None and asked.stop:
+            # Between two starts there is nothing to save first.
+            step = self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
+        return step or AgreedStep(action="start")
+
+    def asked_to_end(self) -> AgreedStep | None:
+        """The end that the user or a signal has requested; None where neither has."""
+        asked = self._asked
+        if asked.cancel:
+            return self.end(AttemptState.CANCELLED, asked.cancel, FailureKind.USER_CANCEL)
+        if asked.end:
+            message = f"the agent was ended by {asked.end} from outside; the run can go on from its last checkpoint"
+            return self.end(AttemptState.FAILED, message, FailureKind.PREEMPTION, asked.end)
+        return None
+
+    def next_generation(self, role: Role) -> int:
+        """Number of a new start of a group beside the one whose restarts are counted."""
+        self.generations[role] = self.generations.get(role, -1) + 1
+        return self.generations[role]
+
+    def take_generations(self, step: AgreedStep) -> None:
+        """Take over the generations that agent 0 knows."""
+        for role, generation in step.generations.items():
+            self.generations[role] = max(generation, self.generations.get(role, -1))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Groups that are restarted together
+
+    def conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], restart_dir: RestartDir) -> AgreedStep:
+        """The step that follows from how the workers of a group have ended on all nodes."""
+        step, asked = self.asked_to_end(), self._asked
+        if step is not None:
+            return step
+        complete = len(ends) == self._job.nodes.num
+        if complete and all(exit_reports.is_well(end) for end in ends.values()):
+            return self._end_role(group.role, ends)
+        if asked.broken:
+            kind, node = asked.broken_kind, asked.broken_node
+            diagnosis = Diagnosis(kind, asked.broken, fingerprint(kind, node), nodes=(node,) if node else ())
+            failure = Failure(diagnosis, "", None, None)
+        else:
+            names = self._job.nodes.names
+            reports = [NodeReport(names[index], end, self._channel.ahead_s(index)) for index, end in ends.items()]
+            failure = exit_reports.explain(reports, group.hang)
+        failure = self.damaged.explained(failure, restart_dir)
+        choice = self._choose(group, failure, restart_dir)
+        if choice.action is Action.RESTART_IN_PLACE:
+            return AgreedStep(action="restart", damaged=tuple(self.damaged.names))
+        return self.end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
+
+    def _end_role(self, role: Role, ends: Mapping[int, NodeEnd]) -> AgreedStep:
+        outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
+        early = any(outcome.stopped_early for outcome in outcomes if outcome is not None)
+        how = "saved and ended early" if early else "ended well"
+        self._events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
+        if early:
+            why = self._asked.stop or "the workers decided so"
+            return self.end(AttemptState.PREEMPTED, f"saved and ended early: {why}")
+        self.budget.renew()
+        return AgreedStep(action="next_role", generations=dict(self.generations))
+
+    def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
+        """Write down what was found and what will be done about it; only then may it be done."""
+        role, asked = group.role, self._asked
+        failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
+        evidence_dir = group.folder(0).evidence_dir
+        number = record_incident(self._leader, self._events, restart_dir, failure, role, evidence_dir)
+        choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
+        choice = self.damaged.choice_for(role, failure, choice)
+        if asked.stop and choice.action is Action.RESTART_IN_PLACE:
+            reason = f"not restarted in place, as the attempt is to end: {asked.stop}"
+            choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
+        record_decision(self._leader, self._events, restart_dir, choice, number)
+        if failure.damaged_checkpoint and choice.action is not Action.STOP:
+            self.damaged.put_aside(failure, restart_dir, self._events)
+        return choice
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Workers that are restarted alone
+
+    def choose_for_worker(
+        self, role: Role, failure: Failure, restart_dir: RestartDir, folder: RestartDir, *, is_needed: bool
+    ) -> Choice:
+        """Decide about one worker that has failed while all others are at work.
+
+        Args:
+            role: Its group.
+            failure: What was found.
+            restart_dir: Present restart of the attempt.
+            folder: Folder of its start, with the evidence.
+            is_needed: False where the others have ended meanwhile, so that it has nothing left to do.
+
+        Returns:
+            ``RESTART_WORKERS``, ``CONTINUE`` without it, or an action that ends the attempt.
+        """
+        spec = self._job.spec.supervise
+        budget = self._worker_budgets.setdefault(role, RestartBudget(self._job.run_dir, spec))
+        diagnosis = budget.confirmed(failure.diagnosis)
+        failure = replace(failure, diagnosis=diagnosis)
+        number = record_incident(self._leader, self._events, restart_dir, failure, role, folder.evidence_dir)
+        if is_needed:
+            choice = budget.choose(diagnosis)
+        else:
+            choice = Choice(Action.CONTINUE, 0.0, "the workers that it served have ended: it is not needed any more")
+        if choice.action is Action.RESTART_IN_PLACE:
+            reason = f"{choice.reason}: the failed worker alone, all others stay at work"
+            choice = Choice(Action.RESTART_WORKERS, 0.0, reason)
+        record_decision(self._leader, self._events, restart_dir, choice, number)
+        return choice

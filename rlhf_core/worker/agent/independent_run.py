@@ -1,0 +1,198 @@
+"""One phase of a group whose workers are restarted alone, on every node; agent 0 decides about each that fails."""
+
+import time
+from collections.abc import Callable, Generator
+
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, WorkerExit, WorkerStartOrder
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action
+from rlhf_core.worker import processes
+from rlhf_core.worker.agent.agreement import Agreement
+from rlhf_core.worker.agent.decisions import GroupDecisions
+from rlhf_core.worker.agent.job import Ending
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.evidence import exit_reports
+from rlhf_core.worker.evidence.exit_reports import NodeReport, Write
+from rlhf_core.worker.groups.base import Exit, StartAbandoned, Started
+from rlhf_core.worker.groups.events import GroupEvents
+from rlhf_core.worker.groups.independent import IndependentGroup
+from rlhf_core.worker.supervision.group import SupervisedGroup
+from rlhf_core.worker.supervision.supervisor import Supervisor
+
+END_TIMEOUT_S = 10.0
+"""Longest wait for workers that were killed."""
+
+
+class IndependentRun:
+    """The workers of one group in one phase."""
+
+    def __init__(
+        self,
+        group: IndependentGroup,
+        phase: int,
+        channel: AgentChannel,
+        agreement: Agreement,
+        decisions: GroupDecisions,
+        supervisor: Supervisor,
+        events: GroupEvents,
+        write: Write,
+        restart_dir: Callable[[], RestartDir],
+    ) -> None:
+        """Args:
+        phase: Number of the phase, from 0.
+        write: Writes what workers left on the node because the disk was full.
+        restart_dir: The present restart of the attempt.
+        """
+        self.is_closing = False
+        """The groups that it serves have ended: it has nothing left to do."""
+        self._group = group
+        self._phase = phase
+        self._channel = channel
+        self._agreement = agreement
+        self._decisions = decisions
+        self._supervisor = supervisor
+        self._events = events
+        self._write = write
+        self._restart_dir = restart_dir
+        self._seen: set[tuple[int, int, int]] = set()
+
+    def run(self, *, serves_others: bool) -> Generator[None, None, Ending | None]:
+        """Start the workers, and each that fails again; yields while there is nothing to do.
+
+        Args:
+            serves_others: Whether the phase has groups that say when it is over; otherwise it is once all workers have
+                ended well.
+
+        Returns:
+            The end of the attempt; None once the phase is over.
+        """
+        role = self._group.role
+        supervised = self._supervisor.supervise(self._group, self._phase)
+        try:
+            self._start()
+            while True:
+                self._report_exits(supervised)
+                self._restart_ordered(supervised)
+                step = self._decide(supervised, serves_others=serves_others)
+                if step is not None and step.action == "end":
+                    return Ending.of(step)
+                if step is not None:
+                    self._decisions.take_generations(step)
+                if self.is_closing or step is not None:
+                    break
+                yield
+            yield from self._end()
+            return None
+        finally:
+            self._supervisor.release(role)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # On every node
+
+    def _start(self) -> None:
+        try:
+            self._group.start()
+        except StartAbandoned:
+            return
+        if self._group.workers:
+            self._events.started(self._group.role, list(self._group.workers.values()), self._group.generation)
+
+    def _report_exits(self, supervised: SupervisedGroup) -> None:
+        group = self._group
+        for worker, end in group.poll():
+            self._report_exit(supervised, worker, end)
+
+    def _report_exit(self, supervised: SupervisedGroup, worker: Started, end: Exit) -> None:
+        group, local_rank = self._group, worker.local_rank
+        generation = group.generations[local_rank]
+        self._events.exited(group.role, worker, end, generation)
+        # What it has started ends with it, and nothing else does.
+        processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
+        report = exit_reports.report(group, "", self._write, [local_rank])
+        one = WorkerExit(generation=generation, pid=worker.pid, end=report)
+        # Another dictionary: the second thread may be reading this one.
+        supervised.exits = {**supervised.exits, local_rank: one}
+
+    def _restart_ordered(self, supervised: SupervisedGroup) -> None:
+        orders = self._supervisor.orders_for(self._group.role)
+        for local_rank, generation in supervised.starts_here(orders, self._channel.nodes.index):
+            started = self._group.restart(local_rank, generation)
+            supervised.exits = {index: one for index, one in supervised.exits.items() if index != local_rank}
+            if started is not None:
+                self._events.started(self._group.role, [started], generation)
+
+    def _end(self) -> Generator[None, None, None]:
+        """End the workers, whatever they are doing."""
+        group = self._group
+        group.end()
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while not group.all_ended and group.started and time.monotonic() < deadline:
+            for worker, end in group.poll():
+                self._events.exited(group.role, worker, end, group.generations[worker.local_rank])
+            yield
+        for local_rank, worker in group.workers.items():
+            processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # On agent 0
+
+    def _decide(self, supervised: SupervisedGroup, *, serves_others: bool) -> AgreedStep | None:
+        """The step that all take; None while the workers stay at work."""
+        topic = f"step/phase/{self._phase}/{self._group.role}"
+        if not self._channel.leads:
+            if serves_others:
+                return None  # who says when it is over also hears when all is over
+            return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
+        step = self._decide_about_exits(supervised)
+        if step is None and not serves_others:
+            asked = self._decisions.may_start() if self._supervisor.asked.to_end else None
+            all_well = len(supervised.well) == self._group.plan.num_workers
+            over = AgreedStep(action="next_role", generations=dict(self._decisions.generations))
+            step = asked or (over if all_well else None)
+            if step is not None:
+                self._channel.publish(topic, step)
+        return step
+
+    def _decide_about_exits(self, supervised: SupervisedGroup) -> AgreedStep | None:
+        """Decide about every worker that has ended since the last call; the end of the attempt, where that follows."""
+        for index, state in self._channel.received("state", NodeState).items():
+            exits = [
+                one
+                for group in state.groups
+                if group.role is self._group.role and group.start == self._phase
+                for one in group.exits
+            ]
+            for one in exits:
+                (worker,) = one.end.workers
+                key = (index, worker.local_rank, one.generation)
+                if key in self._seen:
+                    continue
+                self._seen.add(key)
+                step = self._decide_about(supervised, index, one)
+                if step is not None:
+                    return step
+        return None
+
+    def _decide_about(self, supervised: SupervisedGroup, index: int, one: WorkerExit) -> AgreedStep | None:
+        role, node = self._group.role, self._channel.nodes.names[index]
+        (worker,) = one.end.workers
+        if exit_reports.is_well(one.end):
+            supervised.well |= {worker.rank}
+            return None
+        hang = supervised.hangs.get((node, one.pid))
+        if worker.by_agent and hang is None:
+            return None  # all is to end
+        failure = exit_reports.explain([NodeReport(node, one.end, self._channel.ahead_s(index))], hang)
+        folder = self._group.folder_of(one.generation)
+        choice = self._decisions.choose_for_worker(
+            role, failure, self._restart_dir(), folder, is_needed=not self.is_closing
+        )
+        if choice.action is Action.RESTART_WORKERS:
+            generation = self._decisions.next_generation(role)
+            start = WorkerStartOrder(node_index=index, local_rank=worker.local_rank, generation=generation)
+            self._supervisor.start_worker(role, start)
+        if choice.action.leaves_running:
+            return None
+        message = f"{failure.diagnosis.message} ({choice.reason})"
+        return self._decisions.end(AttemptState.FAILED, message, failure.diagnosis.kind)

@@ -1,0 +1,90 @@
+"""The work of one agent, and how it ends."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.run_dir.attempt import AttemptDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.agent_messages import AgreedStep
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.worker.nodes.membership import Nodes
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of an attempt that this agent is there for."""
+
+    run_dir: RunDir
+    attempt: int
+    nodes: Nodes
+    spec: RunSpec
+    placement: Placement
+    targets: Mapping[Role, str]
+    """Functions that run for a role instead of the native training code."""
+    import_paths: Sequence[Path]
+    """Folders to import these targets from."""
+
+    @property
+    def attempt_dir(self) -> AttemptDir:
+        """Folder of the attempt."""
+        return self.run_dir.attempt(self.attempt)
+
+    def position(self, plan: GroupPlan) -> int:
+        """Place of this node among those of a group; -1 where it is none of them."""
+        return plan.nodes.index(self.nodes.index) if self.nodes.index in plan.nodes else -1
+
+    def has(self, plan: GroupPlan) -> bool:
+        """True if a group has workers on this node."""
+        return self.nodes.index in plan.nodes
+
+    def worker_command(
+        self, plan: GroupPlan, restart: int, generation: int | None, store: Path | None, damaged: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Arguments after the interpreter that start a worker.
+
+        Args:
+            plan: Its group.
+            restart: Present restart of the attempt.
+            generation: Start of the group, where its files lie beside those of the restart; None where they lie there.
+            store: File in which the ranks meet; None where they meet elsewhere, or not at all.
+            damaged: Checkpoints that are not to be used.
+        """
+        command = ["-u", "-P", "-m", "rlhf_core.worker", "role", plan.role.value]
+        command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt)]
+        command += ["--restart", str(restart), "--node", self.nodes.name]
+        command += ["--generation", str(generation)] if generation is not None else []
+        command += ["--store", str(store)] if store is not None else []
+        command += ["--target", self.targets[plan.role]] if plan.role in self.targets else []
+        for path in self.import_paths:
+            command += ["--path", str(path.absolute())]
+        for name in damaged:
+            command += ["--damaged", name]
+        return tuple(command)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of the attempt; becomes its outcome."""
+
+    state: AttemptState
+    message: str
+    kind: FailureKind | None = None
+    ended_by: str = ""
+    num_restarts: int = 0
+
+    @classmethod
+    def of(cls, step: AgreedStep) -> "Ending":
+        """The end that a step orders."""
+        return cls(step.state, step.message, step.kind, step.ended_by, step.num_restarts)
+
+
+class AttemptAborted(Exception):
+    """Ends the attempt with what went wrong before workers could be started."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind

@@ -1,0 +1,250 @@
+"""The tasks of agent 0 alone: own the attempt, hear the control plane, decide about restarts, write the outcome."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.policy import Choice, decide_in_place
+from rlhf_core.files.appended import parse_lines, read_blocks
+from rlhf_core.files.whole import Reserve, claim, is_disk_full, read_model, write_model
+from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.supervision import SuperviseSpec
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence.exit_reports import Failure
+
+OUTCOME_TIMEOUT_S = 30.0
+"""Time for which an outcome that cannot be written is tried again."""
+
+_COMMAND_NAME = re.compile(r"^(\d+)\.json$")
+
+
+class Leader:
+    """Agent 0 of one attempt."""
+
+    def __init__(self, run_dir: RunDir, attempt: int) -> None:
+        self._run_dir = run_dir
+        self._dir: AttemptDir = run_dir.attempt(attempt)
+        self.reserve = Reserve(self._dir.reserve)
+        """Room for the outcome on a full disk."""
+        self._obeyed: set[int] = set()
+        self._num_incidents = 0
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Owning the attempt
+
+    def claim(self) -> str:
+        """Take the attempt; empty when it is ours, otherwise a sentence about whose it is."""
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "time": utc_now().isoformat()}
+        if claim(self._dir.claim, json.dumps(mine)):
+            return ""
+        # The owner may have been killed between creating the file and filling it; it is owned all the same.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            owner = json.loads(self._dir.claim.read_bytes())
+            return f"attempt {self._dir.number} belongs to the agent with pid {owner['pid']} on {owner['host']}"
+        return f"attempt {self._dir.number} belongs to another agent, which left no name in {self._dir.claim}"
+
+    def write(self, path: Path, model: BaseModel) -> bool:
+        """Write a file that matters; on a full disk the reserve is given up for it. False when it cannot be written.
+
+        Nothing is written of an attempt that the run has gone on without: this agent was stopped and has woken up.
+        """
+        if self._run_dir.is_superseded(self._dir.number):
+            return False
+        for _ in range(2):
+            try:
+                write_model(path, model)
+                return True
+            except OSError as error:
+                if not is_disk_full(error):
+                    return False
+                self.reserve.free()
+        return False
+
+    def relative(self, path: Path) -> str:
+        """A path as it is named in files of the run directory."""
+        return str(path.relative_to(self._run_dir.root))
+
+    def next_incident_number(self) -> int:
+        """The number of a new incident of the attempt, from 1."""
+        self._num_incidents += 1
+        return self._num_incidents
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Orders from the control plane
+
+    def new_commands(self) -> list[AgentCommand]:
+        """Orders that were not returned before, by their number."""
+        try:
+            names = [entry.name for entry in os.scandir(self._dir.commands)]
+        except OSError:
+            return []
+        numbers = sorted(int(match[1]) for match in map(_COMMAND_NAME.match, names) if match)
+        found = []
+        for number in numbers:
+            if number not in self._obeyed:
+                command = read_model(self._dir.commands / f"{number}.json", AgentCommand)
+                if command is not None:
+                    self._obeyed.add(number)
+                    found.append(command)
+        return found
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+
+    def finish(self, outcome: AttemptOutcome) -> bool:
+        """Write the outcome, once and last; False when that was not possible."""
+        deadline = time.monotonic() + OUTCOME_TIMEOUT_S
+        while not self._dir.outcome.exists():
+            if self.write(self._dir.outcome, outcome):
+                break
+            if time.monotonic() > deadline or self._run_dir.is_superseded(self._dir.number):
+                return False
+            time.sleep(0.5)
+        self.reserve.free()
+        return True
+
+    def last_step(self) -> int:
+        """Last step in any ``metrics.jsonl`` of this attempt; 0 when there is none."""
+        for restart_dir in reversed(self._dir.restarts()):
+            last = 0
+            for lines, _ in read_blocks(restart_dir.metrics):
+                last = max([last, *(line.step for line in parse_lines(lines[-50:], MetricsLine))])
+            if last:
+                return last
+        return 0
+
+
+class RestartBudget:
+    """Counts restarts in place; a new checkpoint gives the whole budget back."""
+
+    def __init__(self, run_dir: RunDir, spec: SuperviseSpec) -> None:
+        self._run_dir = run_dir
+        self._spec = spec
+        self._checkpoint_step = self._newest_step()
+        self._spent = 0
+        self._fingerprints: set[str] = set()
+        self._to_confirm: set[FailureKind] = set()
+        self.restarts = 0
+        """Restarts in place over the whole attempt."""
+
+    def renew(self) -> None:
+        """A role has ended well: that is progress too."""
+        self._spent = 0
+        self._fingerprints.clear()
+        self._to_confirm.clear()
+
+    def confirmed(self, diagnosis: Diagnosis) -> Diagnosis:
+        """The diagnosis, decided where its kind was started again for once without progress, and has come back."""
+        self._look_for_progress()
+        return replace(diagnosis, is_undecided=diagnosis.is_undecided and diagnosis.kind not in self._to_confirm)
+
+    def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
+        """Decide about a failure; a restart in place is counted, unless a remedy makes it another one.
+
+        Args:
+            remedy: what the next start does differently; see :func:`decide_in_place`.
+        """
+        self._look_for_progress()
+        seen = diagnosis.fingerprint in self._fingerprints
+        choice = decide_in_place(
+            diagnosis.kind,
+            self._spent,
+            self._spec,
+            same_fingerprint_before=seen,
+            remedy=remedy,
+            undecided=diagnosis.is_undecided,
+        )
+        self._fingerprints.add(diagnosis.fingerprint)
+        if diagnosis.is_undecided and choice.action is Action.RESTART_IN_PLACE:
+            self._to_confirm.add(diagnosis.kind)
+        if choice.action is Action.RESTART_IN_PLACE:
+            self._spent += not remedy
+            self.restarts += 1
+        return choice
+
+    def _look_for_progress(self) -> None:
+        step = self._newest_step()
+        if step > self._checkpoint_step:
+            self._checkpoint_step = step
+            self.renew()
+
+    def _newest_step(self) -> int:
+        newest = self._run_dir.newest_checkpoint()
+        return newest.step if newest else -1
+
+
+def record_incident(
+    leader: Leader,
+    events: EventLog,
+    restart_dir: RestartDir,
+    failure: Failure,
+    role: Role | None = None,
+    evidence_dir: Path | None = None,
+) -> int:
+    """Write down an incident; to be called before anything is decided about it.
+
+    Args:
+        restart_dir: The restart of the attempt in which it happened.
+        failure: What was found.
+        role: Role of the group that it happened in; None where it is about a node.
+        evidence_dir: Folder of its evidence. Default: that of the restart.
+
+    Returns:
+        Its number in the attempt.
+    """
+    diagnosis = failure.diagnosis
+    number = leader.next_incident_number()
+    incident = Incident(
+        attempt=restart_dir.attempt,
+        restart=restart_dir.restart,
+        number=number,
+        role=role,
+        failure_kind=diagnosis.kind,
+        message=diagnosis.message,
+        phase=failure.phase,
+        step=failure.step,
+        suspect_ranks=diagnosis.ranks,
+        suspect_nodes=diagnosis.nodes,
+        detected_after_s=failure.detected_after_s,
+        collective=failure.collective,
+        collective_sequence=failure.collective_sequence,
+        damaged_checkpoint=failure.damaged_checkpoint,
+        health_rule=failure.health_rule,
+        is_undecided=diagnosis.is_undecided,
+        seen_at=utc_now(),
+        fingerprint=diagnosis.fingerprint,
+        evidence_dir=leader.relative(evidence_dir or restart_dir.evidence_dir),
+    )
+    leader.write(restart_dir.incident(number), incident)
+    message = f"incident ({diagnosis.kind}): {diagnosis.message}"
+    events.add("incident", message, role, failure_kind=diagnosis.kind, number=number)
+    return number
+
+
+def record_decision(leader: Leader, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
+    """Write down the decision about an incident; to be called before anything is done about it."""
+    decision = Decision(
+        attempt=restart_dir.attempt,
+        restart=restart_dir.restart,
+        number=number,
+        action=choice.action,
+        reason=choice.reason,
+        decided_by=DecidedBy.AGENT,
+        decided_at=utc_now(),
+        delay_s=choice.delay_s,
+    )
+    leader.write(restart_dir.decision(number), decision)
+    events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)

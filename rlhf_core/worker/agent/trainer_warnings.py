@@ -1,0 +1,54 @@
+"""Warnings of a trainer as incidents that leave the run going; agent 0 takes them from the files of its ranks."""
+
+import time
+from pathlib import Path
+
+from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.policy import Choice
+from rlhf_core.files.appended import read_models
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.reports import Phase, TrainerWarning
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence.exit_reports import Failure
+
+POLL_INTERVAL_S = 1.0
+"""Interval at which the file is looked at, in seconds."""
+REASON = "a warning: training goes on, and it is for a person to judge"
+
+
+class TrainerWarnings:
+    """Turns warnings into incidents with the decision to go on, each once."""
+
+    def __init__(self, leader: Leader, events: EventLog) -> None:
+        self._leader = leader
+        self._events = events
+        self._num_taken: dict[Path, int] = {}
+        self._next_poll_s = 0.0
+
+    def take(self, restart_dir: RestartDir, *, now: bool = False) -> None:
+        """Take what is new.
+
+        Args:
+            restart_dir: The present restart of the attempt.
+            now: The trainer has ended: look at once.
+        """
+        now_s = time.monotonic()
+        if now_s < self._next_poll_s and not now:
+            return
+        self._next_poll_s = now_s + POLL_INTERVAL_S
+        for path in restart_dir.all_warnings():
+            found = read_models(path, TrainerWarning)
+            for warning in found[self._num_taken.get(path, 0) :]:
+                self._record(restart_dir, warning)
+            self._num_taken[path] = len(found)
+
+    def _record(self, restart_dir: RestartDir, warning: TrainerWarning) -> None:
+        kind = warning.failure_kind
+        diagnosis = Diagnosis(kind, warning.message, fingerprint(kind, warning.message))
+        phase = Phase.REWARD if kind is FailureKind.REWARD_FUNCTION else Phase.TRAIN
+        failure = Failure(diagnosis, phase, warning.step, None, health_rule=warning.health_rule)
+        number = record_incident(self._leader, self._events, restart_dir, failure, Role.TRAINER)
+        record_decision(self._leader, self._events, restart_dir, Choice(Action.CONTINUE, 0.0, REASON), number)

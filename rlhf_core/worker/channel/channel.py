@@ -1,0 +1,289 @@
+"""The agents of an attempt as a channel: what each tells agent 0, what agent 0 announces to all.
+
+Everything that could block, a store whose server is gone, happens in a thread of its own, so that no agent ever waits
+for another one with its hands tied. An agent that is alone has a team too: it hears itself.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from rlhf_core.schemas.agent_messages import NodeState, Ready
+from rlhf_core.schemas.base import Schema
+from rlhf_core.worker.channel.signing import MessageRefused, MessageSigner
+from rlhf_core.worker.channel.store import AgentStore, AgentStoreLost
+from rlhf_core.worker.liveness.pause_clock import PauseClock
+from rlhf_core.worker.nodes.membership import Nodes
+
+LOST_TIMEOUT_S = 15.0
+"""Silence of agent 0's store after which an agent takes it for lost."""
+POLL_INTERVAL_S = 0.1
+PULSE_INTERVAL_S = 0.5
+"""Interval of an agent's signs of life. Its thread here does nothing else, so that a file system that does not
+answer, which may hold up everything else of an agent, is never taken for a lost node."""
+SHUTDOWN_TIMEOUT_S = 10.0
+"""Time for which agent 0 waits until the others have received the end."""
+
+RESEND_INTERVAL_S, MAX_RESEND_INTERVAL_S = 1.0, 60.0
+"""After this a message is sent again, then after twice as long each time, up to a limit."""
+NUM_RESENT = 16
+"""Number of the last messages that are sent again: no agent waits for older ones."""
+
+Message = TypeVar("Message", bound=Schema)
+
+
+@dataclass
+class _Sent:
+    """A message that was sent."""
+
+    message: str
+    resend_at_s: float
+    interval_s: float = RESEND_INTERVAL_S
+
+
+class AgentChannel:
+    """One agent's end of the store."""
+
+    def __init__(self, nodes: Nodes, store: AgentStore, signer: MessageSigner | None = None) -> None:
+        """Take part.
+
+        Args:
+            signer: That of this agent; only one that is alone needs none.
+
+        Raises:
+            ValueError: there are several nodes and no signer.
+        """
+        if nodes.num > 1 and signer is None:
+            raise ValueError(f"the agents of {nodes.num} nodes sign their messages: found no signer")
+        self.nodes = nodes
+        self.endpoint = store.endpoint
+        self._store = store
+        self._signer = signer
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._outbox: dict[str, str] = {}
+        self._wanted: set[str] = set()
+        self._texts: dict[str, str] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._seen: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._refusal = ""
+        self._has_refused = False
+        self._messages: dict[str, Schema] = {}
+        self._changed_at: dict[str, float] = {}
+        self._offsets: dict[int, float] = {}
+        self._answered_at = time.monotonic()
+        self.clock = PauseClock()
+        self._pulse_at = 0.0
+        peers = range(1, nodes.num) if nodes.is_first else ()
+        self._live = [f"{topic}/{one}" for one in peers for topic in ("state", "pulse")] or ["orders"]
+        if nodes.num > 1:
+            if nodes.is_first:
+                for key in ("orders", *self._live):
+                    store.set(key, "")  # keys that are there can be read in one question
+            threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """True for agent 0."""
+        return self.nodes.is_first
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Speaking and hearing
+
+    def send(self, topic: str, message: Schema) -> None:
+        """Send a message to agent 0, which receives its own too."""
+        self._put(f"{topic}/{self.nodes.index}", message, send=not self.leads)
+
+    def publish(self, topic: str, message: Schema) -> None:
+        """Send a message to all; for agent 0."""
+        self._put(topic, message, send=self.nodes.num > 1)
+
+    def received(self, topic: str, kind: type[Message]) -> dict[int, Message]:
+        """Messages about a topic so far, by index of the node; for agent 0."""
+        found = {index: self._get(f"{topic}/{index}", kind) for index in range(self.nodes.num)}
+        return {index: message for index, message in found.items() if message is not None}
+
+    def published(self, topic: str, kind: type[Message]) -> Message | None:
+        """Message that agent 0 has published, if it has."""
+        return self._get(topic, kind)
+
+    def wait(self, seconds: float) -> None:
+        """Until something new was heard, for at most so long."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def silence_s(self, index: int) -> float:
+        """Silence of a node towards agent 0, in seconds, without pauses of this process; 0 before the first sign."""
+        heard_at = self.heard_at(index)
+        if heard_at == float("-inf") or index == self.nodes.index:
+            return 0.0
+        return self.clock.age_s(heard_at, time.monotonic())
+
+    def heard_at(self, index: int) -> float:
+        """Monotonic time at which agent 0 received the last sign of life of a node; minus infinity before the first."""
+        with self._lock:
+            return max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
+
+    def ahead_s(self, index: int) -> float:
+        """Seconds by which this node's clock is ahead of another's; right to about a tenth of a second."""
+        return self._offsets.get(index, 0.0)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if agent 0 has been silent for too long, while this process was awake."""
+        return not self.leads and self.clock.age_s(self._answered_at, time.monotonic()) > LOST_TIMEOUT_S
+
+    def new_refusal(self) -> str:
+        """The reason why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
+        with self._lock:
+            refusal, self._refusal = self._refusal, ""
+        return refusal
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+
+    def close(self) -> None:
+        """Say farewell, or wait until the others have: agent 0 keeps the store, and must be the last to go."""
+        if self.nodes.num > 1:
+            self.send("closed", Ready())
+            deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+            while not self._all_closed() and time.monotonic() < deadline and not self.is_lost:
+                self.wait(0.1)
+        self._over.set()
+        self._wake.set()
+
+    def _all_closed(self) -> bool:
+        if self.leads:
+            return len(self.received("closed", Ready)) == self.nodes.num
+        with self._lock:
+            return not self._outbox
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Keys and texts
+
+    def _put(self, key: str, message: Schema, *, send: bool) -> None:
+        with self._lock:
+            self._messages[key] = message
+            if send:
+                self._outbox[key] = message.model_dump_json()
+        self._wake.set()
+
+    def _get(self, key: str, kind: type[Message]) -> Message | None:
+        with self._lock:
+            message, text = self._messages.get(key), self._texts.get(key)
+            if message is None and text is None and self.nodes.num > 1 and key not in self._live:
+                self._wanted.add(key)
+        if message is None and text:
+            message = self._parse(key, text, kind)
+        assert message is None or isinstance(message, kind)
+        return message
+
+    def _parse(self, key: str, text: str, kind: type[Message]) -> Message | None:
+        """Parse a message once: it is asked for many times until all have spoken."""
+        try:
+            message = kind.model_validate_json(text)
+        except ValidationError:
+            return None  # another version of this program; what it says is as good as unsaid
+        with self._lock:
+            if self._texts.get(key) == text:
+                self._messages[key] = message
+        return message
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The thread that speaks with the store
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(POLL_INTERVAL_S)
+            self._wake.clear()
+            try:
+                self._exchange()
+            except (AgentStoreLost, ValueError):
+                self._over.wait(POLL_INTERVAL_S)
+            else:
+                self._answered_at = time.monotonic()
+
+    def _exchange(self) -> None:
+        if not self.leads and time.monotonic() >= self._pulse_at:
+            self._send(f"pulse/{self.nodes.index}", str(time.monotonic_ns()))
+            self._pulse_at = time.monotonic() + PULSE_INTERVAL_S
+        with self._lock:
+            outgoing = dict(self._outbox)
+        for key, content in outgoing.items():
+            self._send(key, content)
+            with self._lock:
+                if self._outbox.get(key) == content:
+                    del self._outbox[key]
+        self._resend()
+        with self._lock:
+            wanted = list(self._wanted)
+        # Two questions: those that are asked all the time are answered at once, as their keys are always there.
+        found = [*zip(self._live, self._store.get(self._live), strict=True)]
+        found += zip(wanted, self._store.get(wanted), strict=True)
+        new = {key: text for key, message in found if message and (text := self._verified(key, message)) is not None}
+        with self._changed:
+            for key, text in new.items():
+                self._texts[key] = text
+                self._messages.pop(key, None)
+                self._changed_at[key] = time.monotonic()
+                self._wanted.discard(key)
+            self._changed.notify_all()
+        for key in new:
+            self._measure_clock(key)
+
+    def _send(self, key: str, text: str) -> None:
+        assert self._signer is not None
+        message = self._signer.sign(key, text)
+        self._store.set(key, message)
+        if key not in (f"state/{self.nodes.index}", f"pulse/{self.nodes.index}"):  # those are sent anew all the time
+            self._sent.pop(key, None)
+            self._sent[key] = _Sent(message, time.monotonic() + RESEND_INTERVAL_S)
+            if len(self._sent) > NUM_RESENT:
+                del self._sent[next(iter(self._sent))]
+
+    def _resend(self) -> None:
+        """Send messages again; an agent that has read one before sees that it is the same."""
+        for key, sent in self._sent.items():
+            if time.monotonic() >= sent.resend_at_s:
+                self._store.set(key, sent.message)
+                sent.interval_s = min(2 * sent.interval_s, MAX_RESEND_INTERVAL_S)
+                sent.resend_at_s = time.monotonic() + sent.interval_s
+
+    def _verified(self, key: str, message: str) -> str | None:
+        """The text of a new message; None for one that is known, or refused."""
+        if message in (self._seen.get(key), self._refused.get(key)):
+            return None
+        assert self._signer is not None
+        try:
+            text = self._signer.verify(key, self._sender(key), message)
+        except MessageRefused as why:
+            self._refused[key] = message
+            if not self._has_refused:
+                self._has_refused = True
+                with self._lock:
+                    self._refusal = (
+                        f"a message in the store of the agents, under {key!r}, was refused: {why}. Another program can "
+                        f"write there; nothing of it is believed, and more of them are refused without a word"
+                    )
+            return None
+        self._seen[key] = message
+        return text
+
+    def _sender(self, key: str) -> int:
+        """Agent whose message is expected under a key: of what agent 0 receives, the number at its end."""
+        index = key.rpartition("/")[2]
+        return int(index) if self.leads and index.isdecimal() else 0
+
+    def _measure_clock(self, key: str) -> None:
+        """The smallest difference ever seen between two clocks is that of the fastest message."""
+        topic, _, index = key.partition("/")
+        state = self._get(key, NodeState) if topic == "state" else None
+        if state is not None:
+            difference = time.time() - state.wall_s
+            self._offsets[int(index)] = min(difference, self._offsets.get(int(index), difference))

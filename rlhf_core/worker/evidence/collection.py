@@ -1,0 +1,148 @@
+"""Evidence of a failure, saved before its traces are gone: stacks, process states, the ends of the logs.
+
+Collected before any kill, because the first kill breaks the connections of the peers and with them the picture. A
+dump that cannot be had is evidence as well, so every file says why it is short.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from rlhf_core.files.appended import read_tail
+from rlhf_core.files.whole import write_text
+from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
+from rlhf_core.text.redaction import masked
+from rlhf_core.worker.worker_process import STACK_SIGNAL
+
+STACK_TIMEOUT_S = 5.0
+LOG_TAIL_BYTES = 32 << 10
+
+_RANKS = TypeAdapter(tuple[RankStatus, ...])
+
+
+def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
+    """Save stacks, process states and log ends of the workers of this node. Takes up to ``STACK_TIMEOUT_S`` seconds.
+
+    Args:
+        ranks: The workers, as they were read when they became suspect.
+        logs: Their logs, by local rank.
+        folder: The incident's folder; this agent's files carry the node's name.
+        node: This node.
+
+    Returns:
+        What could not be had, in sentences; evidence is never worth an exception.
+    """
+    missing: list[str] = []
+    save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
+    dumps = {rank.local_rank: _start_py_spy(rank.pid, rank.process_state) for rank in ranks}
+    others = [(rank, one) for rank in ranks for one in rank.speaks_for]
+    other_dumps = {one.pid: _start_py_spy(one.pid, one.process_state) for _, one in others}
+    for rank in ranks:
+        save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
+    for rank, one in others:
+        save(folder / f"process-{node}-{rank.local_rank}-pid{one.pid}.txt", _process_facts(one.pid), missing)
+    deadline = time.monotonic() + STACK_TIMEOUT_S
+    for rank, one in others:
+        text, problem = _finish_py_spy(other_dumps[one.pid], deadline)
+        if problem:
+            missing.append(f"no stack of process {one.pid}, which rank {rank.rank} speaks for, from py-spy: {problem}")
+        save(folder / f"stack-{node}-{rank.local_rank}-pid{one.pid}.txt", text or f"py-spy: {problem}\n", missing)
+    for rank in ranks:
+        text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
+        if problem:
+            missing.append(f"no stack of rank {rank.rank} from py-spy: {problem}")
+            text = f"py-spy: {problem}\n{_ask_for_stack(rank)}\n"
+        save(folder / f"stack-{node}-{rank.local_rank}.txt", text, missing)
+    missing.extend(save_log_tails(logs, folder, node))
+    return missing
+
+
+def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
+    """Copy the ends of the workers' logs into the incident's folder; returns what could not be had."""
+    missing: list[str] = []
+    for local_rank, path in logs.items():
+        save(folder / f"log-{node}-{local_rank}.txt", masked(log_tail(path)), missing)
+    return missing
+
+
+def log_tail(path: Path) -> str:
+    """The last whole lines of a log; empty when it cannot be read."""
+    return read_tail(path, LOG_TAIL_BYTES)
+
+
+def save(path: Path, text: str, missing: list[str]) -> None:
+    """Write one piece of evidence; what keeps it from being written becomes a sentence in ``missing``."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        missing.append(f"{path.name} could not be written: {error.strerror}")
+
+
+def _process_facts(pid: int) -> str:
+    parts = []
+    for name in ("stat", "wchan", "status", "stack"):
+        try:
+            content = Path(f"/proc/{pid}/{name}").read_text().strip()
+        except OSError as error:
+            content = f"({error.strerror})"
+        parts.append(f"== {name} ==\n{content}\n")
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stacks
+
+
+def find_py_spy() -> str | None:
+    """Path of py-spy, that of this interpreter's environment first; None where there is none."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which("py-spy", path=folders)
+
+
+def _start_py_spy(pid: int, process_state: str) -> "subprocess.Popen[str] | str":
+    """The running dump, or why there is none."""
+    program = find_py_spy()
+    if program is None:
+        return "it is not installed (it comes with rlhf-flows[training])"
+    command = [program, "dump", "--pid", str(pid)]
+    if process_state in STOPPED_STATES:
+        # py-spy stops a process to look at it, and fails at one that is stopped already.
+        command.append("--nonblocking")
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        return f"it could not be started: {error}"
+
+
+def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tuple[str, str]:
+    """The stacks, and what went wrong (empty when nothing)."""
+    if isinstance(dump, str):
+        return "", dump
+    try:
+        output, _ = dump.communicate(timeout=max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        dump.kill()
+        dump.communicate()
+        return "", f"no answer within {STACK_TIMEOUT_S:.0f} s"
+    return (output, "") if dump.returncode == 0 else ("", output.strip() or f"exit code {dump.returncode}")
+
+
+def _ask_for_stack(rank: RankStatus) -> str:
+    """The other way: the worker's own fault handler writes into its log, which is saved afterwards."""
+    if rank.process_state in STOPPED_STATES:
+        return "The process is stopped and cannot write its stack itself."
+    if rank.sequence == 0:
+        # Its fault handler is set up before its first beat; without one the signal would kill it.
+        return "The process has not beaten yet and cannot be asked."
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(rank.pid, STACK_SIGNAL)
+        time.sleep(0.2)
+        return "It was asked to write its stack into its log instead."
+    return "The process is gone."

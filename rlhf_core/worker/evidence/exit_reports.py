@@ -1,0 +1,209 @@
+"""Reports of how one start of the workers ended: what they wrote, what the agents saw, and what that comes to.
+
+Every agent reports its own node; agent 0 puts the reports together.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rlhf_core.diagnosis.classify import Diagnosis, Evidence, WorkerEnd, classify
+from rlhf_core.files.whole import read_model
+from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
+from rlhf_core.worker import processes
+from rlhf_core.worker.evidence import collection as evidence
+from rlhf_core.worker.groups.base import Hang, Started, WorkerGroup
+from rlhf_core.worker.worker_process import spare_outcome
+
+Write = Callable[[Path, BaseModel], bool]
+"""Writes a file that matters; False when it cannot be written."""
+Outcomes = Mapping[int, WorkerOutcome]
+"""Outcomes that the workers of a node wrote about themselves, by local rank."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A start of the workers that did not end well."""
+
+    diagnosis: Diagnosis
+    phase: str
+    """Phase of the first rank to blame, or of the first to end; empty when there was none."""
+    step: int | None
+    detected_after_s: float | None
+    """From its last beat until it was found, in seconds."""
+    collective: str = ""
+    """The collective it hung in or disagreed about; empty when none is known."""
+    collective_sequence: int | None = None
+    """Number of that collective in its process group."""
+    damaged_checkpoint: str = ""
+    """Checkpoint that the workers could not go on from, because it is damaged."""
+    health_rule: str = ""
+    """Rule of ``[health]`` that has found it; empty of other failures."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """The report of one node, and how its clock stands to ours."""
+
+    node: str
+    end: NodeEnd
+    ahead_s: float = 0.0
+    """Seconds that are added to its times to have them by this node's clock."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On every node
+
+
+def has_reported(group: WorkerGroup, local_rank: int) -> bool:
+    """True if a worker has written its outcome."""
+    return _outcome_path(group, local_rank).exists() or spare_outcome(group.seat.slots.path, local_rank).exists()
+
+
+def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int] | None = None) -> NodeEnd:
+    """Report how workers of this node ended. The ends of their logs are saved unless all went well.
+
+    Args:
+        group: Their group.
+        problem: Traceback of what kept them from being started; empty when they were.
+        write: Writes what workers left on the node because the disk was full.
+        workers: Their local ranks; they have ended. None for all of the group.
+    """
+    wanted = list(range(group.num_workers) if workers is None else workers)
+    outcomes = read_outcomes(group, write, wanted)
+    started = [worker for local_rank, worker in group.workers.items() if local_rank in wanted]
+    ends = tuple(_report_worker(group, worker, outcomes) for worker in started)
+    oom_kills = max(0, processes.oom_kills() - group.oom_kills_before)
+    end = NodeEnd(num_workers=len(wanted), workers=ends, problem=problem, oom_kills=oom_kills)
+    if is_well(end):
+        return end
+    logs = {index: group.folder(index).log(group.role, group.seat.node, index) for index in wanted}
+    for index, log in logs.items():
+        evidence.save_log_tails({index: log}, group.folder(index).evidence_dir, group.seat.node)
+    told = tuple(one.model_copy(update={"log_tail": evidence.log_tail(logs[one.local_rank])}) for one in ends)
+    return end.model_copy(update={"workers": told})
+
+
+def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> Outcomes:
+    """Read what workers wrote about themselves; ``write`` what they left on the node, as the disk was full."""
+    found = {}
+    for index in workers:
+        path = _outcome_path(group, index)
+        spare = spare_outcome(group.seat.slots.path, index)
+        outcome = read_model(path, WorkerOutcome)
+        if outcome is None:
+            outcome = read_model(spare, WorkerOutcome)
+            if outcome is not None:
+                write(path, outcome)
+        spare.unlink(missing_ok=True)
+        if outcome is not None:
+            found[index] = outcome
+    return found
+
+
+def _outcome_path(group: WorkerGroup, local_rank: int) -> Path:
+    return group.folder(local_rank).worker_outcome(group.role, group.seat.node, local_rank)
+
+
+def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> WorkerReport:
+    end = group.exits.get(worker.local_rank)
+    return WorkerReport(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        code=end.code if end is not None else None,
+        by_agent=end is None or end.by_agent,
+        ended_s=end.wall_s if end is not None else 0.0,
+        last=end.last if end is not None else None,
+        outcome=outcomes.get(worker.local_rank),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On agent 0
+
+
+def is_well(end: NodeEnd) -> bool:
+    """Every worker has ended by itself with exit code 0, and has said that it did what it was there for."""
+    return (
+        not end.problem
+        and len(end.workers) == end.num_workers
+        and all(worker.code == 0 and worker.outcome is not None and worker.outcome.ok for worker in end.workers)
+    )
+
+
+def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
+    """Say what went wrong, from what all nodes have seen.
+
+    Args:
+        reports: Of all nodes, at least one.
+        hang: What the workers were ended for, where they hung.
+    """
+    reports = list(reports)
+    ends = [(one, worker) for one in reports for worker in one.end.workers]
+    # Who has not ended comes last.
+    ends.sort(key=lambda pair: pair[1].ended_s + pair[0].ahead_s if pair[1].code is not None else float("inf"))
+    diagnosis = classify(
+        Evidence(
+            workers=tuple(_worker_end(one, worker, order) for order, (one, worker) in enumerate(ends)),
+            verdict=hang.verdict if hang is not None else None,
+            agent_log="\n".join(one.end.problem for one in reports if one.end.problem),
+            oom_kills=sum(one.end.oom_kills for one in reports),
+        )
+    )
+    if hang is not None:
+        return _located_hang(diagnosis, hang)
+    failure = _located(diagnosis, [worker for _, worker in ends])
+    if diagnosis.kind is FailureKind.CHECKPOINT_CORRUPT:
+        # The rank that read it first is not to blame for it, nor is its node.
+        blameless = replace(diagnosis, ranks=(), nodes=())
+        return replace(failure, diagnosis=blameless, damaged_checkpoint=_damaged_checkpoint(ends))
+    if diagnosis.kind is FailureKind.DEGENERATE_RL:
+        return replace(failure, health_rule=_health_rule(ends))
+    return failure
+
+
+def _health_rule(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
+    """All ranks come to the same finding."""
+    told = (worker.outcome.health_rule for _, worker in ends if worker.outcome is not None)
+    return next((rule for rule in told if rule), "")
+
+
+def _damaged_checkpoint(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
+    """All ranks name the same one, where they name one at all."""
+    told = (worker.outcome.damaged_checkpoint for _, worker in ends if worker.outcome is not None)
+    return next((name for name in told if name), "")
+
+
+def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:
+    return WorkerEnd(
+        rank=worker.rank,
+        node=one.node,
+        local_rank=worker.local_rank,
+        exit_code=worker.code,
+        ended_by_agent=worker.by_agent,
+        order=order,
+        outcome=worker.outcome,
+        log_tail=worker.log_tail,
+    )
+
+
+def _located_hang(diagnosis: Diagnosis, hang: Hang) -> Failure:
+    first = next((rank for rank in hang.ranks if rank.rank in diagnosis.ranks), hang.ranks[0])
+    verdict = hang.verdict
+    return Failure(diagnosis, first.phase, first.step, hang.silent_s, verdict.collective, verdict.collective_sequence)
+
+
+def _located(diagnosis: Diagnosis, workers: list[WorkerReport]) -> Failure:
+    seen = [worker for worker in workers if worker.last is not None]
+    blamed = [worker for worker in seen if worker.rank in diagnosis.ranks] or seen
+    if not blamed:
+        return Failure(diagnosis, "", None, None)
+    first = blamed[0]
+    last: RankStatus | WorkerOutcome | None = first.outcome or first.last  # what it wrote itself is newer
+    assert last is not None
+    assert first.last is not None
+    return Failure(diagnosis, last.phase, last.step, first.last.age_s)

@@ -1,0 +1,287 @@
+"""The fork server of a node: a process that has imported what workers need, and forks them.
+
+Most of a start is imports: torch, transformers and DeepSpeed take 5 s of processor time a rank, and longer from a cold
+file system. The fork server makes them once per node. A worker is forked from it in a tenth of a second, at the first
+start as in a restart in place, and shares its memory.
+
+A worker is forked only where a new process would do the same: not from a server that is dead or stopped, that does not
+answer, or that was started with another environment or from other code. A new server takes its place then; where that
+cannot make the imports either, workers are started as new processes, and say themselves what is wrong.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import rlhf_core
+from rlhf_core.machine.main_memory import memory_bytes
+from rlhf_core.worker import processes
+from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
+from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
+from rlhf_core.worker.signals import SAVING, held_back
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE
+
+PACKAGE = "rlhf_core.worker"
+"""Module that the command line of a worker runs; its arguments follow."""
+READY = b"ready\n"
+"""First answer of a fork server: its imports are made."""
+
+IMPORT_TIMEOUT_S = 300.0
+"""Longest time for imports. After it workers are new processes, which are given ``supervise.setup_floor_s``."""
+
+ANSWER_TIMEOUT_S = 10.0
+"""Time for a server to answer that it has forked: it takes 0.1 s, and longer on a busy node."""
+
+SERVER_BYTES = 1 << 30
+"""Memory of a server, generously: 0.45 GiB were measured with torch for CPU, its CUDA builds are larger."""
+
+SHORT_OF_MEMORY = 0.1
+"""Share of the memory that stays free for the run. Below it the server is ended, and none is started."""
+
+OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE, *ELASTIC_VARIABLES})
+"""Variables that each start of workers sets anew. A worker takes them over before anything reads them."""
+
+CHECK_INTERVAL_S = 1.0
+"""Time between two looks at the memory."""
+
+COMMAND_BYTES = 2048
+"""Room in the command line of the server for that of a worker, as ``ps`` shows it."""
+
+
+class ForkedWorker:
+    """The process of a worker that was forked: a child of the agent, with what is used of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Collect its exit code, negative for a signal; None while it lives."""
+        return self._collect(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it lives still.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while self._collect(0 if deadline_s is None else os.WNOHANG) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def _collect(self, options: int) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # collected elsewhere, as Popen takes it
+                pid, status = self.pid, 0
+            if pid == self.pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+@dataclass
+class _Server:
+    """One process that has made the imports, or makes them."""
+
+    process: "subprocess.Popen[bytes]"
+    orders: int
+    """File descriptor to which orders are written, each a line of JSON."""
+    answers: int
+    """File descriptor from which answers are read."""
+    fingerprint: str
+    """Environment and code that it was started with."""
+    started_s: float
+    is_ready: bool = False
+
+    def read(self, timeout_s: float) -> bytes:
+        """Its next answer; empty where none comes in time, or where it has ended."""
+        readable, _, _ = select.select([self.answers], [], [], timeout_s)
+        return os.read(self.answers, 256) if readable else b""
+
+    def end(self) -> None:
+        """End it and collect its exit."""
+        processes.kill_group(self.process.pid)
+        self.process.wait()
+        for descriptor in (self.orders, self.answers):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class ForkServer:
+    """The fork server of one node. For the main thread of the agent alone: a server dies with the thread that started
+    it."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        memory: Callable[[], tuple[int, int]] = memory_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start none yet.
+
+        Args:
+            say: receives sentences for the log of the agent.
+            memory: free bytes and all bytes that the processes of this node may use.
+        """
+        self._say = say
+        self._memory = memory
+        self._clock = clock
+        self._server: _Server | None = None
+        self._checked_s = -CHECK_INTERVAL_S
+        self._is_off = False
+        self.started: set[int] = set()
+        """Processes of servers and of workers that were ever forked: their exits are read by their owners."""
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process of the server, if there is one."""
+        return frozenset() if self._server is None else frozenset([self._server.process.pid])
+
+    @property
+    def is_importing(self) -> bool:
+        """True while it is worth waiting for: a server is making its imports."""
+        server = self._server
+        if server is None or self._has_imported(server):
+            return False
+        if server.process.poll() is not None:
+            self._turn_off(f"it ended with exit code {server.process.returncode} in its imports")
+        elif self._clock() - server.started_s > IMPORT_TIMEOUT_S:
+            self._turn_off(f"it has not made its imports within {IMPORT_TIMEOUT_S:g} s")
+        return self._server is not None
+
+    def prepare(self) -> None:
+        """Have a server that can be used, or one that is importing. Start one where there is none."""
+        if self._is_off:
+            return
+        present = fingerprint()
+        if self._server is not None:
+            problem = self._problem(self._server)
+            if not problem and self._server.fingerprint != present:
+                problem = "environment or code have changed since it was started"
+            if not problem:
+                return
+            self._say(f"fork server {self._server.process.pid} is not used: {problem}")
+            self._end()
+        free, total = self._memory()
+        if free - SERVER_BYTES >= SHORT_OF_MEMORY * total:
+            self._server = self._start(present)
+
+    def watch_memory(self) -> None:
+        """End the server where memory is short. Cheap, and called often."""
+        now_s = self._clock()
+        if self._server is None or now_s - self._checked_s < CHECK_INTERVAL_S:
+            return
+        self._checked_s = now_s
+        free, total = self._memory()
+        if free < SHORT_OF_MEMORY * total:
+            self._turn_off(f"memory is short ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker | None:
+        """Fork a worker. :meth:`prepare` comes before the first of a start.
+
+        Args:
+            arguments: of the worker, after ``python -m rlhf_core.worker``.
+            environment: its whole environment.
+
+        Returns:
+            Its process; None where no server can be used, or it is importing still.
+        """
+        server = self._server
+        if server is None:
+            return None
+        problem = self._problem(server)
+        if not problem:
+            if not self._has_imported(server):
+                return None
+            order = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode() + b"\n"
+            answer = self._asked(server, order)
+            if answer.isdigit():
+                self.started.add(int(answer))
+                return ForkedWorker(int(answer))
+            problem = answer or f"it did not answer within {ANSWER_TIMEOUT_S:g} s"
+        self._say(f"fork server {server.process.pid} is not used: {problem}")
+        self._end()
+        return None
+
+    def close(self) -> None:
+        """End it; workers live on."""
+        self._end()
+
+    @staticmethod
+    def _has_imported(server: _Server) -> bool:
+        server.is_ready = server.is_ready or server.read(0.0).startswith(READY)
+        return server.is_ready
+
+    @staticmethod
+    def _problem(server: _Server) -> str:
+        if server.process.poll() is not None:
+            return f"it ended with exit code {server.process.returncode}"
+        state = processes.process_state(server.process.pid)
+        return f"it is in state {state}" if state in ("T", "t") else ""
+
+    @staticmethod
+    def _asked(server: _Server, order: bytes) -> str:
+        try:
+            with os.fdopen(os.dup(server.orders), "wb") as pipe:
+                pipe.write(order)
+        except OSError as error:
+            return f"its order could not be written: {error}"
+        return server.read(ANSWER_TIMEOUT_S).decode(errors="replace").strip()
+
+    def _start(self, mark: str) -> _Server:
+        order_out, order_in = os.pipe()
+        answer_out, answer_in = os.pipe()
+        command = [sys.executable, "-u", "-P", "-m", "rlhf_core.worker", "fork-server", str(order_out), str(answer_in)]
+        with held_back(SAVING):
+            process = subprocess.Popen(
+                [*command, " " * COMMAND_BYTES],
+                pass_fds=(order_out, answer_in),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        os.close(order_out)
+        os.close(answer_in)
+        self.started.add(process.pid)
+        return _Server(process, order_in, answer_out, mark, self._clock())
+
+    def _turn_off(self, why: str) -> None:
+        self._is_off = True
+        self._end()
+        self._say(f"workers of this node are started as new processes, without a fork server: {why}")
+
+    def _end(self) -> None:
+        if self._server is not None:
+            self._server.end()
+            self._server = None
+
+
+def arguments_of(command: Sequence[str]) -> Sequence[str]:
+    """Arguments of a worker in its command line, of the interpreter's options and the package."""
+    return command[command.index(PACKAGE) + 1 :]
+
+
+def fingerprint() -> str:
+    """A hash of the environment of this process and of the files of this package, as a new process would find them."""
+    digest = blake2b(digest_size=16)
+    for name, value in sorted(os.environ.items()):
+        if name in OF_A_START:
+            continue
+        digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
+    for path in sorted(Path(rlhf_core.__file__).parent.rglob("*.py")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            digest.update(f"{path}:{status.st_mtime_ns}:{status.st_size}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()

@@ -1,0 +1,269 @@
+"""Facts about this node, before any process group. Takes well under a second; imports nothing of the training.
+
+What the nodes must agree on is compared by agent 0 (``diagnosis/nodes/checks.py``); what a node can see to be wrong by
+itself is a complaint.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import psutil
+from pydantic import ValidationError
+
+import rlhf_core
+from rlhf_core.diagnosis.nodes import checks as node_checks
+from rlhf_core.diagnosis.nodes.checks import blocked, warning
+from rlhf_core.files.fingerprints import fingerprint
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.probe import NodeFacts
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.survival import Survived
+from rlhf_core.worker.nodes import trainer_facts
+from rlhf_core.worker.nodes.membership import Nodes, interface_of
+from rlhf_core.worker.nodes.shown_variables import attempt_key, shown_variables
+from rlhf_core.worker.nodes.trainer_facts import TrainerFacts
+from rlhf_core.worker.telemetry.gpus import GpuTelemetry
+
+PLUGINS = "rlhf_flows.node_checks"
+"""Entry points whose functions take no arguments and return findings about this node."""
+
+MAX_FILES = 1_000
+"""Files of a folder on another program's launch line that are read; of larger ones, so many names and sizes."""
+
+SHARED_MEMORY = Path("/dev/shm")
+CPU_SHARED_MEMORY_GB = 0.03
+"""Size that is enough for ranks on processor cores."""
+
+MIN_OPEN_FILES = 4096
+"""Fewer are used up by a few hundred ranks' sockets."""
+
+
+def gather(
+    run_dir: RunDir,
+    attempt: int,
+    nodes: Nodes,
+    spec: RunSpec,
+    gpus: int,
+    environment: Mapping[str, str] = os.environ,
+) -> NodeFacts:
+    """Everything that this node says of itself.
+
+    Args:
+        gpus: How many GPUs it should have.
+        environment: What the node was given.
+    """
+    complaints = [*_room(spec, gpus), *_limits(nodes.num), *_tracing(), *_network(nodes), *_plugins()]
+    theirs = trainer_facts.gather(run_dir, spec, environment) if spec.trainer.kind == "command" else TrainerFacts()
+    complaints += theirs.complaints
+    hardware = {"cores": str(len(os.sched_getaffinity(0)))}
+    versions = package_versions()
+    if gpus:
+        found, driver, trouble = _gpus()
+        complaints += trouble
+        hardware |= found
+        versions |= driver
+    return NodeFacts(
+        node=nodes.name,
+        index=nodes.index,
+        versions=versions,
+        trainer_versions=dict(theirs.versions),
+        variables=shown_variables(environment, attempt_key(run_dir.attempt(attempt).probe_key)),
+        content={
+            **content(run_dir, attempt, spec),
+            **{name: fingerprint(path, MAX_FILES) for name, path in theirs.files.items()},
+        },
+        hardware=hardware,
+        complaints=tuple(one.model_copy(update={"node": nodes.name}) for one in complaints),
+    )
+
+
+def confused(name: str, problem: str) -> NodeFacts:
+    """Facts of a node whose environment contradicts itself, so that it cannot even join the others."""
+    advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: nothing may change or unset them on a node"
+    complaint = blocked(node_checks.IDENTITY, problem, "each node in its own place of the allocation", advice, name)
+    return NodeFacts(node=name, index=-1, complaints=(complaint,))
+
+
+def package_versions() -> dict[str, str]:
+    """Installed packages by normalised name; Python and the C library too."""
+    found = {"python": platform.python_version(), "glibc": "-".join(platform.libc_ver())}
+    for one in importlib.metadata.distributions():
+        # The folder's name tells both; reading its files takes seconds on a cold shared file system.
+        stem = Path(str(getattr(one, "_path", ""))).stem
+        name, dash, version = stem.rpartition("-") if stem.count("-") == 1 else ("", "", "")
+        if not dash:
+            name, version = one.metadata["Name"] or "", one.version or ""
+        if name:
+            found.setdefault(re.sub("[-_.]+", "-", name).lower(), version)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What nodes must read alike
+
+
+def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
+    """Hashes of what this node reads: the run's files, our code, data, model and tokenizer."""
+    sources: dict[str, Path | None] = {
+        "config (spec.json)": run_dir.spec,
+        "placement.json": run_dir.attempt(attempt).placement,
+        "user code": run_dir.code / "snapshot",
+        "rlhf_core": Path(rlhf_core.__file__).parent,
+        "data.train": _path(spec.data.train),
+        "data.eval": _path(spec.data.eval),
+        "model.path": _path(spec.model.path),
+        "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
+        **{f"reward.models.{name}": Path(one.path) for name, one in spec.reward.models.items() if spec.samples},
+    }
+    return {name: fingerprint(path) for name, path in sources.items() if path is not None}
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a node sees by itself
+
+
+def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
+    least_gb = spec.preflight.min_free_disk_gb
+    for what, path in (
+        ("temporary folder", Path(os.environ.get("TMPDIR") or "/tmp")),
+        ("shared memory", SHARED_MEMORY),
+    ):
+        try:
+            free_gb = shutil.disk_usage(path).free / 2**30
+        except OSError as error:
+            yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a {what} that can be used", "make it")
+            continue
+        if free_gb < least_gb:
+            # Containers have little shared memory by default. NCCL fails on it; without GPUs some megabytes do.
+            enough = path == SHARED_MEMORY and not gpus and free_gb > CPU_SHARED_MEMORY_GB
+            say = warning if enough else blocked
+            yield say(
+                node_checks.DISK,
+                f"{free_gb:.2f} GiB free in {path}",
+                f"at least {least_gb:g} GiB in the {what} (preflight.min_free_disk_gb)",
+                "make room; other jobs' leftovers are often the reason",
+            )
+
+
+def _limits(num_nodes: int) -> Iterable[CheckResult]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES and hard < MIN_OPEN_FILES:
+        advice = "raise LimitNOFILE of slurmd, or `ulimit -n` in slurm.setup"
+        yield warning(node_checks.LIMITS, f"{soft} open files allowed", f"at least {MIN_OPEN_FILES}", advice)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if num_nodes > 1 and Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
+        advice = "set LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK"
+        yield warning(
+            node_checks.LIMITS, f"{locked >> 10} KiB of locked memory allowed", "unlimited, for InfiniBand", advice
+        )
+
+
+def _tracing() -> Iterable[CheckResult]:
+    """Yama's levels 0 and 1 let an agent trace its own workers; from 2 on only root may."""
+    try:
+        level = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return
+    if level >= 2 and os.geteuid() != 0:
+        yield warning(
+            node_checks.PTRACE,
+            f"kernel.yama.ptrace_scope = {level}",
+            "0 or 1, so that the stack of a hung rank can be read from outside",
+            "ask the administrators; until then hung ranks show their Python stack only, and only while they run",
+        )
+
+
+def _network(nodes: Nodes) -> Iterable[CheckResult]:
+    if nodes.num > 1 and not interface_of(nodes.address):
+        yield blocked(
+            node_checks.NETWORK,
+            f"{nodes.address} is on none of the interfaces {', '.join(sorted(psutil.net_if_addrs()))}",
+            "the address under which Slurm knows this node (NodeAddr)",
+            "correct NodeAddr, or the hosts file of the node",
+        )
+    port = os.environ.get("MASTER_PORT", "")
+    if nodes.is_first and port.isdigit() and not _is_free(int(port)):
+        yield blocked(
+            node_checks.NETWORK,
+            f"MASTER_PORT = {port} is in use on the first node",
+            "a free port",
+            f"see who has it (`ss -ltnp sport = :{port}`), or unset MASTER_PORT: rlhf-flows does not need it",
+        )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
+    """Number and types of the GPUs that work, the driver's version, and what is wrong with one of them."""
+    try:
+        telemetry = GpuTelemetry()
+    except OSError as error:
+        silent = blocked(node_checks.GPU_HEALTH, f"the driver does not answer: {error}", "NVML", "run nvidia-smi there")
+        return {"gpus": "0"}, {}, [silent]
+    readings = telemetry.read()
+    names = telemetry.names()
+    lost = {name.partition("_")[0] for name, value in readings.items() if name.endswith("_lost") and value}
+    trouble = []
+    for name, value in sorted(readings.items()):
+        device, _, what = name.partition("_")
+        said = _GPU_TROUBLE.get(what)
+        if said is not None and value:
+            say, text = said
+            advice = "leave the node alone until the GPU was reset or changed; `nvidia-smi -q` has the details"
+            what_is = f"{device}: {text.format(value)}"
+            trouble.append(say(node_checks.GPU_HEALTH, what_is, "a GPU without errors", advice))
+    working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
+    types = ", ".join(sorted(set(working)))
+    return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}, trouble
+
+
+_Say = Callable[..., CheckResult]
+_GPU_TROUBLE: Mapping[str, tuple[_Say, str]] = {
+    "ecc_uncorrected": (blocked, "{:.0f} uncorrected memory errors since its driver was loaded"),
+    "xid": (blocked, "Xid {:.0f}"),
+    "lost": (blocked, "has fallen off the bus"),
+    "throttle_thermal": (warning, "slowed down by heat before anything runs"),
+    "throttle_power_brake": (blocked, "slowed down by its power supply"),
+}
+"""Readings of a GPU that are not 0, how grave that is, and what to say."""
+
+
+def _plugins() -> list[CheckResult]:
+    """Findings of the site's own checks. One that fails is said, and ends nothing."""
+    found = []
+    for entry in importlib.metadata.entry_points(group=PLUGINS):
+        results: list[CheckResult] = []
+        with Survived() as failed:  # other people's code must not end the attempt
+            results = [CheckResult.model_validate(dict(one)) for one in entry.load()()]
+        if isinstance(failed.error, ValidationError):
+            problem = f"{entry.name} returned something that is no finding: {failed.error.errors()[0]['msg']}"
+            results = [_plugin_warning(problem)]
+        elif failed.error is not None:
+            results = [_plugin_warning(f"{entry.name} failed: {failed.problem}")]
+        found += [one.model_copy(update={"id": one.id or entry.name}) for one in results]
+    return [one for one in found if one.status is not CheckStatus.PASSED]
+
+
+def _plugin_warning(problem: str) -> CheckResult:
+    return warning(node_checks.PLUGIN, problem, "a list of findings", "correct the plug-in, or turn it off")

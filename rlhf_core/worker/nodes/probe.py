@@ -1,0 +1,303 @@
+"""The probe of an attempt: before its workers start, the nodes are compared and measured.
+
+Every agent says what its node has (``facts.py``) and measures it with one process per rank
+(``training/probes/node.py``); agent 0 compares (``diagnosis``), writes ``probe-report.json`` and decides. A node that
+is not fit ends the attempt with its name, so that the next one goes without it.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rlhf_core.diagnosis.nodes import checks as node_checks
+from rlhf_core.diagnosis.nodes.checks import Plan, blocked, compare
+from rlhf_core.diagnosis.nodes.speed import Floors, better, judge_speed, needs_second_measurement
+from rlhf_core.files.private import FILE_MODE
+from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.probe import NodeFacts, NodeSpeed, PairSpeed, ProbeReport
+from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.worker import processes
+from rlhf_core.worker.nodes import facts as node_facts
+from rlhf_core.worker.nodes.membership import Nodes
+
+FACTS_S = 60.0
+"""Time in which a node reads what it is asked about."""
+GRACE_S = 15.0
+"""Time for which agent 0 waits for measurements beyond that of the nodes themselves."""
+
+
+@dataclass(frozen=True)
+class ProbePlace:
+    """The place of a probe."""
+
+    run_dir: RunDir
+    attempt: int
+    nodes: Nodes
+    spec: RunSpec
+    placement: Placement
+    endpoint: str
+    """``host:port`` of the agents' store; not used where there is one node only."""
+
+
+class Probe:
+    """One node's part in the probe of an attempt; on agent 0 also what follows from all of them."""
+
+    def __init__(self, place: ProbePlace) -> None:
+        self._place = place
+        self._folder = place.run_dir.attempt(place.attempt)
+        self._plan = Plan(
+            names=place.nodes.names,
+            ranks_per_node=place.spec.resources.ranks_per_node,
+            gpus_per_node=place.placement.gpus_per_node,
+            per_node_variables=place.spec.preflight.per_node_variables,
+            max_clock_offset_s=place.spec.preflight.max_clock_offset_s,
+            num_trainer_nodes=place.placement.num_nodes - place.spec.rollout.nodes,
+        )
+        self._began_s = time.monotonic()
+        # As it was given: what an agent sets for its workers follows from the node, and may differ.
+        self._environment = dict(os.environ)
+        self._found: list[CheckResult] = []
+        self._speeds: dict[int, NodeSpeed] = {}
+        self._first_look: dict[int, NodeSpeed] = {}
+
+    @property
+    def measures(self) -> bool:
+        """True if there is something to measure: links between nodes, or GPUs."""
+        return self._place.nodes.num > 1 or self._place.placement.gpus_per_node > 0
+
+    @property
+    def timeout_s(self) -> float:
+        """Time for which agent 0 waits for what the nodes have measured."""
+        return self._place.spec.preflight.probe_s + GRACE_S
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # On every node
+
+    def facts(self) -> NodeFacts:
+        """Facts about this node; also written down, as far as that is possible."""
+        place = self._place
+        own = node_facts.gather(
+            place.run_dir,
+            place.attempt,
+            place.nodes,
+            place.spec,
+            place.placement.gpus_per_node,
+            self._environment,
+        )
+        with contextlib.suppress(OSError):
+            write_model(self._folder.node_facts(own.node), own, FILE_MODE)
+        return own
+
+    def measure(self, look: int, is_over: Callable[[], bool]) -> NodeSpeed:
+        """Measure this node, together with all others. Never takes longer than ``preflight.probe_s``.
+
+        Args:
+            look: 1, or 2 for the second look.
+            is_over: Asked now and then; True ends it.
+        """
+        place = self._place
+        ranks = place.spec.resources.ranks_per_node
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-probe-"))
+            store = str(Path(folder) / "store") if place.nodes.num == 1 else place.endpoint
+            outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]
+            started = [self._start(local, look, store, output) for local, output in enumerate(outputs)]
+            deadline = time.monotonic() + place.spec.preflight.probe_s
+            while any(one.poll() is None for one in started) and time.monotonic() < deadline and not is_over():
+                time.sleep(0.05)
+            for process in started:
+                if process.poll() is None:
+                    processes.kill_group(process.pid)
+                process.wait()
+            return _digest(place.nodes.name, [_lines(output) for output in outputs])
+
+    def _start(self, local_rank: int, look: int, store: str, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+        place = self._place
+        timeout_s = place.spec.preflight.probe_s
+        fields = {
+            "node": place.nodes.index,
+            "num_nodes": place.nodes.num,
+            "local_rank": local_rank,
+            "ranks_per_node": place.spec.resources.ranks_per_node,
+            "store": store,
+            "prefix": f"probe-{look}",
+            "gpu": place.placement.gpus_per_node > 0,
+            # Starting is the long part: all ranks import torch from one file system.
+            "start_s": timeout_s / 2,
+            "timeout_s": timeout_s / 6,
+        }
+        log = self._folder.restart(0).log(Role.PROBE, place.nodes.name, local_rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-u", "-P", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
+        with log.open("ab") as complaints:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, process_group=0
+            )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # On agent 0
+
+    def confused(self) -> list[NodeFacts]:
+        """Nodes that could not join because their environment contradicts itself, as they say in their files."""
+        found = (read_model(path, NodeFacts) for path in sorted(self._folder.probe.glob("*.json")))
+        return [one for one in found if one is not None and one.index < 0]
+
+    def without(self, came: Collection[str]) -> None:
+        """The agents of some nodes did not join.
+
+        Args:
+            came: Names of those that did.
+        """
+        confused = self.confused()
+        self._found += [complaint for one in confused for complaint in one.complaints]
+        self._found += node_checks.missing({*came, *(one.node for one in confused)}, self._plan)
+
+    def take_facts(
+        self, facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], broken: Mapping[str, str]
+    ) -> None:
+        """Compare what the nodes said.
+
+        Args:
+            facts: By place in the allocation.
+            ahead_s: How far this node's clock is ahead of the others', in seconds.
+            broken: Node to what keeps its agent from reading its orders.
+        """
+        found = compare(facts, ahead_s, self._plan)
+        # Who came, and then could not read its orders, is not missing.
+        self._found += [one for one in found if not (one.id == node_checks.MISSING.id and one.node in broken)]
+        advice = "see whether the shared file system is mounted there, and shows the same as elsewhere"
+        expected = "a node that sees the run directory"
+        self._found += [
+            blocked(node_checks.SHARED_FILES, problem, expected, advice, node) for node, problem in broken.items()
+        ]
+
+    def take_speeds(self, speeds: Mapping[int, NodeSpeed], look: int) -> bool:
+        """Judge what the nodes measured; True when a second look is needed before anything is said."""
+        silent = {
+            index: NodeSpeed(node=name, reached=("",), problems=("its agent said nothing",))
+            for index, name in enumerate(self._plan.names)
+            if index not in speeds
+        }
+        self._speeds = {**speeds, **silent}
+        if look == 1:
+            self._first_look = self._speeds
+        else:
+            self._speeds = {index: better(self._first_look[index], one) for index, one in self._speeds.items()}
+        found = self._judge()
+        if look == 1 and needs_second_measurement(found):
+            return True
+        self._found += found
+        return False
+
+    def _judge(self) -> list[CheckResult]:
+        preflight = self._place.spec.preflight
+        floors = Floors(
+            relative=preflight.min_relative_speed,
+            bandwidth_gb_s=preflight.min_bandwidth_gb_s,
+            latency_ms=preflight.max_latency_ms,
+            matmul_tflops=preflight.min_matmul_tflops,
+        )
+        earlier = self._place.placement.usual_speeds
+        # Each node against its own readings on the same device.
+        usual = {one.node: earlier.get(one.node, {}).get(one.device, {}) for one in self._speeds.values()}
+        return judge_speed(self._speeds, floors, usual)
+
+    def report(self) -> ProbeReport:
+        """All that was found."""
+        return ProbeReport(
+            attempt=self._place.attempt,
+            results=tuple(_without_those_turned_off(self._found, self._place.spec.preflight.off)),
+            speeds=tuple(self._speeds[index] for index in sorted(self._speeds)),
+            seconds=round(time.monotonic() - self._began_s, 2),
+            made_at=utc_now(),
+        )
+
+
+def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, str]) -> list[CheckResult]:
+    """Findings of checks that the run has turned off no longer count, and say why."""
+    return [
+        one.model_copy(
+            update={
+                "status": CheckStatus.SKIPPED,
+                "found": f"turned off: {off[one.id]}" + (f" ({one.found})" if one.expected else ""),
+            }
+        )
+        if one.id in off and one.id not in node_checks.NEVER_OFF
+        else one
+        for one in results
+    ]
+
+
+def in_a_sentence(results: Sequence[CheckResult]) -> str:
+    """The reason why the attempt cannot go on, from its blocking findings."""
+    shown = "; ".join(f"{one.found}, expected {one.expected}" for one in results[:3])
+    more = f"; and {len(results) - 3} more" if len(results) > 3 else ""
+    ids = ", ".join(dict.fromkeys(one.id for one in results))
+    return f"the nodes did not pass their checks ({ids}): {shown}{more}. {_sentence(results[0].advice)}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the measuring processes said
+
+
+def _lines(output: IO[bytes]) -> list[dict[str, Any]]:
+    """Lines of a process; one that was cut off, or is that of another program, is left out."""
+    output.seek(0)
+    found = []
+    for line in output.read().splitlines():
+        with contextlib.suppress(ValueError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                found.append(content)
+    return found
+
+
+def _digest(node: str, said: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed:
+    """One node's speed from what its ranks said: the slowest of its devices, the sum of its links."""
+    merged = [{key: value for line in lines for key, value in line.items()} for lines in said]
+    speeds = {rank: float(one["tflops"]) for rank, one in enumerate(merged) if "tflops" in one}
+    slowest = min(speeds, key=lambda rank: speeds[rank], default=0)
+    return NodeSpeed(
+        node=node,
+        device=next((str(one["device"]) for one in merged if "device" in one), ""),
+        matmul_tflops=speeds.get(slowest, 0.0),
+        slowest_rank=slowest,
+        core_share=float(merged[slowest].get("core_share", 1.0)),
+        pairs=_pairs([[line["pair"] for line in lines if "pair" in line] for lines in said]),
+        reached=tuple(next((line["step"] for line in reversed(lines) if "step" in line), "") for lines in said),
+        problems=tuple(str(one.get("problem", "")) for one in merged),
+    )
+
+
+def _pairs(said: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[PairSpeed, ...]:
+    """The better of what each rank measured with a peer; all ranks of the node together."""
+    found = []
+    for peer in sorted({int(pair["peer"]) for own in said for pair in own}):
+        tries = [[pair for pair in own if pair["peer"] == peer] for own in said]
+        well = [[pair for pair in own if "problem" not in pair] for own in tries]
+        problem = next((str(own[0]["problem"]) for own, good in zip(tries, well, strict=True) if own and not good), "")
+        found.append(
+            PairSpeed(
+                peer=peer,
+                gb_s=sum(max(pair["gb_s"] for pair in own) for own in well if own),
+                latency_ms=max((min(pair["latency_ms"] for pair in own) for own in well if own), default=0.0),
+                problem=problem,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,68 @@
+"""Environment that a node shows: a list of names. Of everything else only a keyed hash leaves the node.
+
+A list of what to hide is never complete: every tool has its own names for keys and passwords. So the variables that
+explain why nodes train apart are listed, and credentials inside their values are masked. All others still show that
+nodes differ, by a hash under a key that only the owner of the run can read, so that values cannot be tried out.
+"""
+
+import fnmatch
+import secrets
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rlhf_core.diagnosis.nodes.checks import MUST_AGREE
+from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING
+from rlhf_core.files.private import FILE_MODE
+from rlhf_core.files.whole import create_once
+from rlhf_core.schemas.resources import PASSED_VARIABLE
+from rlhf_core.text.redaction import is_secret_name, keyed_hash, masked
+
+_OTHERS = """
+SLURM_* SLURMD_NODENAME OMPI_* PMI* PMIX* IBV_* MLX5_* NVIDIA_* NVTE_* RAY_* SGLANG_* MEGATRON_* XLA_* NUMEXPR_*
+OPENBLAS_* ROCR_* HIP_* HSA_* MIOPEN_* GPU_DEVICE_ORDINAL PYTHON* LD_LIBRARY_PATH LD_PRELOAD PATH LANG LC_* TZ
+VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV HOSTNAME USER HOME TMPDIR XDG_CACHE_HOME RLHF_NODES RLHF_JOB
+"""
+SHOWN = (*MUST_AGREE, *LAUNCHING, *_OTHERS.split(), PASSED_VARIABLE)
+"""Names whose values are shown; ``*`` stands for any text."""
+
+HIDDEN = "hidden"
+"""Shown for a value where there is no key to hash it with: nodes are not compared by it then."""
+
+
+def shown_variables(environment: Mapping[str, str], key: bytes) -> dict[str, str]:
+    """Every variable as it may be shown.
+
+    Args:
+        environment: What the node was given.
+        key: That of the attempt; empty where it cannot be read.
+    """
+    passed = environment.get(PASSED_VARIABLE, "").split(",")
+    return {name: shown(name, value, key, passed) for name, value in environment.items()}
+
+
+def shown(name: str, value: str, key: bytes, passed: Collection[str] = ()) -> str:
+    """A value as it may be shown: as it is, with its credentials masked, or as a hash.
+
+    Args:
+        passed: Variables that were handed to the job as secrets.
+    """
+    is_listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in SHOWN)
+    if not is_listed or name in passed or is_secret_name(name):
+        return _hash(value, key)
+    text = masked(value)
+    return value if text == value else f"{text} ({_hash(value, key)})"
+
+
+def _hash(value: str, key: bytes) -> str:
+    return f"{HIDDEN}, hash {keyed_hash(value, key)}" if key else HIDDEN
+
+
+def attempt_key(path: Path) -> bytes:
+    """The key of an attempt, the same on all of its nodes; made by the first that comes. Empty where the run directory
+    cannot be used."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        create_once(path, secrets.token_hex(32), FILE_MODE)
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,141 @@
+"""Facts about another program that trains, on this node: the versions of its environment, the files of its launch line.
+
+Nothing of it is imported; its interpreter is started once, in the shell that the program would be started in.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_core.diagnosis.nodes import checks as node_checks
+from rlhf_core.diagnosis.nodes.checks import blocked
+from rlhf_core.errors import BadConfig
+from rlhf_core.machine.environments import environment_folder
+from rlhf_core.machine.interpreters import ASK, interpreter_of
+from rlhf_core.presets import drivers_folder
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.checks import CheckResult
+from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.shell.launch_line import LaunchItem, LaunchLine, read_launch_line
+
+ANSWER_S = 20.0
+"""Time in which its interpreter lists what is installed."""
+
+_WRITTEN = re.compile(r"out|log|cache|save|ckpt|checkpoint|tmp|temp|dump|report", re.IGNORECASE)
+"""Names of options whose files a program writes: they differ from node to node."""
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """Facts about the program, for the comparison between nodes."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package to version; also ``python``."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Files and folders that its launch line reads, by what names them."""
+    complaints: tuple[CheckResult, ...] = ()
+    """Reasons why it could not start on this node."""
+
+
+def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.environ) -> TrainerFacts:
+    """Facts about the program of a run, on this node.
+
+    Args:
+        environment: Environment of the job.
+
+    Raises:
+        ValueError: rlhf-flows trains itself.
+    """
+    trainer = command_trainer(spec)
+    values = {"run_dir": str(run_dir.root), "code": str(run_dir.code / "snapshot"), "run_id": run_dir.run_id}
+    values["drivers"] = str(drivers_folder())
+    line = read_launch_line(filled_argv(spec, values))
+    working_dir = fill(trainer.working_dir, {**values_of_spec(spec), **values})
+    files = dict(_files(line, run_dir.root, Path(working_dir) if working_dir else None))
+    try:
+        home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser()
+        folder = environment_folder(trainer.environment, home) if trainer.environment else None
+    except BadConfig as error:
+        return TrainerFacts(files=files, complaints=(_complaint(str(error)),))
+    program = next((line.argv[item.start] for item in line.items if item.role != "variable"), "")
+    try:
+        versions = _versions(trainer, program, folder, environment)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return TrainerFacts(files=files, complaints=(_complaint(f"{program}: {error}"),))
+    return TrainerFacts(versions, files)
+
+
+def _complaint(found: str) -> CheckResult:
+    advice = "put the environment where every node sees it, or correct trainer.environment and trainer.setup"
+    return blocked(node_checks.TRAINER, found, "the program of trainer.argv, ready to start", advice)
+
+
+def _versions(
+    trainer: CommandTrainer, program: str, folder: Path | None, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Packages of the interpreter that would run a program; none where it is no Python program.
+
+    Raises:
+        ValueError: the program is not found, or its interpreter gives no answer.
+        OSError: it cannot be started.
+        subprocess.SubprocessError: it takes too long.
+    """
+    search = trainer.variables.get("PATH") or environment.get("PATH", os.defpath)
+    given = {**environment, "PATH": f"{folder}/bin:{search}" if folder else search}
+    where = _answer([*_shell(trainer.setup), 'command -v "$1"'], program, given).strip()
+    if not where:
+        raise ValueError("not found on the PATH of the job")
+    python = folder / "bin" / "python" if folder else interpreter_of(Path(where))
+    if python is None:
+        return {}
+    said = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, ASK).splitlines()
+    found = json.loads(said[-1]) if said else None
+    if not isinstance(found, dict):
+        raise ValueError(f"{python} did not list its packages")
+    return {"python": ".".join(map(str, found["version"])), **found["packages"]}
+
+
+def _shell(setup: Sequence[str]) -> list[str]:
+    """Lines in front of the program; what they print is not an answer."""
+    return ["{", *setup, ":", "} >/dev/null"]
+
+
+def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], *more: str) -> str:
+    command = ["bash", "-c", "\n".join(lines), "rlhf-flows", first, *more]
+    said = subprocess.run(
+        command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S, check=False
+    )
+    return said.stdout.decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _files(line: LaunchLine, run_dir: Path, working_dir: Path | None) -> Iterator[tuple[str, Path]]:
+    """Files and folders that the words of a line name and that are not the program's own output."""
+    for item in line.items:
+        if item.role in ("variable", "wrapper") or _WRITTEN.search(item.name):
+            continue
+        for text in _texts(line, item):
+            path = Path(text).expanduser()
+            if not path.is_absolute():
+                # Names of models on a hub look like relative paths: those that are there count.
+                if working_dir is None or not (working_dir / path).exists():
+                    continue
+                path = working_dir / path
+            if run_dir not in (path, *path.parents):
+                yield f"trainer.argv {text}", path
+
+
+def _texts(line: LaunchLine, item: LaunchItem) -> Iterator[str]:
+    for word in line.argv[item.start : item.stop]:
+        text = word.partition("=")[2] if item.is_joined else word
+        if "/" in text and "{" not in text and not text.startswith("-") and len(text) < 4_096:
+            yield text

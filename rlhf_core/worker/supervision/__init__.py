@@ -1,0 +1,1 @@
+"""Supervision of workers: the agent's second thread, suspicion and verdict on a hang, lost agents, deadlines."""

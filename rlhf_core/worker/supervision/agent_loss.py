@@ -1,0 +1,43 @@
+"""An agent that agent 0 does not hear any more: after how long its node is given up, and whose node that is.
+
+Two nodes that do not hear each other cannot tell which of them is cut off. Of more, the one that hears no other is.
+"""
+
+from dataclasses import dataclass
+
+from rlhf_core.worker.channel.channel import LOST_TIMEOUT_S, AgentChannel
+
+GAVE_UP_S = 0.6 * LOST_TIMEOUT_S
+"""A pause of agent 0 after which the others may have given it up, with a margin for when they heard it last."""
+DELIVERY_TIMEOUT_S = 3.0
+"""Time after a pause in which messages still come that were sent before its end: they do not end a silence."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A node to give up."""
+
+    node: str
+    message: str
+
+
+def find_loss(channel: AgentChannel, timeout_s: float) -> Loss | None:
+    """The node to give up because agents have been silent for too long, if there is one.
+
+    Args:
+        channel: agent 0's end of the channel.
+        timeout_s: silence that is allowed, in seconds.
+    """
+    others = range(1, channel.nodes.num)
+    silent_s = {index: channel.silence_s(index) for index in others}
+    lost = [index for index in others if silent_s[index] > timeout_s]
+    if not lost:
+        return None
+    own, names = channel.nodes.name, channel.nodes.names
+    pause_s = channel.clock.longest_pause_s(since_s=max(map(channel.heard_at, others)) - DELIVERY_TIMEOUT_S)
+    if pause_s > GAVE_UP_S:
+        return Loss(own, f"the agent of {own} stood still for {pause_s:.0f} s, and no other one has been heard since")
+    if len(others) > 1 and min(silent_s.values()) > timeout_s / 2:
+        return Loss(own, f"the agent of {own} has not heard any other one for {min(silent_s.values()):.0f} s")
+    first = lost[0]
+    return Loss(names[first], f"the agent of {names[first]} has not been heard for {silent_s[first]:.0f} s")

@@ -1,0 +1,462 @@
+"""The agent's supervising thread: reads signals, orders and slots, finds hangs, publishes what it sees.
+
+It only ever watches, asks and kills. What follows from a failure is decided in the main thread, which starts the
+workers and sees them end. On agent 0 it watches over the workers of all nodes: the others tell it several times a
+second how theirs stand, and do as it orders.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rlhf_core.diagnosis.hangs.liveness import GapTracker
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.agent_messages import (
+    Collected,
+    GroupOrders,
+    NodeState,
+    Orders,
+    WorkerStartOrder,
+)
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import AgentCommand, AgentStatus
+from rlhf_core.schemas.resources import Role
+from rlhf_core.survival import Survived
+from rlhf_core.worker import processes
+from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.order_book import OrderBook
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.evidence import collection as evidence
+from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, WorkerGroup
+from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
+from rlhf_core.worker.supervision.agent_loss import find_loss
+from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
+from rlhf_core.worker.supervision.group import SupervisedGroup, states_of
+from rlhf_core.worker.supervision.hang_judge import HangJudge
+from rlhf_core.worker.telemetry.anomalies import Anomalies, NodeReading
+from rlhf_core.worker.telemetry.node import Telemetry
+from rlhf_core.worker.telemetry.series import TelemetrySeries
+
+TICK_INTERVAL_S = 0.25
+AWAKE_INTERVAL_S = 0.5
+PUBLISH_INTERVAL_S = 2.0
+COMMANDS_INTERVAL_S = 1.0
+REAP_INTERVAL_S = 10.0
+LAST_STATE_TIMEOUT_S = 15.0
+"""Silence of an agent after which its node is given up, once all workers are being ended."""
+UNHEARD_TIMEOUT_S = 3.0
+"""Silence of an agent, several times its pulse, from which on its workers count as missing for those who wait for them:
+a lost node of rollout engines is found as such, and not as a hang of the trainers."""
+LEADER_LOST_TIMEOUT_S = 10.0
+"""Longest time for the main thread to end after agent 0 was lost: with its store nothing is left to be agreed on."""
+END_TIMEOUT_S = 120.0
+"""The same in any other case, an outcome that cannot be written for a while included."""
+
+
+@dataclass(frozen=True)
+class PeerTimeouts:
+    """Time for which agent 0 waits for other nodes, in seconds."""
+
+    evidence_s: float = 10.0
+    """For evidence, before all workers of a hung job are ended."""
+    agent_s: float = 20.0
+    """For a sign of a silent agent, before its node is given up."""
+
+
+@dataclass
+class ExternalRequests:
+    """Requests to this agent from outside. Each is retained once it was given; empty means that there was none."""
+
+    cancel: str = ""
+    """The user ends the run: why."""
+    end: str = ""
+    """A signal ends the agent: which, and on which node if it is another one."""
+    stop: str = ""
+    """Save and end: who asked."""
+    broken: str = ""
+    """An agent cannot go on, or is not heard any more: why."""
+    broken_kind: FailureKind = FailureKind.UNKNOWN
+    broken_node: str = ""
+
+    @property
+    def to_end(self) -> bool:
+        """True if no worker may run any more."""
+        return bool(self.cancel or self.end or self.broken)
+
+
+class Supervisor(threading.Thread):
+    """One per agent; lives from before the first worker until after the last."""
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        inbox: SignalInbox,
+        tracker: GapTracker,
+        events: EventLog,
+        new_commands: Callable[[], list[AgentCommand]],
+        timeouts: PeerTimeouts = PeerTimeouts(),
+        telemetry_folder: Path | None = None,
+        deadline: ExitDeadline | None = None,
+        is_superseded: Callable[[], bool] = lambda: False,
+        owned_elsewhere: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        super().__init__(name="supervisor", daemon=True)
+        self.asked = ExternalRequests()
+        self.clock = channel.clock
+        self._channel = channel
+        self._node = channel.nodes.name
+        self._inbox = inbox
+        self._tracker = tracker
+        self._events = events
+        self._new_commands = new_commands
+        self._timeouts = timeouts
+        self._deadline = deadline
+        self._is_superseded = is_superseded
+        self._owned_elsewhere = owned_elsewhere
+        self._telemetry = Telemetry(events.say, telemetry_folder)
+        self._series = TelemetrySeries(self._node, events.say)
+        self._anomalies = Anomalies(events)
+        self._orders = OrderBook(channel)
+        self._judge = HangJudge(channel, self._orders, tracker, events, timeouts.evidence_s)
+        self._place: tuple[Role, RestartDir] | None = None
+        self._groups: dict[Role, SupervisedGroup] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._published = 0
+        self._reading: dict[str, float] = {}
+        self._orders_at_s = 0.0
+        self._publish_at_s = 0.0
+        self._reap_at_s = 0.0
+        self._unwritten = ""
+        self._num_pauses = 0
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Called by the main thread
+
+    def enter(self, role: Role, restart_dir: RestartDir) -> None:
+        """From now on the agent is busy with this role in this restart."""
+        with self._lock:
+            self._place = (role, restart_dir)
+            self._publish_at_s = 0.0
+
+    def supervise(self, group: WorkerGroup, start: int) -> SupervisedGroup:
+        """Judge these workers from now on, beside those of other groups.
+
+        Args:
+            start: As ``GroupState.start``.
+        """
+        with self._lock:
+            self._tracker.begin_restart(group.role)
+            self._anomalies.begin_restart()
+            supervised = SupervisedGroup.of(group, start, self._tracker)
+            if group.role in self._orders.current.groups:
+                # Starts and ends of single workers belong to a phase; numbers of requests only grow.
+                before = self._orders.current.groups[group.role]
+                self._orders.set_group(group.role, GroupOrders(collect=before.collect))
+            self._groups[group.role] = supervised
+        if self.asked.to_end:
+            group.end()
+        elif self.asked.stop and not group.is_alone:
+            group.seat.slots.ask_to_stop()
+        return supervised
+
+    def settle(self) -> None:
+        """The workers of this node have ended. Returns once nothing is being found out about them any more."""
+        with self._lock:
+            pass
+
+    def release(self, role: Role) -> None:
+        """Stop judging a group: what becomes of its workers is decided on all nodes."""
+        with self._lock:
+            self._groups.pop(role, None)
+
+    def start_worker(self, role: Role, start: WorkerStartOrder) -> None:
+        """Order the start of a single worker; for agent 0."""
+        self._orders.start_worker(role, start)
+
+    def orders_for(self, role: Role) -> GroupOrders:
+        """The newest orders about a group."""
+        return self._orders.group(role)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self.join(timeout=evidence.STACK_TIMEOUT_S + 5.0)
+        self._series.stop(time.monotonic())
+        self._telemetry.stop()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The thread
+
+    def run(self) -> None:
+        """Tick until stopped."""
+        threading.Thread(target=self._stay_awake, name="awake", daemon=True).start()
+        while not self._over.is_set():
+            with Survived() as failed:  # workers must not be left alone because one tick failed
+                self._tick()
+            if failed.error is not None:
+                self._say_once(f"supervision stumbled: {failed.problem}")
+                time.sleep(TICK_INTERVAL_S)
+
+    def _stay_awake(self) -> None:
+        """The clock of pauses in a thread of its own: a tick may take long because of a file system, or of evidence."""
+        while not self._over.wait(AWAKE_INTERVAL_S):
+            self.clock.tick(time.monotonic())
+
+    def _tick(self) -> None:
+        for number in self._inbox.wait(TICK_INTERVAL_S):
+            self._take_signal(number)
+        now_s = time.monotonic()
+        if now_s >= self._orders_at_s:
+            self._orders_at_s = now_s + COMMANDS_INTERVAL_S
+            for command in self._new_commands():
+                self._carry_out(command)
+        with self._lock:
+            now_s = time.monotonic()
+            self.clock.tick(now_s)
+            if self.clock.num_pauses != self._num_pauses:
+                self._num_pauses = self.clock.num_pauses
+                self._wake_up()
+                for one in self._groups.values():
+                    one.hang_check.clear()
+            state = self._state(now_s)
+            self._channel.send("state", state)
+            if refusal := self._channel.new_refusal():
+                self._events.add("peer", refusal, refused=True)
+            if self._channel.leads:
+                self._lead()
+            else:
+                self._follow()
+            if self.asked.to_end:
+                self._end_in(END_TIMEOUT_S, "the agent was to end, and has not")
+            self._publish(state, now_s)
+            self._reap(now_s)
+
+    def _wake_up(self) -> None:
+        """This process stood still: a suspended job, a frozen node. Meanwhile the run may have gone on without it."""
+        if self._deadline is not None and self._is_superseded():
+            self._deadline.leave_now()
+        self._events.say(f"this agent stood still for {self.clock.pause_s:.0f} s; silences are counted from now")
+
+    def _end_in(self, seconds: float, why: str) -> None:
+        """The main thread may wait in a call that never returns: then this thread ends the agent."""
+        if self._deadline is not None:
+            self._deadline.set(seconds, f"{why} within {seconds:.0f} s; it is ended by its second thread")
+
+    def _state(self, now_s: float) -> NodeState:
+        """State of this node; with a new reading of its telemetry when one is due."""
+        if self._place is not None and now_s >= self._publish_at_s:
+            self._published += 1
+            ranks = [rank for one in self._groups.values() for rank in one.group.living()]
+            pids = [pid for rank in ranks for pid in (rank.pid, *(other.pid for other in rank.speaks_for))]
+            self._reading = self._telemetry.read(pids)
+        groups = tuple(one.state(self._orders.group(role), self._reading) for role, one in self._groups.items())
+        return NodeState(
+            wall_s=time.time(),
+            groups=groups,
+            ended_by=self.asked.end,
+            published=self._published,
+            telemetry=self._reading,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What is asked from outside
+
+    def _take_signal(self, number: signal.Signals) -> None:
+        if number == SAVING:
+            self._order_stop(f"{number.name}: the time limit is near or the nodes are taken back")
+        elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.asked.stop:
+            # So Slurm announces a preemption, and scancel; it kills by itself when the time is up.
+            self._order_stop(f"{number.name}: Slurm takes the nodes back or ends the job")
+        elif number in ENDING:
+            self._order_end(number.name)
+
+    def _carry_out(self, command: AgentCommand) -> None:
+        why = f": {command.reason}" if command.reason else ""
+        self._events.add("command", f"order from the control plane: {command.kind}{why}", command=command.kind)
+        match command.kind:
+            case "cancel":
+                self.asked.cancel = command.reason or "the user cancelled the run"
+                self._kill_workers()
+                self._orders.change(cancel=self.asked.cancel)
+            case "save":
+                self._ask_to_save()
+                self._orders.change(saves=self._orders.current.saves + 1)
+                self._events.add("save_requested", "the workers were asked to save and go on")
+            case "stop_after_step":
+                self._order_stop(command.reason or "the user asked to save and stop")
+
+    def _order_end(self, name: str) -> None:
+        if not self.asked.end:
+            self.asked.end = name
+            self._events.add("killed", f"{name} came: everything is ended", signal=name)
+        self._kill_workers()
+
+    def _order_stop(self, reason: str) -> None:
+        if not self.asked.stop:
+            self.asked.stop = reason
+            for one in self._trained_groups():
+                one.group.seat.slots.ask_to_stop()
+            self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
+            if self._channel.leads:
+                self._orders.change(stop=reason)
+
+    def _kill_workers(self) -> None:
+        for one in list(self._groups.values()):
+            one.group.end()
+
+    def _trained_groups(self) -> list[SupervisedGroup]:
+        """Groups whose state is saved. Those that are restarted alone serve them, until they have ended."""
+        return [one for one in self._groups.values() if not one.is_alone]
+
+    def _ask_to_save(self) -> None:
+        for one in self._trained_groups():
+            one.group.seat.slots.ask_to_save()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Agent 0 leads
+
+    def _lead(self) -> None:
+        """Look at all nodes: agents to give up, workers that failed, workers that hang."""
+        states = self._channel.received("state", NodeState)
+        self._find_lost_agents(states)
+        now_s = time.monotonic()
+        here = {role: states_of(one, states) for role, one in self._groups.items()}
+        heard = {index for index in states if self._channel.silence_s(index) <= UNHEARD_TIMEOUT_S}
+        for role, one in self._groups.items():
+            found = [state for index, state in here[role].items() if index in heard]
+            one.observe(self._orders.still_wanted(role, found), self._tracker, now_s)
+        for role, one in list(self._groups.items()):
+            states_here = here[role]
+            if self.asked.to_end or any(state.failed for state in states_here.values()):
+                self._end_all(one)
+            elif len(states_here) == self._channel.nodes.num and all(state.started for state in states_here.values()):
+                conditions = {role: group.condition for role, group in self._groups.items()}
+                self._judge.judge(one, [states_here[index] for index in sorted(states_here)], conditions)
+
+    def _find_lost_agents(self, states: dict[int, NodeState]) -> None:
+        names = self._channel.nodes.names
+        for index, state in states.items():
+            if state.ended_by and index != self._channel.nodes.index:
+                self._order_end(f"{state.ended_by} on {names[index]}")
+            if state.broken:
+                self._give_up(names[index], state.broken, state.broken_kind)
+        loss = find_loss(self._channel, self._agent_timeout_s())
+        if loss is not None:
+            self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
+
+    def _agent_timeout_s(self) -> float:
+        """All workers are being ended: an agent that lives says so within seconds, and all wait for it."""
+        groups = self._trained_groups()
+        ending = any(self._orders.group(one.group.role).kill == one.group.generation for one in groups)
+        return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
+
+    def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
+        if not self.asked.broken:
+            self.asked.broken, self.asked.broken_kind, self.asked.broken_node = message, kind, node
+            self._events.add("peer", f"{message}; everything is ended", node_lost=node)
+            self._kill_workers()
+
+    def _end_all(self, one: SupervisedGroup) -> None:
+        """A worker has failed on some node: its peers may say what they saw, then they are ended everywhere."""
+        group, now_s = one.group, time.monotonic()
+        if one.is_alone:
+            group.end()  # all is to end: nothing else ends all of them
+            return
+        if one.failed_at_s is None:
+            one.failed_at_s = now_s
+        timeout_s = 0.0 if self.asked.to_end or group.hang is not None else PEER_TIMEOUT_S
+        if now_s - one.failed_at_s >= timeout_s and self._orders.group(group.role).kill != group.generation:
+            self._orders.change_group(group.role, kill=group.generation)
+            group.end()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The other agents follow
+
+    def _follow(self) -> None:
+        orders = self._channel.published("orders", Orders)
+        if self._channel.is_lost and not self.asked.broken:
+            self.asked.broken = "agent 0 does not answer any more"
+            self._kill_workers()
+            self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, and this agent has not ended")
+            # The controller acts on this line: it need not wait until files of agent 0 have been silent for long.
+            self._events.add("peer", f"{self.asked.broken}; everything is ended", leader_lost=True)
+        if orders is None:
+            return
+        before = self._orders.take(orders)
+        if orders.cancel and not self.asked.cancel:
+            self.asked.cancel = orders.cancel
+            self._kill_workers()
+        if orders.stop:
+            self._order_stop(orders.stop)
+        if orders.saves > before.saves:
+            self._ask_to_save()
+        if orders.over is not None:
+            self._kill_workers()
+        for role, one in list(self._groups.items()):
+            wanted = self._orders.group(role)
+            one.obey(wanted, self._channel.nodes.index, partial(self._say_killed, role))
+            if wanted.collect > before.groups.get(role, GroupOrders()).collect:
+                ranks = one.collect(wanted.collect_ranks, self._events)
+                self._channel.send(f"evidence/{role}/{wanted.collect}", Collected(ranks=ranks))
+
+    def _say_killed(self, role: Role, text: str) -> None:
+        self._events.add("killed", text, role)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Publishing
+
+    def _publish(self, state: NodeState, now_s: float) -> None:
+        if self._place is None or now_s < self._publish_at_s:
+            return
+        self._publish_at_s = now_s + PUBLISH_INTERVAL_S
+        role, restart_dir = self._place
+        self._series.add(restart_dir, state.telemetry, now_s)
+        nodes = self._channel.nodes
+        status = AgentStatus(
+            node=self._node,
+            node_index=nodes.index,
+            attempt=restart_dir.attempt,
+            restart=restart_dir.restart,
+            sequence=state.published,
+            role=role,
+            ranks=state.ranks,
+            telemetry=state.telemetry,
+            longest_gaps_s=self._tracker.all_longest_s,
+            findings=self._anomalies.look(self._readings(), now_s) if self._channel.leads else (),
+        )
+        try:
+            write_model(restart_dir.agent_status(self._node), status)
+            self._unwritten = ""
+        except OSError as error:
+            # Training does not need it; the next one is tried in two seconds.
+            self._say_once(f"the status could not be written: {error}")
+
+    def _readings(self) -> Iterable[NodeReading]:
+        for index, state in self._channel.received("state", NodeState).items():
+            name, work = self._channel.nodes.names[index], self._work_of(index)
+            yield NodeReading(name, state.published, state.telemetry, state.ranks, work)
+
+    def _work_of(self, index: int) -> str:
+        """Roles of a node's workers that are restarted together; of those that are restarted alone, where it has no
+        others."""
+        here = [one for one in self._groups.values() if index in one.group.plan.nodes]
+        return " ".join(one.group.role for one in here if not one.is_alone) or " ".join(one.group.role for one in here)
+
+    def _reap(self, now_s: float) -> None:
+        owned = {worker.pid for one in self._groups.values() for worker in one.group.workers.values()}
+        if owned and now_s >= self._reap_at_s:
+            self._reap_at_s = now_s + REAP_INTERVAL_S
+            # A young child may be a worker that is just being started: its exit belongs to its group.
+            processes.reap_orphans(owned | set(self._owned_elsewhere()), min_age_s=REAP_INTERVAL_S)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._unwritten:
+            self._unwritten = text
+            self._events.say(text)

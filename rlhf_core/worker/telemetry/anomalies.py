@@ -1,0 +1,60 @@
+"""Anomalies in the telemetry of all nodes: findings in the status of agent 0, and an event when one begins or ends."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlhf_core.diagnosis.telemetry.imbalance import ImbalanceWatch
+from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.worker.event_log import EventLog
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """The last publication of one node."""
+
+    node: str
+    sequence: int
+    """Its publications so far; one that has not changed since the last look is no new reading."""
+    telemetry: dict[str, float]
+    ranks: tuple[RankStatus, ...]
+    work: str = ""
+    """Work of the node: those with other work are not compared with it."""
+
+
+class Anomalies:
+    """Compares the nodes. Used by the supervising thread of agent 0 alone."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._watch = ImbalanceWatch()
+        self._seen: dict[str, int] = {}
+        self._present: tuple[str, ...] = ()
+
+    def begin_restart(self) -> None:
+        """Other workers, or another role: what stood out among those before says nothing about them."""
+        self._watch = ImbalanceWatch()
+        self._seen.clear()
+        self._present = ()
+
+    def look(self, readings: Iterable[NodeReading], now_s: float) -> tuple[str, ...]:
+        """Take in what is new, and say what stands out.
+
+        Args:
+            readings: The last of each node.
+            now_s: This agent's monotonic clock, in seconds.
+        """
+        for reading in readings:
+            if self._seen.get(reading.node) != reading.sequence:
+                self._seen[reading.node] = reading.sequence
+                step = max((rank.step for rank in reading.ranks), default=0)
+                beats = sum(rank.sequence for rank in reading.ranks)
+                self._watch.add(reading.node, reading.telemetry, step, now_s, beats, reading.work)
+        found = self._watch.findings()
+        for text in found:
+            if text not in self._present:
+                self._events.add("telemetry", text, finding="begins")
+        for text in self._present:
+            if text not in found:
+                self._events.add("telemetry", f"no longer: {text}", finding="ends")
+        self._present = found
+        return found

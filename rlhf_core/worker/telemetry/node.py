@@ -1,0 +1,184 @@
+"""Figures of the node, published beside the beats."""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import psutil
+
+from rlhf_core.worker.telemetry.gpus import GpuTelemetry
+
+GIB = 2**30
+MB = 1e6
+
+PERIOD_S = 2.0
+"""Pause between two readings of what may block."""
+
+STALE_S = 15.0
+"""A reading of the GPUs or of the disk that is older says that the driver or the file system does not answer."""
+
+LOOPBACK = "lo"
+INFINIBAND = Path("/sys/class/infiniband")
+_INFINIBAND_WORD = 4
+"""Bytes that InfiniBand's data counters count as one (InfiniBand Architecture Specification, PortCounters)."""
+
+
+class Telemetry:
+    """Reads the node's figures; shares and rates are those since the reading before.
+
+    What can block (a GPU driver, a file system that is away) is read by a thread of its own: supervision must go on
+    when a broken GPU holds every call into its driver.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda text: None, folder: Path | None = None) -> None:
+        """Begin to measure.
+
+        Args:
+            say: Told once why there are no figures of GPUs.
+            folder: Where the run directories lie; its free space is measured.
+        """
+        self._say = say
+        self._processes: dict[int, psutil.Process] = {}
+        self._counters = _counters()
+        self._read_at_s = time.monotonic()
+        self._slow = _SlowReader(folder)
+        self._told = False
+        psutil.cpu_percent()
+
+    def read(self, worker_pids: Collection[int]) -> dict[str, float]:
+        """One reading.
+
+        Args:
+            worker_pids: Workers of this node; what has ended counts nothing.
+
+        Returns:
+            ``cpu_percent`` (of all cores), ``cpu_cores``, ``load_1min``, ``memory_used_gb``, ``memory_total_gb``;
+            ``workers_rss_gb``, ``workers_cpu_percent`` (100 is one core); in 10^6 bytes a second
+            ``network_received_mb_per_s``, ``network_sent_mb_per_s`` (all interfaces but loopback),
+            ``loopback_mb_per_s`` (everything that stays on the node), ``infiniband_received_mb_per_s``,
+            ``infiniband_sent_mb_per_s`` (where there is InfiniBand), ``disk_read_mb_per_s``, ``disk_write_mb_per_s``;
+            ``runs_free_gb``; per GPU what :class:`GpuTelemetry` reads; and ``slow_reading_age_s`` when the GPUs or the
+            file system have not answered for long.
+        """
+        memory = psutil.virtual_memory()
+        found = {
+            "cpu_percent": psutil.cpu_percent(),
+            "cpu_cores": float(psutil.cpu_count() or 1),
+            "memory_used_gb": round(memory.used / GIB, 3),
+            "memory_total_gb": round(memory.total / GIB, 3),
+            "load_1min": round(os.getloadavg()[0], 2),
+        }
+        return found | self._workers(worker_pids) | self._rates() | self._slow_figures()
+
+    def stop(self) -> None:
+        """End the reading thread; one that is stuck in a driver does not hold the process."""
+        self._slow.stop()
+
+    def _workers(self, pids: Collection[int]) -> dict[str, float]:
+        # The same objects every time: psutil measures a share since the question before to the same object.
+        self._processes = {pid: known for pid, known in self._processes.items() if pid in pids}
+        resident, share = 0, 0.0
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                process = self._processes.setdefault(pid, psutil.Process(pid))
+                share += process.cpu_percent()
+                resident += process.memory_info().rss
+        return {"workers_rss_gb": round(resident / GIB, 3), "workers_cpu_percent": round(share, 1)}
+
+    def _rates(self) -> dict[str, float]:
+        now_s, counters = time.monotonic(), _counters()
+        passed_s = max(now_s - self._read_at_s, 1e-3)
+        before, self._counters, self._read_at_s = self._counters, counters, now_s
+        # A counter that went back was reset (an interface that came up again): nothing is known of that time.
+        return {
+            name: round(max(0, count - before[name]) / MB / passed_s, 3)
+            for name, count in counters.items()
+            if name in before
+        }
+
+    def _slow_figures(self) -> dict[str, float]:
+        figures, problem, age_s = self._slow.newest()
+        if problem and not self._told:
+            self._told = True
+            self._say(f"no figures of GPUs: {problem}")
+        return figures | ({"slow_reading_age_s": round(age_s, 1)} if age_s > STALE_S else {})
+
+
+class _SlowReader:
+    """Reads GPUs and free space in a thread, which begins with the first question."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._figures: dict[str, float] = {}
+        self._problem = ""
+        self._read_at_s = time.monotonic()
+
+    def newest(self) -> tuple[dict[str, float], str, float]:
+        """The newest figures, why there are none of GPUs, and the age of the figures in seconds."""
+        if self._thread is None:
+            self._read_at_s = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+            self._thread.start()
+        with self._lock:
+            return dict(self._figures), self._problem, time.monotonic() - self._read_at_s
+
+    def stop(self) -> None:
+        """End the thread, unless it is stuck."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        gpus: GpuTelemetry | None = None
+        try:
+            gpus = GpuTelemetry()
+        except OSError as error:
+            with self._lock:
+                self._problem = str(error)
+        while not self._over.is_set():
+            figures = (gpus.read() if gpus is not None else {}) | self._free()
+            with self._lock:
+                self._figures, self._read_at_s = figures, time.monotonic()
+            self._over.wait(PERIOD_S)
+
+    def _free(self) -> dict[str, float]:
+        if self._folder is None:
+            return {}
+        with contextlib.suppress(OSError):
+            return {"runs_free_gb": round(shutil.disk_usage(self._folder).free / GIB, 3)}
+        return {}
+
+
+def _counters() -> dict[str, int]:
+    """Bytes so far, by the name of the rate that is made of them."""
+    interfaces = psutil.net_io_counters(pernic=True)
+    outer = [counts for name, counts in interfaces.items() if name != LOOPBACK]
+    found = {
+        "network_received_mb_per_s": sum(counts.bytes_recv for counts in outer),
+        "network_sent_mb_per_s": sum(counts.bytes_sent for counts in outer),
+    }
+    if LOOPBACK in interfaces:
+        found["loopback_mb_per_s"] = interfaces[LOOPBACK].bytes_sent
+    # Containers may hide the disks.
+    disk = psutil.disk_io_counters()
+    if disk is not None:
+        found |= {"disk_read_mb_per_s": disk.read_bytes, "disk_write_mb_per_s": disk.write_bytes}
+    return found | _infiniband()
+
+
+def _infiniband() -> dict[str, int]:
+    """RDMA passes by the kernel's interfaces; the adapters count it themselves."""
+    found: dict[str, int] = {}
+    for name, counter in (("received", "port_rcv_data"), ("sent", "port_xmit_data")):
+        for path in INFINIBAND.glob(f"*/ports/*/counters/{counter}"):
+            with contextlib.suppress(OSError, ValueError):
+                key = f"infiniband_{name}_mb_per_s"
+                found[key] = found.get(key, 0) + int(path.read_text()) * _INFINIBAND_WORD
+    return found

@@ -1,0 +1,113 @@
+"""Figures of the node over time: ``telemetry-<node>.jsonl``, one line per period with the means of its readings."""
+
+import contextlib
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+
+from rlhf_core.files.appended import LineWriter
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import TelemetryLine
+
+FINE_PERIOD_S = 10.0
+"""Of a line, in the first hour of a restart: most of what goes wrong does so there."""
+
+PERIOD_S = 60.0
+"""Of a line, later: about 10,000 lines for a week, 5 MB for a node without GPUs and 25 MB for one with eight."""
+
+FINE_FOR_S = 3600.0
+
+UNCHANGING = ("cpu_cores", "_total_gb", "_limit_w", "_slowdown_c")
+"""Ends of the names of figures that stand in ``agents/<node>.json`` and do not change."""
+
+_MOST_WAITING = 100
+"""Lines kept for a file system that does not answer; more are thrown away."""
+
+
+class TelemetrySeries:
+    """Gathers readings and appends their means. Used by the supervising thread alone, which never waits for it: a
+    thread of its own writes."""
+
+    def __init__(self, node: str, say: Callable[[str], None]) -> None:
+        self._node = node
+        self._say = say
+        self._place: RestartDir | None = None
+        self._entered_at_s = 0.0
+        self._began_at_s = 0.0
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._lines: queue.Queue[tuple[RestartDir, TelemetryLine] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="telemetry-series", daemon=True)
+        self._thread.start()
+
+    def add(self, place: RestartDir, figures: Mapping[str, float], now_s: float) -> None:
+        """Take in a reading.
+
+        Args:
+            place: The restart it belongs to.
+            figures: What was read.
+            now_s: This agent's monotonic clock, in seconds.
+        """
+        if place != self._place:
+            self._end_period(now_s)
+            self._place, self._entered_at_s, self._began_at_s = place, now_s, now_s
+        for name, value in figures.items():
+            if math.isfinite(value) and not name.endswith(UNCHANGING):
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = (total + value, count + 1)
+        if now_s - self._began_at_s >= _period_s(now_s - self._entered_at_s):
+            self._end_period(now_s)
+
+    def stop(self, now_s: float) -> None:
+        """Write what there is and end the thread; one that is stuck does not hold the process."""
+        self._end_period(now_s)
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        self._thread.join(timeout=1.0)
+
+    def _end_period(self, now_s: float) -> None:
+        if self._place is not None and self._sums:
+            means = {name: _short(total / count) for name, (total, count) in self._sums.items()}
+            line = TelemetryLine(time=utc_now(), seconds=round(now_s - self._began_at_s, 3), figures=means)
+            with contextlib.suppress(queue.Full):
+                self._lines.put_nowait((self._place, line))
+        self._sums = {}
+        self._began_at_s = now_s
+
+    def _run(self) -> None:
+        place: RestartDir | None = None
+        writer: LineWriter | None = None
+        unwritten = ""
+        while (item := self._lines.get()) is not None:
+            try:
+                if writer is None or item[0] != place:
+                    _close(writer)
+                    place, writer = item[0], None
+                    writer = LineWriter(place.telemetry(self._node), self._say)
+                writer.write(item[1])
+                unwritten = ""
+            except OSError as error:
+                # Nothing needs it; the next line is written into a file opened anew, which closes off a torn one.
+                _close(writer)
+                writer = None
+                if str(error) != unwritten:
+                    unwritten = str(error)
+                    self._say(f"telemetry could not be written: {error}")
+        _close(writer)
+
+
+def _period_s(age_s: float) -> float:
+    """Seconds that a line spans, in a restart of this age."""
+    return FINE_PERIOD_S if age_s < FINE_FOR_S else PERIOD_S
+
+
+def _short(value: float) -> float:
+    """Four digits tell more than such a mean knows."""
+    return float(f"{value:.4g}")
+
+
+def _close(writer: LineWriter | None) -> None:
+    if writer is not None:
+        with contextlib.suppress(OSError):
+            writer.close()
