@@ -115,7 +115,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
 
 
 def _close_home(home: Path) -> None:
-    """Close the home folder to others, and what older versions left open in it. Whoever makes it makes it private."""
+    """Close the home folder to others, and what older versions left open in it. Its maker makes it private."""
     with contextlib.suppress(OSError):
         for name in (".", "prefect", "logs", "services", "deployments", *_DATABASES):
             private_files.close(home / name)

@@ -95,7 +95,7 @@ def _unbounded(value: Any, depth: int, num_values: int) -> str:
 
 
 def shortened(found: Any) -> str:
-    """A value that was found, for a message: as Python writes it, and not more of it than a person reads."""
+    """A value that was found, for a message: as Python writes it, but short enough to be read."""
     return readable(repr(found))
 
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,46 +32,38 @@ def _wrong(file: str, line: str, *breaks: str) -> WrongImport:
     return WrongImport(file, line, frozenset(breaks))
 
 
+TORCH, TOWER = "torch-lives-in-the-compute-tower", "compute-is-started-by-name"
+PREFECT, FLOWS = "prefect-lives-in-flows", "flows-serve-the-command-line"
+CYCLES = "no-cycles"
+
 WRONG_IMPORTS: dict[str, WrongImport] = {
     "torch inside a function of history": _wrong(
-        "rlhf_core/history/queries/open_runs.py", "def _late() -> None:\n    import torch", "control-plane-has-no-torch"
+        "rlhf_core/history/queries/open_runs.py", "def _late() -> None:\n    import torch", TORCH
     ),
     "torch for its types only": _wrong(
         "rlhf_core/watchdog/watcher.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
-        "control-plane-has-no-torch",
+        TORCH,
     ),
-    "cli reaches torch": _wrong("rlhf_core/cli/main.py", "import torch", "control-plane-has-no-torch"),
-    "cli reaches training": _wrong(
-        "rlhf_core/cli/main.py", "from rlhf_core.training import types", "control-plane-has-no-torch"
+    "cli reaches torch": _wrong("rlhf_core/cli/main.py", "import torch", TORCH),
+    "preflight loads a tokenizer": _wrong("rlhf_core/preflight/__init__.py", "import tokenizers", TORCH),
+    "cli reaches training": _wrong("rlhf_core/cli/main.py", "from rlhf_core.training import types", TOWER),
+    "flow reaches training": _wrong("flows/run.py", "import rlhf_core.training", TOWER),
+    "flow reaches the worker": _wrong("flows/run.py", "import rlhf_core.worker", TOWER, "floors"),
+    "preflight asks weight sync": _wrong(
+        "rlhf_core/preflight/facts.py", "from rlhf_core.weight_sync import base", TOWER
     ),
-    "flow reaches training": _wrong("flows/run.py", "import rlhf_core.training", "control-plane-has-no-torch"),
-    "flow reaches the worker": _wrong(
-        "flows/run.py", "import rlhf_core.worker", "control-plane-has-no-torch", "floors"
-    ),
-    "preflight loads a tokenizer": _wrong(
-        "rlhf_core/preflight/__init__.py", "import tokenizers", "control-plane-has-no-torch"
-    ),
-    "prefect in a report": _wrong("rlhf_core/render/run_page.py", "import prefect", "controller-without-prefect"),
-    "prefect in the watchdog, which the steps use": _wrong(
-        "rlhf_core/watchdog/watcher.py", "import prefect", "controller-without-prefect"
-    ),
-    "prefect in the order of the steps": _wrong(
-        "rlhf_core/control/steps.py", "import prefect", "controller-without-prefect"
-    ),
+    "the callback reaches training": _wrong("rlhf_core/callback.py", "from rlhf_core.training import types", TOWER),
+    "prefect in a report": _wrong("rlhf_core/render/run_page.py", "import prefect", PREFECT),
+    "prefect in the watchdog, which the steps use": _wrong("rlhf_core/watchdog/watcher.py", "import prefect", PREFECT),
+    "prefect in the order of the steps": _wrong("rlhf_core/control/steps.py", "import prefect", PREFECT),
     "prefect inside a function of a command": _wrong(
-        "rlhf_core/cli/main.py", "def _late() -> None:\n    import prefect", "prefect-lives-in-flows"
+        "rlhf_core/cli/main.py", "def _late() -> None:\n    import prefect", PREFECT
     ),
-    "a schema imports the package of the flows": _wrong(
-        "rlhf_core/schemas/journal.py", "import flows", "controller-without-prefect"
-    ),
+    "worker imports prefect": _wrong("rlhf_core/worker/roles.py", "import prefect", PREFECT),
+    "a schema imports the package of the flows": _wrong("rlhf_core/schemas/journal.py", "import flows", FLOWS),
     "the reconciler asks Prefect itself": _wrong(
-        "rlhf_core/control/reconcile/actions.py",
-        "from flows.flow_runs import facts as flow_runs",
-        "controller-without-prefect",
-    ),
-    "a stage reaches up to a command": _wrong(
-        "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors"
+        "rlhf_core/control/reconcile/actions.py", "from flows.flow_runs import facts", FLOWS
     ),
     "the drawing in flows": _wrong(
         "flows/publishing/artifacts.py", "from rlhf_core.control.views import curves", "flows-draw-nothing"
@@ -85,30 +77,52 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "history imports its sibling scheduler": _wrong(
         "rlhf_core/history/store.py", "from rlhf_core import scheduler", "floors"
     ),
-    "a schema climbs a floor": _wrong(
-        "rlhf_core/schemas/checks.py", "from rlhf_core.run_dir import run as run_dir", "floors"
-    ),
     "errors climb a floor": _wrong("rlhf_core/errors.py", "from rlhf_core.schemas import checks", "floors"),
-    "a module that has no floor": _wrong("rlhf_core/foo.py", '"""Not placed on a floor."""', "floors"),
-    "training imports history": _wrong(
-        "rlhf_core/training/data/loading.py", "from rlhf_core.history import store", "compute-has-no-database"
+    "a schema climbs a floor": _wrong(
+        "rlhf_core/schemas/checks.py", "from rlhf_core.run_dir import run", "floors", CYCLES
+    ),
+    "a stage reaches up to a command": _wrong(
+        "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors", CYCLES
     ),
     "weight sync climbs to its trainers": _wrong(
-        "rlhf_core/weight_sync/base.py", "from rlhf_core.training.models import gathering", "floors"
+        "rlhf_core/weight_sync/base.py", "from rlhf_core.training.models import gathering", "floors", CYCLES
     ),
-    "worker imports the scheduler": _wrong(
-        "rlhf_core/worker/roles.py", "import rlhf_core.scheduler", "compute-has-no-database"
+    "a room that has no floor": _wrong("rlhf_core/foo.py", '"""Not placed on a floor."""', "floors"),
+    "a room of training that has no place": _wrong(
+        "rlhf_core/training/foo.py", '"""Not placed among the rooms."""', "rooms-of-training"
     ),
-    "worker imports prefect": _wrong(
-        "rlhf_core/worker/roles.py", "import prefect", "compute-has-no-database", "controller-without-prefect"
+    "a room of the worker that has no place": _wrong(
+        "rlhf_core/worker/foo.py", '"""Not placed among the rooms."""', "rooms-of-worker"
     ),
-    "deepspeed in an algorithm": _wrong(
-        "rlhf_core/training/algorithms/grpo.py", "import deepspeed", "only-trainers-know-deepspeed"
+    "data reaches the model": _wrong(
+        "rlhf_core/training/data/loading.py",
+        "from rlhf_core.training.models import packing",
+        "rooms-of-training",
+        CYCLES,
     ),
     "a data module reaches deepspeed through the engine": _wrong(
         "rlhf_core/training/data/loading.py",
         "from rlhf_core.training.trainers import engine",
-        "only-trainers-know-deepspeed",
+        "rooms-of-training",
+        CYCLES,
+    ),
+    "a beat asks the agent": _wrong(
+        "rlhf_core/worker/liveness/heartbeat.py", "from rlhf_core.worker.agent import job", "rooms-of-worker", CYCLES
+    ),
+    "two modules of a room import each other": _wrong(
+        "rlhf_core/render/series.py", "from rlhf_core.render import plots", CYCLES
+    ),
+    "two rooms of flows import each other": _wrong(
+        "flows/server/settings.py", "from flows.deployments import work_pool", CYCLES
+    ),
+    "training imports history": _wrong(
+        "rlhf_core/training/data/loading.py", "from rlhf_core.history import store", "compute-has-no-database"
+    ),
+    "worker imports the scheduler": _wrong(
+        "rlhf_core/worker/roles.py", "import rlhf_core.scheduler", "compute-has-no-database"
+    ),
+    "deepspeed in an algorithm": _wrong(
+        "rlhf_core/training/algorithms/grpo.py", "import deepspeed", "only-trainers-know-deepspeed"
     ),
     "diagnosis looks at files": _wrong("rlhf_core/diagnosis/classify.py", "import pathlib", "diagnosis-is-pure"),
     "diagnosis looks at the clock": _wrong(
@@ -173,14 +187,16 @@ def graph() -> grimp.ImportGraph:
     return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
 
 
-def _libraries_of(graph: grimp.ImportGraph, *ours: str, but: str = "") -> dict[str, str]:
+def _is_in(module: str, packages: Sequence[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in packages)
+
+
+def _libraries_of(graph: grimp.ImportGraph, *ours: str, but: Sequence[str] = ()) -> dict[str, str]:
     """Third-party top-level packages that the modules under ``ours`` import, those under ``but`` left out: name to one
     importer."""
     found = {}
     for module in graph.modules:
-        if not any(module == name or module.startswith(f"{name}.") for name in ours):
-            continue
-        if but and module.startswith(f"{but}."):
+        if not _is_in(module, ours) or _is_in(module, but):
             continue
         for imported in graph.find_modules_directly_imported_by(module):
             library = imported.partition(".")[0]
@@ -211,16 +227,13 @@ def _declared(*extras: str) -> set[str]:
     return names.union(*(PARTS.get(name, set()) for name in names))
 
 
-CONTROL_PLANE = tuple(
-    name
-    for contract in PYPROJECT["tool"]["importlinter"]["contracts"]
-    if contract["id"] == "control-plane-has-no-torch"
-    for name in contract["source_modules"]
-)
+COMPUTE_TOWER = ("rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker")
 
 
 EXPORTS = "rlhf_core.render.exports"
 """Imports its libraries when they are needed, and says how to install one that is missing."""
+
+NOT_CONTROL_PLANE = (*COMPUTE_TOWER, "rlhf_core.callback", EXPORTS)
 
 
 def test_schemas_stand_on_pydantic_alone(graph: grimp.ImportGraph) -> None:
@@ -228,7 +241,7 @@ def test_schemas_stand_on_pydantic_alone(graph: grimp.ImportGraph) -> None:
 
 
 def test_the_control_plane_imports_only_what_the_base_installation_declares(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, *CONTROL_PLANE, but=EXPORTS)
+    libraries = _libraries_of(graph, *PACKAGES, but=NOT_CONTROL_PLANE)
     assert {library: by for library, by in libraries.items() if library not in _declared()} == {}
 
 
@@ -239,16 +252,16 @@ def test_the_exports_import_only_what_their_extra_declares(graph: grimp.ImportGr
 
 
 def test_the_compute_tower_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, "rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker")
+    libraries = _libraries_of(graph, *COMPUTE_TOWER)
     known = _declared("training") | {"rlhf_rank_file"}  # lies beside its importer, on the path of other programs
     further = {library: by for library, by in libraries.items() if library not in known}
-    assert {library: by.rpartition("_")[0] for library, by in further.items()} == {
+    assert {library: by.rpartition(".")[0] for library, by in further.items()} == {
         "vllm": "rlhf_core.training.rollouts.vllm"
     }
     assert "vllm" in _declared("vllm")
 
 
 def test_an_undeclared_library_would_be_seen(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, *CONTROL_PLANE, but=EXPORTS)
+    libraries = _libraries_of(graph, *PACKAGES, but=NOT_CONTROL_PLANE)
     assert "prefect" in libraries
     assert set(libraries) - (_declared() - {"prefect"}) == {"prefect"}

@@ -27,7 +27,6 @@ SHARE_OF_RIDDLES = 0.03
 """The same as a share of all docstrings."""
 
 IMPERSONAL = {
-    "rlhf_core": 2,
     "rlhf_core/launch": 3,
     "rlhf_core/schemas": 17,
     "rlhf_core/training": 11,
@@ -43,7 +42,7 @@ IMPERSONAL = {
 """Impersonal actors (``english.IMPERSONAL``) in docstrings and comments."""
 
 PICTURES = {
-    "flows": 1,
+    "flows/publishing": 1,
     "rlhf_core/cli": 2,
     "rlhf_core/diagnosis": 4,
     "rlhf_core/preflight": 1,
