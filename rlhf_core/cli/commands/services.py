@@ -65,7 +65,7 @@ def password(as_json: JsonOption = False) -> None:
     """Print the user and password for this site's Prefect server, in the form that its sign-in page expects.
 
     The password is generated once, in a file of RLHF_HOME that only you can read, unless RLHF_PREFECT_AUTH provides
-    one. Anyone who has it can run programs as the user of the services.
+    one. Any user with the password can run programs as the user of the services.
     """
     from flows.server.settings import password as find
     from flows.server.settings import ui_url
