@@ -389,7 +389,7 @@ def close(controller: Controller) -> None:
         behind = controller.record()
         if behind:
             controller.observer.log(
-                f"the history is out of date: {behind.rstrip('.')}. Nothing is lost;  "
+                f"the history is out of date: {behind.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` restores it from the run directories"
             )
     controller.lease.release()

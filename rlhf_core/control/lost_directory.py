@@ -34,7 +34,7 @@ def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
         cause += f". The history could not be updated ({error}); the site daemon will update it later"
     return RunDirGone(
         f"run {run_id} failed: {cause}.\n"
-        f"  Its checkpoints and metrics were in it. If it was moved, move it back, then run `rlhf resume {run_id}`;  "
+        f"  Its checkpoints and metrics were in it. If it was moved, move it back, then run `rlhf resume {run_id}`; "
         f"if it was deleted, start over: `rlhf run {controller.stored.config_source}`"
     )
 

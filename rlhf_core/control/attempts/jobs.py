@@ -51,7 +51,7 @@ def end_job(controller: Controller, submission: Submission | None, *, wait_for_d
     run_id = controller.run_dir.run_id
     if not controller.scheduler.cancel(submission):
         raise SchedulerError(
-            f"job {submission.job_id} of {run_id} could not be ended: part of it is still running on  "
+            f"job {submission.job_id} of {run_id} could not be ended: part of it is still running on "
             f"{submission.host or 'its nodes'}. End it there, then run `rlhf cancel {run_id}` again"
         )
 
