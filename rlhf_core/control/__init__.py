@@ -1,1 +1,2 @@
-"""The controller of a run, without Prefect: its steps, what follows a failure, and what looks after all runs."""
+"""The controller of a run, independent of Prefect: its steps, its recovery from failures, and the site daemon's
+reconciler."""

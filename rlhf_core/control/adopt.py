@@ -1,8 +1,8 @@
-"""``python -m rlhf_core.control.adopt RUN``: a controller for a run that has lost its own, without Prefect.
+"""``python -m rlhf_core.control.adopt RUN``: takes over a run whose controller died, without Prefect.
 
-The site daemon starts it, as a process of its own, where Prefect cannot be asked to. It is the same controller as any:
-the lease lets one drive the run, and a second one ends at once. No user asked for it, so that budgets of retries,
-back-offs and requests to end the run hold as they did.
+The site daemon starts this as a separate process when Prefect cannot start a flow run. The controller is the same as
+any other: the lease lets only one drive the run, and a second one exits at once. Since no user asked to resume the run,
+its retry budgets, back-offs and pending cancel requests stay in force.
 """
 
 import os
@@ -18,7 +18,7 @@ from rlhf_core.text.escaping import terminal
 
 
 def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
-    """Start the process; it outlives this one. Its output goes to ``logs/adopted-<run>.log`` of the home folder."""
+    """Start the process, which outlives this one and logs to ``logs/adopted-<run>.log`` in the home folder."""
     logs = site.home / "logs"
     private_files.make_folder(logs)
     with (logs / f"adopted-{run_id}.log").open("ab") as log:
@@ -33,7 +33,7 @@ def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
 
 
 def _site_variables(site: Site) -> dict[str, str]:
-    """The site as this process sees it, whatever its environment says."""
+    """The site settings of this process, which override those in the environment."""
     return {
         "RLHF_HOME": str(site.home),
         "RLHF_RUNS": str(site.runs_dir),
@@ -44,7 +44,7 @@ def _site_variables(site: Site) -> dict[str, str]:
 
 
 def main(run_id: str) -> int:
-    """Drive the run to its end; the exit code is that of `rlhf run`."""
+    """Drive the run to its end. The exit codes are those of `rlhf run`."""
     from rlhf_core.control.controller import opened
     from rlhf_core.control.steps import drive
 

@@ -1,4 +1,4 @@
-"""Answers the question about a promotion from another process than the one that waits, or when none does."""
+"""Answering a promotion request from a process other than the waiting controller, or when no controller is waiting."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from rlhf_core.schemas.promotion import PromotionAnswer
 Verdict = Literal["approved", "refused"]
 
 CONTROLLER_TIMEOUT_S = 60.0
-"""Time for a living controller to act on an answer, before the answer is reported as given."""
+"""Time to wait for a live controller to act on an answer, before reporting only that the answer was recorded."""
 
 _WANTED = {"approved": (PromotionState.PROMOTED,), "refused": (PromotionState.REFUSED,)}
 
@@ -33,7 +33,7 @@ class Answered:
     state: PromotionState
     message: str
     path: Path | None = None
-    """Folder of the model, once it is there."""
+    """Folder of the model, once it has been written."""
 
 
 def answer_promotion(
@@ -51,11 +51,12 @@ def answer_promotion(
 ) -> Answered:
     """Approve or refuse the promotion of a completed run.
 
-    While it is waited for, the first answer counts; its controller acts on it, or, without a living one, this process.
-    After a refusal, a deadline that has passed, or a disk that was full, the lease of the run decides who is first.
+    While the promotion is waiting for an answer, the first answer counts. The run's controller acts on it; if no
+    controller is alive, this process does. After a refusal, an expired deadline or a full disk, whoever takes the lease
+    of the run decides.
 
     Raises:
-        BadInput: the run is not completed, it was answered before, or there is nothing to answer.
+        BadInput: the run is not completed, the promotion was already answered, or there is nothing to answer.
         PromotionFailed: the model could not be written.
     """
     problem = label_problem(by)
@@ -72,9 +73,9 @@ def answer_promotion(
             with opened(run_dir, site, store, timeout_s=0) as controller:
                 settled = controller.journal.record.promotion
                 if not (given and settled is not None and _is_ours(settled, verdict, by)):
-                    say(f"no controller is at work on {run_dir.run_id}; acting on it from here")
+                    say(f"no controller is running for {run_dir.run_id}; carrying out the answer from here")
                     _act(controller, verdict, by, reason)
-                return _result(run_dir)  # where the controller has acted on the answer already, that is all
+                return _result(run_dir)  # the controller may already have acted on the answer
         except LeaseLost:
             promotion = read_record(run_dir).promotion
             expired = promotion is not None and promotion.state is PromotionState.EXPIRED
@@ -83,13 +84,13 @@ def answer_promotion(
                 return _result(run_dir)
         if clock() >= until:
             return Answered(
-                PromotionState.WAITING, f"the answer is given; the controller of {run_dir.run_id} will act on it"
+                PromotionState.WAITING, f"the answer is recorded; the controller of {run_dir.run_id} will act on it"
             )
         sleep(0.3)
 
 
 def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None:
-    """Act under the lease. A promotion that was settled meanwhile is not settled again."""
+    """Act while holding the lease. A promotion that has been settled in the meantime is left alone."""
     promotion = controller.journal.record.promotion
     if promotion is not None and promotion.open:
         carry_out(controller)
@@ -97,7 +98,7 @@ def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None
         if promotion is not None and promotion.state is not PromotionState.EXPIRED:
             _require_ours(controller.run_dir, promotion, verdict, by)
             return
-        # The time had run out under a controller that was killed before it could write that down.
+        # The deadline had passed, but the controller was killed before it could record that.
     _require_open(controller.run_dir, verdict)
     if verdict == "approved":
         approve_anew(controller, by, reason)
@@ -108,12 +109,12 @@ def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None
 def _require_open(run_dir: RunDir, verdict: Verdict) -> None:
     run_id, record = run_dir.run_id, read_record(run_dir)
     if run_dir.read_spec().trial_of:
-        raise BadInput(f"{run_id} is a trial; nothing of it is promoted")
+        raise BadInput(f"{run_id} is a trial run; trial runs cannot be promoted")
     if record.state is not RunState.COMPLETED:
         raise BadInput(f"run {run_id} is {record.state.value}; only a completed run can be promoted")
     state = record.promotion.state if record.promotion is not None else None
     if verdict == "refused" and state is None:
-        raise BadInput(f"nobody has asked whether {run_id} may be promoted, so there is nothing to refuse")
+        raise BadInput(f"no promotion of {run_id} has been requested, so there is nothing to refuse")
     if verdict == "approved" and state is None:
         spec = run_dir.read_spec().spec
         choice = choose(run_dir, spec.promote)
@@ -131,11 +132,11 @@ def _give(run_dir: RunDir, answer: PromotionAnswer) -> None:
         return
     first = read_answer(run_dir)
     if first is not None and first.verdict != "expired":
-        raise BadInput(f"too late: {first.by} has {first.verdict} it" + f": {first.reason}" * bool(first.reason))
+        raise BadInput(f"too late: {first.by} already {first.verdict} it" + f": {first.reason}" * bool(first.reason))
 
 
 def _require_ours(run_dir: RunDir, settled: PromotionRecord, verdict: Verdict, by: str) -> None:
-    """The answer that counted may be another one, given at the same moment."""
+    """Raise if a different answer, given at the same moment, is the one that counted."""
     if settled.state is not PromotionState.FAILED and not _is_ours(settled, verdict, by):
         raise BadInput(f"another answer for {run_dir.run_id} came first: {describe(settled)}")
 

@@ -1,4 +1,5 @@
-"""The baseline of a run: earlier runs that preflight compares it with. A history that does not answer blocks no run."""
+"""The baseline of a run: the earlier runs that preflight compares it with. An unreachable history does not block a
+run."""
 
 from collections.abc import Callable
 
@@ -11,11 +12,11 @@ from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec, shape_key
 
 Say = Callable[[str], None]
-"""Told that the history does not answer."""
+"""Called with a message if the history is unreachable."""
 
 
 def read_baseline(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Baseline:
-    """The past of a run; empty where there is none. What was tried out for the run itself is no past."""
+    """The baseline of a run; empty if there are no earlier runs. Trials of the run itself do not count."""
     try:
         found = queries.last_good(store, spec.name, run_id)
         return Baseline(
@@ -29,7 +30,7 @@ def read_baseline(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = ""
 
 
 def read_baseline_of_site(site: Site, spec: RunSpec, say: Say) -> Baseline:
-    """The same for `rlhf check`, which has no history open, and makes none."""
+    """The baseline for `rlhf check`, which has no history open and must not create one."""
     try:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is not None and migrate.is_new(file):
@@ -42,4 +43,4 @@ def read_baseline_of_site(site: Site, spec: RunSpec, say: Say) -> Baseline:
 
 
 def _without(error: HistoryError) -> str:
-    return f"nothing is compared with earlier runs: {error}"
+    return f"skipping the comparison with earlier runs: {error}"

@@ -36,7 +36,7 @@ from rlhf_core.watchdog.missing_run import close_missing
 from rlhf_core.watchdog.watcher import record
 
 CONTROLLER_TIMEOUT_S = 60.0
-"""Time for a living controller to end its run when asked."""
+"""Time for a live controller to end its run after a cancel request."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Cancelled:
     """The outcome of a cancellation."""
 
     state: RunState | None
-    """None where the journal cannot be read."""
+    """None if the journal cannot be read."""
     job_ended: bool
-    """True if no job of the run is at work, as the scheduler says."""
+    """True if the scheduler confirms that no job of the run is still running."""
     message: str
 
 
 def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
-    """End the run's job, prove it, and write it down. The run's lease must be held.
+    """End the run's job, verify that it ended, and record it. The caller must hold the run's lease.
 
     Args:
-        save: write a checkpoint first, if the workers can within ``SAVE_TIMEOUT_S``.
+        save: write a checkpoint first, if the workers manage to within ``SAVE_TIMEOUT_S``.
 
     Raises:
         SchedulerError: something of the job is still there.
@@ -68,7 +68,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     number = max(journal.record.attempts, default=0)
     attempt = journal.record.attempts.get(number)
     if attempt is not None and not attempt.ended:
-        # Of a job that waits for nodes there is nothing to save.
+        # A job that is still waiting for nodes has nothing to save.
         save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
         controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         give_order(controller.run_dir, number, order_to_end(reason, save=save))
@@ -79,7 +79,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
             controller.sleep(0.2)
         end_job(controller, submission, wait_for_database=False)
         if controller.watcher(number).poll().verdict.state is AttemptState.COMPLETED:
-            conclude(controller, number)  # it was faster than the order
+            conclude(controller, number)  # it completed before the order arrived
             return
         journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
     stage = journal.record.open_stage()
@@ -104,14 +104,14 @@ def cancel_run(
 ) -> Cancelled:
     """End a run.
 
-    Its controller is asked first. Without a living one, this process takes the lease and does it itself. A controller
-    that is alive but does not answer does not keep the job alive: the scheduler ends it. So does a history that cannot
-    be used, or a journal that cannot be read: the job is ended, and the run is marked as cancelled once that is mended.
+    The run's controller is asked first. If none is alive, this process takes the lease and ends the run itself. If a
+    controller is alive but does not respond, the scheduler ends the job. The same happens if the history is unusable or
+    the journal cannot be read; the run is then marked as cancelled once that is fixed.
 
     Args:
-        store: the history; None where it cannot be used.
-        save: have a checkpoint written first.
-        timeout_s: how long the controller may take; with ``save`` that much longer than writing may take.
+        store: the history; None if it cannot be used.
+        save: write a checkpoint first.
+        timeout_s: time for the controller to respond; with ``save``, the time for writing the checkpoint is added.
 
     Raises:
         SchedulerError: something of the job is still there.
@@ -123,19 +123,19 @@ def cancel_run(
         return _ended_without_journal(run_dir, site, reason, damage)
     if ended:
         record(run_dir, store)
-        return _result(run_dir, site, f"run {run_id} had ended already")
+        return _result(run_dir, site, f"run {run_id} had already ended")
     write_model(run_dir.cancel_request, order_to_end(reason, save=save))
     try:
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
         with opened(run_dir, site, store, timeout_s=0) as controller:
-            say("no controller is at work on it; ending it from here" + _time_given(save))
+            say("no controller is running for it; ending it from here" + _time_given(save))
             cancel(controller, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
         say(f"asking the controller of {run_id} to end it" + _time_given(save))
     except DatabaseUnavailable as error:
-        say(f"{error}. Asking the controller of {run_id} to end it, if there is one" + _time_given(save))
+        say(f"{error}. Asking the controller of {run_id}, if there is one, to end it" + _time_given(save))
         timeout_s = 0.0 if _has_no_controller(run_dir) else timeout_s
     until = clock() + timeout_s + (SAVE_TIMEOUT_S if save and timeout_s else 0.0)
     while clock() < until:
@@ -146,25 +146,26 @@ def cancel_run(
     return _result(
         run_dir,
         site,
-        f"the job of run {run_id} was ended, but its controller or the history does not answer; the run is marked when "
-        f"they do, or by `rlhf cancel {run_id}` then",
+        f"the job of run {run_id} was ended, but its controller or the history does not respond; the run is "
+        "marked as cancelled once "
+        f"they do, or if you then run `rlhf cancel {run_id}` again",
     )
 
 
 def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Cancelled | None:
-    """End what is at work for a run whose directory was removed or moved away, and close the run in the history.
+    """End the jobs of a run whose directory was removed or moved away, and close the run in the history.
 
-    Its journal is gone with the directory: its jobs are found by the marker that each carries.
+    The journal is gone with the directory, so the jobs are found by the marker that each one carries.
 
     Args:
-        run: its id, or as much of it as names one run.
+        run: its id, or a prefix that identifies one run.
 
     Returns:
-        How it went; None where the history knows no such run.
+        The result; None if the history has no such run.
 
     Raises:
-        RunDirError: the folder of all runs is not there either: its file system may be away.
-        SchedulerError: it does not answer, or something of a job is still there.
+        RunDirError: the folder of all runs is missing too: its file system may be unavailable.
+        SchedulerError: it does not respond, or part of a job is still running.
     """
     try:
         run_id = queries.resolve_run(store, run)
@@ -173,13 +174,15 @@ def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Ca
     root = Path(queries.run_dir_of(store, run_id))
     if not root.parent.is_dir():
         raise RunDirError(
-            f"{root.parent}, the folder of all runs, is not there: mend its file system, then cancel again"
+            f"{root.parent}, the folder of all runs, is missing: restore its file system, then cancel again"
         )
     scheduler = get_scheduler(site.scheduler)
     jobs = [living.submission for living in scheduler.living() if living.run_id == run_id]
     for job in jobs:
         _end(scheduler, job)
-    ended = f"ended by its marker: job {', '.join(job.job_id for job in jobs)}" if jobs else "no job of it was at work"
+    ended = (
+        f"ended by its marker: job {', '.join(job.job_id for job in jobs)}" if jobs else "none of its jobs was running"
+    )
     cause = f"the run directory is gone: {root}. Cancelled ({reason}); {ended}"
     closed = close_missing(run_id, store, cause, utc_now())
     state = RunState(queries.show_run(store, run_id)["run"]["state"])
@@ -189,14 +192,14 @@ def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Ca
 
 
 def _has_no_controller(run_dir: RunDir) -> bool:
-    """True if the last controller of the journal is known to be dead, or none ever began."""
+    """True if the last controller in the journal is known to be dead, or none ever started."""
     events = [line.event for line in read_journal(run_dir.control)]
     began = [event.controller for event in events if isinstance(event, ControllerStarted)]
     return not began or known_dead(began[-1])
 
 
 def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: JournalDamaged) -> Cancelled:
-    """End every job that the files of a run name. Its state is not known, and is left as it is.
+    """End every job named in the files of a run. The state of the run is unknown and left as it is.
 
     Raises:
         SchedulerError: something of a job is still there.
@@ -207,11 +210,13 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
         submission = read_model(attempt.submission, Submission) or scheduler.find(run_dir.run_id, attempt.number)
         if submission is not None:
             _end(scheduler, submission)
-    return Cancelled(None, True, f"none of the jobs of {run_dir.run_id} is at work; its state is not known: {damage}")
+    return Cancelled(
+        None, True, f"none of the jobs of {run_dir.run_id} is running; the state of the run is unknown: {damage}"
+    )
 
 
 def _time_given(save: bool) -> str:
-    return f", with a checkpoint first, for which {SAVE_TIMEOUT_S / 60:.0f} minutes are given" if save else ""
+    return f", after writing a checkpoint, which may take up to {SAVE_TIMEOUT_S / 60:.0f} minutes" if save else ""
 
 
 def _end_last_job(run_dir: RunDir, site: Site) -> None:
@@ -228,11 +233,11 @@ def _end(scheduler: Scheduler, submission: Submission) -> None:
         SchedulerError: something of it is still there.
     """
     if not scheduler.cancel(submission):
-        raise SchedulerError(f"job {submission.job_id} could not be ended: something of it is still at work")
+        raise SchedulerError(f"job {submission.job_id} could not be ended: part of it is still running")
 
 
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
-    """The present state. The scheduler is asked: an order to end is no proof of the end."""
+    """The current state. It asks the scheduler, because ordering a job to end does not prove that it ended."""
     present = read_record(run_dir)
     if present.ended:
         run_dir.cancel_request.unlink(missing_ok=True)
@@ -242,5 +247,5 @@ def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
     submissions = [attempt.submission for attempt in attempts if attempt.submission is not None]
     states = get_scheduler(site.scheduler).status(submissions) if submissions else {}
     alive = [job_id for job_id, status in states.items() if status.state is not JobState.ENDED]
-    proof = f"job {', '.join(alive)} may still be at work" if alive else "none of its jobs is at work"
+    proof = f"job {', '.join(alive)} may still be running" if alive else "none of its jobs is running"
     return Cancelled(present.state, not alive, f"{message} ({present.state.value}); {proof}")

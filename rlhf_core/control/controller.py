@@ -1,4 +1,4 @@
-"""A controller at work on a run: what it holds (directory, history, lease, journal), how it begins and lets go."""
+"""The controller of a run: the resources it holds (directory, history, lease, journal), its start and its shutdown."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from rlhf_core.control.promotion import Question
 
 LEASE_RETRY_INTERVAL_S = 2.0
-"""Pause before a database that does not answer is asked again for the lease."""
+"""Pause before asking an unresponsive database for the lease again."""
 
 
 class Observer(Protocol):
-    """Receiver of what a controller does and finds, such as the progress display."""
+    """Receiver of the events and findings of a controller, such as the progress display."""
 
     def follow(self, spec: RunSpec) -> None:
-        """Follow a run with this spec from now on: a trial, or again the run itself."""
+        """Switch to a run with this spec: a trial, or back to the run itself."""
 
     def stage_started(self, title: str) -> None:
         """A stage begins."""
@@ -58,7 +58,7 @@ class Observer(Protocol):
 
 
 class Quiet:
-    """Observer that shows nothing."""
+    """Observer that ignores everything."""
 
     def follow(self, spec: RunSpec) -> None:
         """Not shown."""
@@ -79,27 +79,27 @@ class Quiet:
 
 @dataclass(frozen=True)
 class FlowRunLink:
-    """The Prefect flow run that a controller is; all empty without Prefect."""
+    """The Prefect flow run in which a controller runs; all fields are empty without Prefect."""
 
     id: str = ""
     url: str = ""
-    """Its page, as a browser of the site reaches it."""
+    """URL of its page in the Prefect UI."""
     created: datetime | None = None
-    """Time of the request: the same whenever the flow run is retried."""
+    """Time of the request, which stays the same when the flow run is retried."""
     adopts: bool = False
-    """True if the reconciler made it for a run that had lost its controller, and no user has retried it since. No user
-    asked to go on then: budgets of retries go on where they were, and a request to end the run still counts."""
+    """True if the reconciler created it for a run whose controller died, and no user has retried it since. No user
+    asked to resume the run then, so its retry budgets continue and a pending cancel request still counts."""
 
     def run_id(self, name: str) -> str:
-        """The id of the run that it makes. Always the same, so that it can never make a second one."""
+        """The id of the run that this flow run creates. It never changes, so a second run cannot be created."""
         moment = self.created or datetime.min
         return f"{name}-{moment:%Y%m%d-%H%M%S}-{self._mark}"
 
     def run_dir(self, runs: Path) -> RunDir | None:
-        """The run that it has made, if it has.
+        """The run that this flow run has created, if any.
 
-        This is asked of the run directories, which are whole or not there, never of the history: the first row of a
-        run is written long after its directory, and a flow run can be killed in between.
+        The answer comes from the run directories, which are either complete or absent, and never from the history: the
+        first row of a run is written long after its directory, and a flow run can be killed in between.
         """
         for path in sorted(runs.glob(f"*-{self._mark}")) if self.id else ():
             run_dir = RunDir(path)
@@ -107,7 +107,7 @@ class FlowRunLink:
                 if run_dir.read_spec().flow_run_id == self.id:
                     return run_dir
             except RunDirError:
-                continue  # damaged, or of a newer version: not known to be ours
+                continue  # damaged or written by a newer version, so not known to be ours
         return None
 
     @property
@@ -116,17 +116,17 @@ class FlowRunLink:
 
 
 class CancelRequested(Exception):
-    """The run is to be ended, by request of a user."""
+    """A user asked to end the run."""
 
     def __init__(self, reason: str, *, save: bool = False) -> None:
         super().__init__(reason)
         self.save = save
-        """True if a checkpoint is to be written first."""
+        """True to write a checkpoint first."""
 
 
 @dataclass
 class Controller:
-    """One controller at work on one run."""
+    """The controller of one run."""
 
     run_dir: RunDir
     stored: StoredSpec
@@ -137,26 +137,26 @@ class Controller:
     lease: HeldLease
     observer: Observer = field(default_factory=Quiet)
     resumed_at: int = 0
-    """Newest attempt when the user asked to go on with the run; 0 for a new run. The budget of retries begins with it,
-    and what follows it is not waited for."""
+    """Newest attempt when the user resumed the run; 0 for a new run. The retry budget counts from here, and the next
+    attempt starts without a back-off."""
     resumed: bool = False
-    """True if the user asked to go on with the run."""
+    """True if the user resumed the run."""
     lease_lost: bool = False
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     show_question: Callable[["Question"], AbstractContextManager[None]] = lambda question: nullcontext()
-    """Shows the question about a promotion for as long as the block lasts; an answer goes to
-    :func:`rlhf_core.launch.promote.give_answer`. By itself the controller only says how to answer."""
+    """Shows the approval request for as long as the block lasts; the answer goes to
+    :func:`rlhf_core.launch.promote.give_answer`. By default, the controller only logs how to answer."""
     is_recorded: bool = False
-    """True if the journal says that this controller has the run."""
+    """True once the journal records this controller as the one that drives the run."""
     _watcher: Watcher | None = None
     _watched: int = 0
     _missing: str = ""
 
     def __post_init__(self) -> None:
         self.presence = Presence(self.run_dir, lambda: self.clock())
-        """True if the run directory is there."""
+        """Tells if the run directory exists."""
 
     @property
     def spec(self) -> RunSpec:
@@ -164,7 +164,7 @@ class Controller:
         return self.stored.spec
 
     def check(self) -> None:
-        """Keep the lease, and see whether the run is to be ended. Called about every half second.
+        """Renew the lease and check for a cancel request. Called about every half second.
 
         Raises:
             LeaseLost: another controller has the run.
@@ -179,14 +179,14 @@ class Controller:
             raise CancelRequested(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
 
     def require_lease(self) -> None:
-        """Ask the database whether the run is still this controller's, before its scheduler is asked to do something.
+        """Confirm with the database that this controller still owns the run, before the scheduler is asked to act.
 
-        While the database does not answer and the lease may have run out, another controller may have the run: it is
-        waited for then, with nothing done.
+        If the database does not respond and the lease may have expired, another controller may have taken the run. This
+        method then waits for the database and does nothing else.
 
         Raises:
             LeaseLost: another controller has the run.
-            CancelRequested: it is to be ended, which was asked while the database was waited for.
+            CancelRequested: a user asked to end the run during that wait.
         """
         told = False
         while True:
@@ -195,13 +195,15 @@ class Controller:
             except DatabaseUnavailable as error:
                 if not told:
                     told = True
-                    self.observer.log(f"waiting for the database, which says whose run this is: {error}")
+                    self.observer.log(
+                        f"waiting for the database to confirm that this controller still owns the run: {error}"
+                    )
                 self.wait(LEASE_RETRY_INTERVAL_S)
             else:
                 return
 
     def wait(self, seconds: float) -> None:
-        """Sleep, checking on the way."""
+        """Sleep, and keep checking meanwhile."""
         until = self.clock() + seconds
         while True:
             self.check()
@@ -211,25 +213,25 @@ class Controller:
             self.sleep(min(rest, 0.5))
 
     def lacks_directory(self) -> bool:
-        """True if the run directory is not there just now. Nothing that is seen without it counts.
+        """True if the run directory is missing right now. Observations made without it do not count.
 
         Raises:
-            RunDirGone: it has been missing for so long that it is taken for gone.
-            RunDirError: its file system has been away for too long.
+            RunDirGone: it has been missing for so long that it counts as gone.
+            RunDirError: its file system has been unavailable for too long.
         """
         problem = self.presence.problem(max(self.journal.record.attempts, default=0))
         if problem and not self._missing:
-            self.observer.log(f"{problem}; nothing is decided until it is back, or known to be gone")
+            self.observer.log(f"{problem}; making no decisions until it is back or known to be gone")
         self._missing = problem
         return bool(problem)
 
     def await_directory(self) -> None:
-        """Return once the run directory is there. Raises what :meth:`lacks_directory` raises."""
+        """Wait for the run directory to be there. Raises the errors of :meth:`lacks_directory`."""
         while self.lacks_directory():
             self.wait(self.poll_s)
 
     def watcher(self, number: int) -> Watcher:
-        """The watchdog of an attempt; the same one for as long as the attempt is looked at."""
+        """The watchdog of an attempt; repeated calls for the same attempt return the same one."""
         if self._watcher is None or self._watched != number:
             attempt = self.journal.record.attempts[number]
             self._watcher = Watcher(
@@ -239,7 +241,7 @@ class Controller:
         return self._watcher
 
     def record_controller(self, flow_run: FlowRunLink) -> None:
-        """Write down, once, who drives the run from here, so that either is found from the other.
+        """Record, once, the controller and flow run that drive the run, so that each can be found from the other.
 
         Raises:
             RunDirError: the journal cannot be written.
@@ -253,15 +255,15 @@ class Controller:
             self.record()
 
     def record(self) -> str:
-        """Bring the history up to date; why that was not possible, or an empty text."""
+        """Bring the history up to date. Returns the problem that prevented it, or an empty text."""
         return record(self.run_dir, self.store)
 
 
 def resolve(source: str, overrides: Sequence[str] = (), name: str = "", folder: Path | None = None) -> RunSpec:
-    """The spec that a config file, its overrides and a name mean, with absolute paths.
+    """Build the spec of a config file, its overrides and a name, with absolute paths.
 
     Raises:
-        BadConfig: with every problem found.
+        BadConfig: lists every problem found.
     """
     named = [*overrides, f'name="{name}"'] if name else list(overrides)
     return absolute_paths(config.load(source, named), folder or Path.cwd())
@@ -278,23 +280,23 @@ def new_run(
     tags: Sequence[str] = (),
     flow_run: FlowRunLink | None = None,
 ) -> RunDir:
-    """Make a run from a config file. Nothing is started.
+    """Create a run from a config file, without starting anything.
 
     Args:
-        folder: where relative paths begin. Default: the current folder.
-        owner: who asked. Default: the user of this process.
-        tags: words to find it by.
-        flow_run: the Prefect flow run that makes it.
+        folder: base of relative paths. Default: the current folder.
+        owner: the user who requested the run. Default: the user of this process.
+        tags: labels to find the run by.
+        flow_run: the Prefect flow run that creates it.
 
     Raises:
         BadConfig: the config cannot be used.
-        BadInput: the site's scheduler is none.
-        RunDirError: the run directory cannot be made.
+        BadInput: the site's scheduler is unknown.
+        RunDirError: the run directory cannot be created.
     """
     spec = resolve(source, overrides, name, folder)
-    get_scheduler(site.scheduler)  # a run that can never start is not made
+    get_scheduler(site.scheduler)  # refuse a run that could never start
     kept = kept_with(source)
-    # A preset belongs to the program. A deployment of one is begun in no folder of a user's.
+    # A preset ships with the program, and a deployment of one does not start in a user's folder.
     of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
         for_site(spec, site),
@@ -324,17 +326,16 @@ def opened(
     fail_if_held: bool = False,
     lease_s: float = TTL_S,
 ) -> Iterator[Controller]:
-    """Be the controller of a run for as long as the block lasts.
+    """Act as the controller of a run for as long as the block lasts.
 
     Args:
-        observer: receives what the controller does and finds.
-        resumed: the user asked to go on with the run.
-        flow_run: the Prefect flow run that this controller is; None where :meth:`record_controller` is called
-            later.
-        on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
-        timeout_s: how long to wait for that.
-        fail_if_held: not to wait for a controller that is seen to be alive.
-        lease_s: how long the lease holds where this process does not renew it, as when it is suspended (seconds).
+        observer: receives the events and findings of the controller.
+        resumed: the user resumed the run.
+        flow_run: the Prefect flow run of this controller; None if :meth:`record_controller` is called later.
+        on_wait: called with the longest possible wait in seconds, if another controller's lease has to expire first.
+        timeout_s: longest wait for that lease.
+        fail_if_held: do not wait for a controller that is known to be alive.
+        lease_s: lifetime of the lease in seconds if this process does not renew it, for example while suspended.
 
     Raises:
         RunDirError: the run directory is missing or damaged.
@@ -373,7 +374,7 @@ def opened(
     )
     try:
         if resumed or journal.record.ended:
-            run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of the run
+            run_dir.cancel_request.unlink(missing_ok=True)  # it was meant for an earlier controller of the run
         if flow_run is not None:
             controller.record_controller(flow_run)
         yield controller
@@ -382,14 +383,14 @@ def opened(
 
 
 def close(controller: Controller) -> None:
-    """Let go of the run: the history is brought up to date, the journal closed, the lease given back."""
+    """Release the run: bring the history up to date, close the journal, return the lease."""
     lost = controller.lease_lost or controller.lease.lost
     if not lost:
         behind = controller.record()
         if behind:
             controller.observer.log(
-                f"the history is behind: {behind.rstrip('.')}. Nothing is lost; "
-                f"`rlhf db rebuild` reads the run directories again"
+                f"the history is out of date: {behind.rstrip('.')}. Nothing is lost; "
+                f"`rlhf db rebuild` restores it from the run directories"
             )
     controller.lease.release()
     controller.journal.close(lease_lost=lost)

@@ -1,4 +1,4 @@
-"""The reading of all active run directories of a site into the history."""
+"""Ingestion of all active run directories of a site into the history."""
 
 import logging
 import random
@@ -18,16 +18,16 @@ from rlhf_core.watchdog.ingest import glance, sync
 log = logging.getLogger("rlhf.daemon")
 
 SWEEP_RUNS = 20
-"""Run directories beside the active ones that each turn looks at: what was left unread, or is not known yet."""
+"""Number of inactive run directories that each pass checks for unread or unknown contents."""
 
 LINGER = timedelta(minutes=10)
-"""Time for which the files of a run that has ended are still read as often as those of the others."""
+"""Time for which the files of an ended run are still read as often as those of an active one."""
 
 
 @dataclass
 class Ingester:
-    """Reads run directories into the history. It remembers one number per run directory: what it looked like when
-    everything in it had been read."""
+    """Reads run directories into the history. For each directory, it remembers one number: the directory's fingerprint
+    when everything in it had been read."""
 
     site: Site
     store: HistoryStore
@@ -37,14 +37,14 @@ class Ingester:
     _sweep: list[str] = field(default_factory=list)
 
     def ingest(self) -> int:
-        """Read what is new in all active runs, and in some of the others; how many had something new."""
+        """Read new data from all active runs and some of the others. Returns the number of runs that had any."""
         try:
             found = open_runs.find(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
             self._complain("", str(error))
             return 0
         self._problems.pop("", None)
-        # In an order of its own each time: where there is more to do than time, no run is always last.
+        # The order is shuffled each time, so that under load no run always comes last.
         ids = random.sample(sorted(found), len(found))
         return sum(self._sync(run_id) for run_id in [*ids, *self._next_of_the_others()])
 
@@ -57,7 +57,7 @@ class Ingester:
         return taken
 
     def _sync(self, run_id: str) -> bool:
-        with Survived() as found:  # a directory that breaks the reader must not cost the others theirs
+        with Survived() as found:  # a directory that breaks the reader must not keep the others from being read
             run_dir = RunDir.of(self.site.runs_dir, run_id)
             seen = glance(run_dir)
             if seen is None or self._read.get(run_id) == seen:
@@ -70,7 +70,7 @@ class Ingester:
         return False
 
     def _complain(self, run_id: str, problem: str) -> None:
-        """Once per problem, not every two seconds."""
+        """Log each problem once, not every two seconds."""
         if self._problems.get(run_id) != problem:
             self._problems[run_id] = problem
             self.say(f"{run_id}: {problem}" if run_id else problem)

@@ -1,4 +1,5 @@
-"""The end of a run whose directory was removed or moved away while it ran: its job is ended, the history closes it."""
+"""Handling of a run whose directory was removed or moved away: its job is ended and the run is closed in the
+history."""
 
 from contextlib import suppress
 
@@ -14,15 +15,15 @@ from rlhf_core.watchdog.missing_run import close_missing
 
 
 def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
-    """End the job, so that nothing trains into nowhere, and close the run in the history.
+    """End the job, since its results have nowhere to go, and close the run in the history.
 
-    Neither the scheduler nor the database is waited for for longer than they take to say that they do not answer: with
-    the directory all that could be waited for is gone.
+    If the scheduler or the database does not respond, one timeout each is all that is spent on them: without the
+    directory, there is nothing left to wait for.
 
-    Returns: the error to end with.
+    Returns: the error to raise.
     """
     run_id = controller.run_dir.run_id
-    if controller.journal.record.ended:  # only its promotion was waited for
+    if controller.journal.record.ended:  # only its promotion was still pending
         return RunDirGone(f"the directory of run {run_id}, which had ended, is gone: {found}")
     cause = f"the run directory is gone: {found}. {_end_job(controller)}"
     _clear_remains(controller.run_dir)
@@ -30,17 +31,17 @@ def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
     try:
         close_missing(run_id, controller.store, cause, utc_now())
     except HistoryError as error:
-        cause += f". The history could not be told ({error}); the site daemon does it later"
+        cause += f". The history could not be updated ({error}); the site daemon will update it later"
     return RunDirGone(
         f"run {run_id} failed: {cause}.\n"
-        f"  Its checkpoints and metrics were in it. If it was moved, move it back, then `rlhf resume {run_id}`; "
-        f"if it was removed, begin again: `rlhf run {controller.stored.config_source}`"
+        f"  Its checkpoints and metrics were in it. If it was moved, move it back, then run `rlhf resume {run_id}`; "
+        f"if it was deleted, start over: `rlhf run {controller.stored.config_source}`"
     )
 
 
 def _write_down(journal: Journal, cause: str) -> None:
-    """Close the run in the journal, which is still open: one that was moved has taken it along, and will tell why
-    its run ended. One that was removed has taken it for good."""
+    """Close the run in the journal, whose file is still open. If the directory was moved, the journal moved with it and
+    will say why the run ended; if it was deleted, the entry is lost."""
     stage, attempt = journal.record.open_stage(), journal.record.last_attempt
     with suppress(RlhfError):
         if stage is not None:
@@ -51,8 +52,8 @@ def _write_down(journal: Journal, cause: str) -> None:
 
 
 def _clear_remains(run_dir: RunDir) -> None:
-    """Remove the folders that agents made anew after the directory was gone: it may have been moved, and moving
-    it back would move it into them. A checkpoint that was written meanwhile is kept."""
+    """Remove the folders that agents recreated after the directory was gone. If the directory had been moved, moving it
+    back would otherwise put it inside them. A checkpoint written meanwhile is kept."""
     kept = (run_dir.spec, run_dir.control, run_dir.checkpoints_dir)
     if not any(path.exists() for path in kept):
         with suppress(OSError):

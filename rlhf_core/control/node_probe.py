@@ -1,4 +1,4 @@
-"""``rlhf check --probe``: takes the allocation that a run would get, checks its nodes, and gives it back."""
+"""``rlhf check --probe``: takes the allocation that a run would get, checks its nodes, and releases it."""
 
 import time
 from collections.abc import Callable
@@ -24,26 +24,26 @@ from rlhf_core.text.redaction import masked
 from rlhf_core.watchdog.evidence import scheduler_log
 
 PROBES = ".probes"
-"""Folder of their run directories, beside the runs: they are no runs, and the history does not know them."""
+"""Folder, next to the runs, for the directories of probes. Probes are not runs, and the history does not list them."""
 POLL_S = 0.5
 OUTCOME_S = 10.0
-"""Time for the outcome of an ended job to be seen."""
+"""Time for the outcome of an ended job to appear."""
 LOG_TAIL_BYTES = 16 << 10
 MARGIN_S = 600
-"""Time limit of the job, beside what the measurements may take: interpreters start slowly on a cold file system."""
+"""Added to the job's time limit on top of the measurements: interpreters start slowly on a cold file system."""
 
 
 def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[str], None]) -> tuple[CheckResult, ...]:
-    """Check the nodes that a run would get. Its directory is kept only where something was found.
+    """Check the nodes that a run would get. The directory of the probe is kept only if something was found.
 
     Args:
         spec: With absolute paths.
-        say: Told what is waited for.
+        say: Called with progress messages.
 
     Raises:
-        BadInput: the inventory cannot hold it.
-        SchedulerError: the scheduler does not answer, or did not accept the job.
-        RunFailed: the agents ended without findings.
+        BadInput: the inventory has no room for the run.
+        SchedulerError: the scheduler does not respond or did not accept the job.
+        RunFailed: the agents ended without reporting findings.
     """
     run_dir = prepare(spec, site.runs_dir / PROBES, config_source="rlhf check --probe")
     attempt = run_dir.attempt(1)
@@ -58,10 +58,10 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
         report = _await_report(attempt, submission, scheduler, say)
     finally:
         gone = False
-        with suppress(SchedulerError):  # what is to be told is how the probe ended
+        with suppress(SchedulerError):  # report how the probe ended instead
             gone = scheduler.cancel(submission)
         if not gone:
-            say(f"job {submission.job_id} may still run; the scheduler did not confirm its end")
+            say(f"job {submission.job_id} may still be running; the scheduler did not confirm that it ended")
     say(f"nodes checked in {report.seconds:.1f} s")
     _tidy_up(run_dir, report, say)
     return report.results
@@ -92,7 +92,7 @@ def _await_report(
 
 
 def _said(attempt: AttemptDir) -> str:
-    """The error of srun about a node whose agent could not even start; empty where there is none."""
+    """The srun error for a node whose agent could not start; empty if there is none."""
     log = scheduler_log(attempt)
     lines = read_tail(log, LOG_TAIL_BYTES).splitlines() if log is not None else []
     return next(
@@ -103,9 +103,9 @@ def _said(attempt: AttemptDir) -> str:
 def _in_words(submission: Submission, status: JobStatus) -> str:
     job = f"{submission.scheduler} job {submission.job_id}"
     if status.state is JobState.PENDING:
-        return f"{job} waits for nodes: {status.reason}" if status.reason else f"{job} waits for nodes"
+        return f"{job} is waiting for nodes: {status.reason}" if status.reason else f"{job} is waiting for nodes"
     if status.state is JobState.RUNNING:
-        return f"{job} checks {', '.join(status.nodes)}" if status.nodes else f"{job} runs"
+        return f"{job} is checking {', '.join(status.nodes)}" if status.nodes else f"{job} is running"
     return f"{job}: {status.state.value}"
 
 
@@ -113,4 +113,4 @@ def _tidy_up(run_dir: RunDir, report: ProbeReport, say: Callable[[str], None]) -
     if all(result.status in (CheckStatus.PASSED, CheckStatus.SKIPPED) for result in report.results):
         remove_tree(run_dir.root)
     else:
-        say(f"what the nodes said is in {run_dir.attempt(1).probe}")
+        say(f"the reports of the nodes are in {run_dir.attempt(1).probe}")

@@ -154,7 +154,7 @@ def test_check_goes_without_a_history_that_does_not_answer(capsys: Printed, monk
     file.parent.mkdir(exist_ok=True)
     file.write_text("this is no database" * 100)
     rlhf("check", "quickstart")
-    assert "nothing is compared with earlier runs" in capsys.readouterr().err
+    assert "skipping the comparison with earlier runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -282,7 +282,7 @@ def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> No
 def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, capsys: Printed) -> None:
     run_dir = make_run(load_site().runs_dir)
     rlhf("cancel", run_dir.run_id, "--reason", "not needed")
-    assert "is cancelled (cancelled); none of its jobs is at work" in capsys.readouterr().out
+    assert "is cancelled (cancelled); none of its jobs is running" in capsys.readouterr().out
     assert read_record(run_dir).cause == f"not needed (by {account()})"
     rlhf("cancel", run_dir.run_id, "--json")
     assert json.loads(capsys.readouterr().out) == {"run_id": run_dir.run_id, "state": "cancelled", "job_ended": True}

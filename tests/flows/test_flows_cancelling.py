@@ -95,7 +95,7 @@ def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:
     desk.scheduler.end_all()
     before = run_dir.control.read_bytes()
     found, _ = cancelled(desk, run_dir)
-    assert "had ended already" in found.message
+    assert "had already ended" in found.message
     assert found.job_ended
     assert run_dir.control.read_bytes() == before
 
@@ -106,7 +106,7 @@ def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
     desk._stack.close()
     found, _ = cancelled(desk, run_dir)
     assert not found.job_ended
-    assert "may still be at work" in found.message
+    assert "may still be running" in found.message
 
 
 @pytest.mark.usefixtures("follows_orders")

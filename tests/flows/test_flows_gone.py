@@ -60,8 +60,8 @@ def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool
     said = str(raised.value)
     assert f"{run_dir.spec} has been missing for" in said
     assert "Its job 101 was ended" in said
-    assert f"move it back, then `rlhf resume {run_dir.run_id}`" in said
-    assert "begin again: `rlhf run small.toml`" in said
+    assert f"move it back, then run `rlhf resume {run_dir.run_id}`" in said
+    assert "start over: `rlhf run small.toml`" in said
     assert desk.scheduler.cancelled == ["101"]
     shown = queries.show_run(desk.store, run_dir.run_id)
     assert shown["run"]["state"] == "failed"
@@ -127,7 +127,7 @@ def test_a_directory_that_is_missing_for_a_moment_changes_nothing(desk: Desk, tm
     drive(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
-    assert any("nothing is decided until it is back" in text for text in desk.notes.sayings)
+    assert any("making no decisions until it is back" in text for text in desk.notes.sayings)
     assert desk.scheduler.cancelled == []
 
 

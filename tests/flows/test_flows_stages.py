@@ -105,7 +105,7 @@ def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monke
     monkeypatch.setattr(queries, "seconds_per_step", away)
     run_dir = desk.completed()
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert any("nothing is compared with earlier runs: the database is away" in text for text in desk.notes.sayings)
+    assert any("skipping the comparison with earlier runs: the database is away" in text for text in desk.notes.sayings)
 
 
 def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
@@ -313,7 +313,7 @@ def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> N
     lost_node(desk, run_dir, times=1)
     drive(desk.controller(run_dir))
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
-    assert any("n1 is suspect but not excluded" in text for text in desk.notes.sayings)
+    assert any("not excluding n1, although suspect" in text for text in desk.notes.sayings)
 
 
 def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_without_the_intent_some_point_makes_a_cancelled_run_a_preempted_one(
 
 
 def test_who_resumes_a_run_that_was_being_cancelled_goes_on_with_it(desk: Desk, obedient: int) -> None:
-    """It is cancelled first: its job may still be at work."""
+    """It is cancelled first: its job may still be running."""
     for point in reversed(range(obedient)):
         run_dir = desk.run()
         cancelled_at(desk, run_dir, point)
@@ -313,7 +313,8 @@ def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) 
     assert read_record(run_dir).state is RunState.COMPLETED
     assert numbers(desk) == [1]
     assert desk.clock.now >= before + 3 * LEASE_RETRY_INTERVAL_S
-    assert desk.notes.sayings.count("waiting for the database, which says whose run this is: no answer") == 1
+    waits = "waiting for the database to confirm that this controller still owns the run: no answer"
+    assert desk.notes.sayings.count(waits) == 1
 
 
 def test_who_cancels_meanwhile_is_answered_and_nothing_was_submitted(desk: Desk) -> None:

@@ -297,7 +297,7 @@ def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) 
     winner = standing(run_dir).by
     losers = {by: text for by, text in told.items() if by != winner}
     assert len(losers) == 7
-    assert {text.partition(" has ")[0] for text in losers.values()} == {f"refused: too late: {winner}"}
+    assert {text.partition(" already ")[0] for text in losers.values()} == {f"refused: too late: {winner}"}
     assert f"by {winner}" in told[winner]
 
 
@@ -391,7 +391,7 @@ def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> Non
 def test_what_was_never_asked_can_be_approved_and_not_refused(desk: Desk) -> None:
     run_dir = completed(desk, make_spec())
     desk.controller(desk.run())
-    with pytest.raises(BadInput, match="nobody has asked"):
+    with pytest.raises(BadInput, match="no promotion of .* has been requested"):
         answer(desk, run_dir, "refused", "ada")
     assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
 

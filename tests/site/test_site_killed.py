@@ -121,7 +121,7 @@ def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: S
     site.cancel(site.flow_run(cancelled_before))
     site.kill("server")
     said = site.rlhf("cancel", cancelled_meanwhile.run_id).stdout
-    assert "none of its jobs is at work" in said
+    assert "none of its jobs is running" in said
     go(goes_on)
     until(lambda: state_of(goes_on) is RunState.COMPLETED)
     site.rlhf("up")

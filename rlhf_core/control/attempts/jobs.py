@@ -1,4 +1,4 @@
-"""The job of an attempt: orders to its agents, and its proven end."""
+"""The job of an attempt: commands to its agents, and its confirmed end."""
 
 from contextlib import suppress
 
@@ -12,33 +12,34 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
 
 SAVE_TIMEOUT_S = 600.0
-"""Time for the workers to end their step and to write a checkpoint, when that was asked for."""
+"""Time for the workers to finish their step and write a checkpoint, if one was requested."""
 
 CANCEL_TIMEOUT_S = 10.0
-"""Time for agent 0 to follow the order to end, before the scheduler ends the job."""
+"""Time for agent 0 to obey the command to end, before the scheduler ends the job."""
 
 RELEASE_TIMEOUT_S = 60.0
-"""Time for the job of a completed run to end by itself, before approval of its model is asked for."""
+"""Time for the job of a completed run to end by itself, before approval of its model is requested."""
 
 
 def order_to_end(reason: str, *, save: bool) -> AgentCommand:
-    """The order to end, with a checkpoint first or without."""
+    """The command to end, with or without writing a checkpoint first."""
     return AgentCommand(kind="stop_after_step" if save else "cancel", reason=reason, time=utc_now())
 
 
 def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
-    """Give agent 0 an order: the next numbered file in its folder."""
+    """Send agent 0 a command: the next numbered file in its folder."""
     folder = run_dir.attempt(number).commands
     taken = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
     write_model(folder / f"{max(taken, default=0) + 1}.json", command)
 
 
 def end_job(controller: Controller, submission: Submission | None, *, wait_for_database: bool = True) -> None:
-    """See a job gone. The run's lease is asked first: another controller may have adopted the job.
+    """End a job and confirm that it is gone. The lease is checked first, because another controller may have adopted
+    the job.
 
     Args:
-        wait_for_database: do nothing while it is unknown whose run it is. A user who asks to end it means the job of
-            any controller.
+        wait_for_database: do nothing until the database confirms who owns the run. A user who cancels a run means its
+    job, whichever controller owns it.
     """
     if submission is None:
         return
@@ -50,14 +51,14 @@ def end_job(controller: Controller, submission: Submission | None, *, wait_for_d
     run_id = controller.run_dir.run_id
     if not controller.scheduler.cancel(submission):
         raise SchedulerError(
-            f"job {submission.job_id} of {run_id} could not be ended: something of it is still at work on "
-            f"{submission.host or 'its nodes'}. End it there, then `rlhf cancel {run_id}` again"
+            f"job {submission.job_id} of {run_id} could not be ended: part of it is still running on "
+            f"{submission.host or 'its nodes'}. End it there, then run `rlhf cancel {run_id}` again"
         )
 
 
 def release(controller: Controller) -> None:
-    """See the job of the last attempt gone: nodes must not wait for an approval. It ends by itself a moment after its
-    outcome is written; one that does not is ended."""
+    """Confirm that the job of the last attempt is gone: nodes must not idle while an approval is pending. The job
+    normally ends by itself a moment after its outcome is written; otherwise it is ended here."""
     last = controller.journal.record.last_attempt
     if last is None or last.submission is None:
         return

@@ -1,4 +1,4 @@
-"""The plan of an attempt: its nodes, the checkpoint it goes on from, and what earlier runs and attempts have taught."""
+"""The plan of an attempt: its nodes, the checkpoint it resumes from, and the lessons of earlier runs and attempts."""
 
 from pydantic import JsonValue
 
@@ -16,7 +16,7 @@ from rlhf_core.schemas.run import RunSpec, shape_key, with_changes
 from rlhf_core.watchdog.node_records import node_standings
 
 SIZE = "resources.num_nodes"
-"""Setting that an attempt with fewer nodes changes. A later attempt has the number that is there then."""
+"""Setting that an attempt with fewer nodes overrides. A later attempt uses the number of nodes available then."""
 
 
 def plan_attempt(controller: Controller, number: int) -> None:
@@ -28,7 +28,7 @@ def plan_attempt(controller: Controller, number: int) -> None:
     size = next_size(controller, inventory, decision, before.placement if before is not None else None)
     if size.spared:
         names = ", ".join(size.spared)
-        controller.observer.log(f"{names} is suspect but not excluded: without it there are too few nodes")
+        controller.observer.log(f"not excluding {names}, although suspect: too few nodes would be left")
     if size.reason:
         controller.observer.log(f"attempt {number}: {size.reason}")
     changes = {
@@ -50,18 +50,18 @@ def plan_attempt(controller: Controller, number: int) -> None:
         size_reason=size.reason,
     )
     if placement.resume_checkpoint:
-        controller.observer.log(f"attempt {number} goes on from step {placement.resumed_from_step}")
+        controller.observer.log(f"attempt {number} resumes from step {placement.resumed_from_step}")
     record_plan(controller.run_dir, placement, controller.journal)
 
 
 def next_size(
     controller: Controller, inventory: Inventory, decision: Decision | None, before: Placement | None
 ) -> Size:
-    """Nodes of the next attempt, and those to go without: those that all runs of the history speak against, and what
-    was decided about the attempt before.
+    """Number of nodes for the next attempt, and the nodes to exclude: those with strikes from any run in the history,
+    and those excluded by the decision about the previous attempt.
 
     Args:
-        before: placement of that attempt.
+        before: placement of the previous attempt.
     """
     decided = dict.fromkeys(decision.excluded_nodes, decision.reason) if decision is not None else {}
     left_alone = {node: why for node, why in _left_alone(controller).items() if node not in decided}
@@ -70,26 +70,26 @@ def next_size(
         controller.spec,
         controller.spec.slurm.over(controller.site.slurm),
         inventory,
-        # The run's own suspects come last, and so are kept longest.
+        # The run's own suspects come last, so they stay excluded longest.
         {**left_alone, **decided},
         new_suspects={*left_alone, *(node for node in decided if node not in earlier)},
     )
 
 
 def decision_before(controller: Controller, number: int) -> Decision | None:
-    """The decision about the attempt before this one."""
+    """The decision about the previous attempt."""
     before = controller.journal.record.attempts.get(number - 1)
     return before.decision if before is not None else None
 
 
 def _longest_gaps_s(controller: Controller, spec: RunSpec) -> dict[str, float]:
-    """Longest silences of earlier runs of the shape that the attempt has."""
+    """Longest gaps between heartbeats in earlier runs with the same shape."""
     if not controller.spec.supervise.learn_from_history:
         return {}
     try:
         return queries.longest_gaps(controller.store, shape_key(spec))
     except HistoryError:
-        return {}  # they are learned anew then
+        return {}  # they are then learned from scratch
 
 
 def _usual_speeds(controller: Controller) -> dict[str, dict[str, dict[str, float]]]:
@@ -98,17 +98,18 @@ def _usual_speeds(controller: Controller) -> dict[str, dict[str, dict[str, float
     try:
         return queries.usual_speeds(controller.store, utc_now() - REMEMBERED)
     except HistoryError:
-        return {}  # each node is then held against the others only
+        return {}  # each node is then only compared with the others
 
 
 def _left_alone(controller: Controller) -> dict[str, str]:
-    """Nodes that the ledger leaves alone for now, and why; a machine that is its own scheduler has no ledger."""
+    """Nodes that the strike ledger currently excludes, with the reason. A machine that is its own scheduler has no
+    ledger."""
     if controller.scheduler.name == "local":
         return {}
     try:
         known = node_standings(controller.store, utc_now(), controller.site.runs_dir)
     except HistoryError as error:
-        controller.observer.log(f"the history does not answer, so nodes are taken as they come: {error}")
+        controller.observer.log(f"the history is unreachable, so no nodes are excluded for their strikes: {error}")
         return {}
     return {
         one.node: f"strikes in all runs: {one.num_strikes}, the last {one.last_kind}; until {one.excluded_until:%F %R}"

@@ -1,7 +1,7 @@
 """Drawing the curves of a run while it trains, from its directory alone.
 
-``python -m rlhf_core.control.views.curves RUN_DIRECTORY`` writes a PNG to standard output, and nothing where there is
-no step yet. It needs no database. :mod:`rlhf_core.control.views.drawing` runs it.
+``python -m rlhf_core.control.views.curves RUN_DIRECTORY`` writes a PNG to standard output, or nothing before the first
+step. It needs no database. :mod:`rlhf_core.control.views.drawing` runs it.
 """
 
 import os
@@ -20,8 +20,8 @@ from rlhf_core.schemas.run import RunSpec
 
 
 def effective_curves(run_dir: RunDir, keys: frozenset[str]) -> dict[str, list[tuple[int, float]]]:
-    """Read metrics by step as the history has them: a restart takes back everything from its first step on, also where
-    it has not come that far again."""
+    """Read metrics by step as the history has them: a restart discards everything from its first step on, even steps
+    that it has not yet reached again."""
     curves: dict[str, dict[int, float]] = {key: {} for key in keys}
     for lines in _by_restart(run_dir):
         first = True
@@ -42,7 +42,7 @@ def _by_restart(run_dir: RunDir) -> Iterator[Iterator[MetricsLine]]:
 
 
 def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
-    """Marks of checkpoints, incidents and returns to a checkpoint on the axis of steps."""
+    """Positions of checkpoints, incidents and rollbacks on the step axis."""
     found = all_incidents(run_dir, read_record(run_dir))
     firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
     return Marks(
@@ -58,7 +58,7 @@ def picture_of(run_dir: RunDir) -> bytes:
     """Draw the curves of a run as PNG; empty before its first step.
 
     Raises:
-        RunDirError: it is no run directory.
+        RunDirError: the folder is not a run directory.
     """
     spec = run_dir.read_spec().spec
     plots = plots_of(spec)
@@ -68,5 +68,5 @@ def picture_of(run_dir: RunDir) -> bytes:
 
 
 if __name__ == "__main__":
-    os.nice(10)  # the machine has controllers to run
+    os.nice(10)  # the controllers on this machine come first
     sys.stdout.buffer.write(picture_of(RunDir(Path(sys.argv[1]))))

@@ -1,6 +1,6 @@
-"""Drawing the curves of a run in a process of its own: a controller has a lease to renew.
+"""Drawing the curves of a run in a separate process, so that the controller can keep renewing its lease.
 
-The time and the memory of a drawing end with that process, and this one never loads what draws.
+The time and memory of a drawing are confined to that process, and this one never loads the plotting library.
 """
 
 import subprocess
@@ -9,14 +9,14 @@ import sys
 from rlhf_core.run_dir.run import RunDir
 
 DRAWING_TIMEOUT_S = 60.0
-"""Longest time of a drawing, in seconds."""
+"""Timeout of a drawing, in seconds."""
 
 
 def draw_in_process(run_dir: RunDir, timeout_s: float = DRAWING_TIMEOUT_S) -> bytes:
-    """Draw the curves in a process of its own; empty where there is nothing to draw, or the drawing failed."""
+    """Draw the curves in a separate process. The result is empty if there is nothing to draw or the drawing failed."""
     command = [sys.executable, "-P", "-m", "rlhf_core.control.views.curves", str(run_dir.root)]
     try:
-        # A group of its own: Ctrl-C is for the run.
+        # A process group of its own, because Ctrl-C is meant for the run.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, process_group=0, check=False
         )

@@ -1,4 +1,4 @@
-"""Reading the progress of a run: from its directory, again and again, or from one poll of its watcher."""
+"""Progress of a run, read repeatedly from its directory or from one poll of its watcher."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,32 +18,32 @@ from rlhf_core.watchdog.evidence import AttemptProgress, regressed
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 SMOOTHING = 0.1
-"""Share of the newest step in the mean time of a step."""
+"""Weight of the newest step in the moving average of the step time."""
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run as its directory shows it at one moment."""
+    """Snapshot of a run, taken from its directory."""
 
     stored: StoredSpec
     record: RunRecord
     timeline: Timeline
     progress: RunProgress
     ranks: Sequence[RankStatus] = ()
-    """Workers of the newest start."""
+    """Workers of the most recent start."""
     regressed: Sequence[Regression] = ()
-    """Held-out scores that fell."""
+    """Held-out scores that dropped."""
 
 
 class StepTimer:
-    """Mean time of a step of each loop, from the metrics of the steps."""
+    """Mean step time of each loop, computed from the metrics of the steps."""
 
     def __init__(self) -> None:
         self._mean_s: dict[str, float] = {}
         self._newest: tuple[int, int, int] = (0, 0, 0)
 
     def update(self, place: tuple[int, int, int], loop: str, metrics: Mapping[str, float]) -> float | None:
-        """Count a step once, and return the mean of its loop in seconds; None where it is not known.
+        """Count a step once, and return the mean of its loop in seconds; None if unknown.
 
         Args:
             place: attempt, restart and step.
@@ -57,7 +57,7 @@ class StepTimer:
 
 
 class RunReader:
-    """Reads a run again and again; files that grow are read from the end of the last call.
+    """Reads a run repeatedly; growing files are read from where the last call stopped.
 
     Raises:
         RunDirError: the run directory is missing or damaged.
@@ -70,11 +70,11 @@ class RunReader:
         self._timer = StepTimer()
 
     def read(self) -> RunSnapshot:
-        """Read the run as it is now.
+        """Read the current state of the run.
 
         Raises:
             JournalDamaged: a line of its journal cannot be read.
-            OSError: the file system does not answer.
+            OSError: the file system does not respond.
         """
         timeline = read_timeline(self.run_dir)
         attempts = self.run_dir.attempts()
@@ -94,7 +94,7 @@ class RunReader:
     def _progress(self, state: RunState) -> RunProgress:
         for attempt in self.run_dir.attempts():
             known = self._attempts.get(attempt.number)
-            # Those before the newest grow no more.
+            # Only the newest one still grows.
             if known is None or attempt.number == max(self._attempts):
                 self._attempts.setdefault(attempt.number, AttemptProgress(attempt)).update()
         if not self._attempts:
@@ -121,10 +121,10 @@ class RunReader:
 
 
 def progress_of_poll(snapshot: AttemptSnapshot, spec: RunSpec, timer: StepTimer) -> RunProgress:
-    """Progress as one poll of an attempt shows it.
+    """Progress according to one poll of an attempt.
 
     Args:
-        timer: of the run or trial with this spec.
+        timer: the timer of the run or trial with this spec.
     """
     found = RunProgress(
         state=RunState.TRAINING,
