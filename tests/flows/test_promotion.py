@@ -391,7 +391,7 @@ def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> Non
 def test_what_was_never_asked_can_be_approved_and_not_refused(desk: Desk) -> None:
     run_dir = completed(desk, make_spec())
     desk.controller(desk.run())
-    with pytest.raises(BadInput, match="no promotion of .* has been requested"):
+    with pytest.raises(BadInput, match=r"no promotion of .* has been requested"):
         answer(desk, run_dir, "refused", "ada")
     assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
 
