@@ -47,7 +47,7 @@ def measure(tmp_path: Path, ranks: int, before: str = "", **fields: Any) -> list
             "timeout_s": 30.0,
             **fields,
         }
-        code = f"import json, sys\nfrom rlhf_core.training import node_checks as n\n{before}\n"
+        code = f"import json, sys\nfrom rlhf_core.training.probes import node as n\n{before}\n"
         code += "sys.exit(n.run(json.loads(sys.argv[1])))"
         words = [sys.executable, "-c", code, json.dumps(place)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}

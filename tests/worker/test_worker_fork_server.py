@@ -25,7 +25,8 @@ PLENTY = (64 * GIB, 64 * GIB)
 FAKE_PACKAGE = """
 import json, os, random, sys, time
 import numpy
-from rlhf_core.worker import fork_server_process, roles
+from rlhf_core.worker import roles
+from rlhf_core.worker.groups import fork_server_process
 fork_server_process.WARM = "builtins:int"
 
 def become(arguments):
@@ -130,7 +131,8 @@ def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) ->
     script = f"""
 import os, pathlib, sys, time
 sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
-from rlhf_core.worker import fork_server, processes
+from rlhf_core.worker import processes
+from rlhf_core.worker.groups import fork_server
 from rlhf_core.worker.groups.fork_server import ForkServer
 import subprocess, test_worker_fork_server as tools
 popen = subprocess.Popen

@@ -46,7 +46,8 @@ connection.recv(1)
 """
 POLLING_THREAD = """
 import threading, time
-from rlhf_core.worker import collectives, processes
+from rlhf_core.worker import processes
+from rlhf_core.worker.liveness import collectives
 def poll():
     {}
     while True:
