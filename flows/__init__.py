@@ -1,1 +1,1 @@
-"""The order of the steps of a run: ``stages`` in plain Python, ``run`` as a Prefect flow. Prefect lives here."""
+"""Prefect, which lives here: the flow of a run (``run``), deployments, publishing, and the services of a site."""
