@@ -1,4 +1,5 @@
-"""The training tower: models, data, rewards, rollouts, algorithms, checkpoints and the loops that join them.
+"""The training code: models, data, rewards, rollouts, algorithms, checkpoints and the loops that tie them together.
 
-``types``, ``seeds``, ``tasks``, ``data`` and ``rewards`` import no torch: they can be used and tested without it.
+``types``, ``seeds``, ``tasks``, ``data`` and ``rewards`` do not import torch, so they can be used and tested without
+it.
 """
