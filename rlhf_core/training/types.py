@@ -171,4 +171,4 @@ class Completion:
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""
     weight_version: int = 0
-    """Optimizer steps of the run that the weights had behind them which it was sampled with."""
+    """Number of optimizer steps of the run behind the weights that sampled it."""
