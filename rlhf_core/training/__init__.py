@@ -1,5 +1,5 @@
-"""The training tower: models, data, rewards, rollouts, algorithms, checkpoints and the loops that join them.
+"""The training code: models, data, rewards, rollouts, algorithms, checkpoints and the loops that tie them together.
 
-``types``, ``tasks``, ``data.loading`` and ``rewards.functions`` import no torch: they can be used and tested without
-it. The functions that a config may name are in ``rewards`` and ``tasks``.
+``types``, ``tasks``, ``data.loading`` and ``rewards.functions`` do not import torch, so they can be used and tested
+without it. The functions that a config may name are in ``rewards`` and ``tasks``.
 """

@@ -1,7 +1,7 @@
-"""The ranks of a role: process group, device, and every collective that is called outside DeepSpeed.
+"""The ranks of a role: process group, device, and all collectives called outside DeepSpeed.
 
-Each collective goes through ``reporter.collective()``, so that the agent can tell a rank that waits in one from a rank
-that never came.
+Each collective goes through ``reporter.collective()``, so that the agent can tell a rank waiting in one from a rank
+that never arrived.
 """
 
 import json
@@ -26,11 +26,11 @@ from rlhf_core.training.types import Reporter, WorkerContext
 Item = TypeVar("Item")
 
 MAX_GATHERED_BYTES = 256 << 20
-"""Longest value that a rank may tell the others: a length that is no rank's own must not take all memory."""
+"""Longest value a rank may send the others, so that a corrupt length cannot exhaust memory."""
 
 _POLL_S = 0.02
 _EVIDENCE_S = 600.0
-"""Time left to the agent to collect evidence before a collective gives up by itself, in seconds."""
+"""Time the agent has to collect evidence before a collective times out on its own, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ranks:
     device: torch.device
     reporter: Reporter
     store: Store
-    """Key-value store of the job: reaches peers without a collective."""
+    """Key-value store of the job, for reaching peers without a collective."""
 
     @property
     def is_first(self) -> bool:
@@ -50,35 +50,36 @@ class Ranks:
         return self.rank == 0
 
     def log(self, message: str) -> None:
-        """A line for the worker's log, once for all ranks."""
+        """Write a line to the worker's log, once for all ranks."""
         if self.is_first:
             print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has arrived."""
         with self.reporter.collective():
             dist.barrier()
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over the ranks, in double precision; integers up to 2^53 stay exact."""
+        """Sum over the ranks in double precision; integers up to 2^53 stay exact."""
         vector = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.reporter.collective():
             dist.all_reduce(vector)
         return [float(value) for value in vector.tolist()]
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Numbers of every rank in rank order, on every rank, in double precision. All ranks bring the same length."""
+        """Gather every rank's numbers on every rank, in rank order and double precision. All ranks pass the same
+        length."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = [torch.empty_like(own) for _ in range(self.num_ranks)]
         with self.reporter.collective():
             dist.all_gather(found, own)
-        numbers: list[list[float]] = torch.stack(found).tolist()  # one copy from the device for all ranks
+        numbers: list[list[float]] = torch.stack(found).tolist()  # one device-to-host copy for all ranks
         return numbers
 
     def gather(self, value: Item) -> list[Item]:
-        """Every rank's value in rank order, on every rank. For small things that JSON knows: no tuples, no classes.
+        """Gather every rank's value on every rank, in rank order. For small JSON values: no tuples, no classes.
 
-        Nothing is unpickled: whoever comes between two ranks must not get code to run.
+        Nothing is unpickled, so an attacker on the network between two ranks cannot execute code.
 
         Raises:
             WorkerError: a rank's value is longer than ``MAX_GATHERED_BYTES``.
@@ -93,10 +94,10 @@ class Ranks:
         return [json.loads(_bytes(part, length)) for part, length in zip(parts, lengths, strict=True)]
 
     def from_first(self, text: str) -> str:
-        """Rank 0's text, on every rank.
+        """Broadcast rank 0's text to every rank.
 
         Raises:
-            WorkerError: it is longer than ``MAX_GATHERED_BYTES``.
+            WorkerError: the text is longer than ``MAX_GATHERED_BYTES``.
         """
         content = json.dumps(text).encode() if self.is_first else b""
         with self.reporter.collective():
@@ -109,17 +110,17 @@ class Ranks:
         return told
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This rank's contiguous part of a global batch; the parts of all ranks, in rank order, make up the batch."""
+        """Return this rank's contiguous part of a global batch; the parts in rank order make up the batch."""
         count = len(items)
         return items[count * self.rank // self.num_ranks : count * (self.rank + 1) // self.num_ranks]
 
     def tell(self, topic: str, content: dict[str, Any], wait_s: float) -> dict[int, dict[str, Any]]:
-        """Exchange a few facts without a collective: works when the ranks' collectives no longer match.
+        """Exchange small values without a collective; works even when the ranks' collectives no longer match.
 
-        Returns what each rank told within ``wait_s`` seconds; a rank that is busy with something else is missing.
+        Returns the values received within ``wait_s`` seconds; a rank that is busy elsewhere is missing.
         """
         answers: dict[int, dict[str, Any]] = {}
-        # One deadline for all: with one for each rank, many silent ones would add up to what looks like a hang.
+        # One deadline for all ranks: separate ones would add up, over many silent ranks, to an apparent hang.
         deadline = time.monotonic() + wait_s
         try:
             self.store.set(f"{topic}/{self.rank}", json.dumps(content))
@@ -128,16 +129,17 @@ class Ranks:
                 if not self._comes(key, deadline):
                     continue
                 answers[rank] = json.loads(self.store.get(key))
-            # Rank 0 holds the store: it must not end before the others have read.
+            # Rank 0 hosts the store, so it must not exit before the others have read.
             self.store.add(f"{topic}/read", 1)
             if self.is_first:
                 self._wait_for_readers(f"{topic}/read", len(answers), wait_s)
-        except RuntimeError:  # torch's own for a store that is gone; a file store has no other
+        except RuntimeError:  # torch's own error for a lost store; a file store raises no other
             answers.setdefault(self.rank, content)
         return answers
 
     def _comes(self, key: str, deadline: float) -> bool:
-        """True if a key is in the store by then. The wait of torch's file store looks only once a second."""
+        """Wait for a key until the deadline; True if it arrived. The wait of torch's file store polls only once a
+        second."""
         while not self.store.check([key]):
             if time.monotonic() > deadline:
                 return False
@@ -151,13 +153,13 @@ class Ranks:
 
 
 def init_process_group(context: WorkerContext) -> Ranks:
-    """Join the ranks of this role: gloo on CPU, NCCL on GPU; threads and determinism are set on the way.
+    """Join the ranks of this role (gloo on CPU, NCCL on GPU), and set threads and determinism.
 
-    Ranks of one node meet in the file ``context.store``: no port is opened for that. All others meet at MASTER_ADDR and
-    MASTER_PORT, where agent 0 keeps a store (torch elastic sets the variables).
+    Ranks on a single node rendezvous through the file ``context.store``, which needs no port. Otherwise they rendezvous
+    at MASTER_ADDR and MASTER_PORT, where agent 0 hosts a store (torch elastic sets the variables).
 
     Raises:
-        WorkerError: the spec asks for GPUs and this node shows none to this rank.
+        WorkerError: the spec asks for GPUs, but none is visible to this rank.
     """
     spec = context.spec
     device = _device(spec.resources.gpus_per_node, context.local_rank)
@@ -188,24 +190,24 @@ def _meet(context: WorkerContext, timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def leave_process_group(ranks: Ranks) -> None:
-    """Part from the other ranks at the good end of a role. After an error nobody waits: the process ends anyway."""
+    """Leave the process group after a role succeeds. After an error this is skipped: the process ends anyway."""
     ranks.barrier()
     dist.destroy_process_group()
 
 
 def collective_timeout(supervise: SuperviseSpec) -> timedelta:
-    """Time after which a collective gives up: longer than the agent takes to find a hang and its cause.
+    """Timeout of collectives: longer than the agent takes to detect and diagnose a hang.
 
-    A collective that gives up first would reset its peers' connections and destroy the evidence.
+    A collective that timed out first would reset its peers' connections and destroy the evidence.
     """
     longest_floor_s = max(supervise.floor_s, supervise.setup_floor_s)
     return timedelta(seconds=supervise.gap_factor * longest_floor_s + _EVIDENCE_S)
 
 
 def make_deterministic(device: torch.device) -> None:
-    """The same inputs give the same bits, run after run, on the same kind of machine and the same number of threads.
+    """Make the same inputs give the same bits in every run, given the same kind of machine and number of threads.
 
-    On CUDA this is a wish: an operation without a deterministic version warns instead of ending the run.
+    On CUDA this is best effort: an operation without a deterministic version warns instead of failing the run.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")

@@ -1,14 +1,14 @@
-"""One packed collective per optimizer step for all metrics, and the proof that every rank meant the same ones.
+"""Reduction of all metrics with one packed collective per optimizer step, verified to be the same on every rank.
 
-Ranks that reduce metrics one by one hang or mix up silently when one of them has a metric more, or has skipped a step:
-a collective compares shapes at best (ms-swift #3827, trl #3068). Here every rank contributes one vector of fixed size
-(2.3 KB), so the collective itself always matches, and the vectors of all ranks are gathered:
+Ranks that reduce metrics one by one hang, or silently mix metrics up, when one of them has an extra metric or has
+skipped a step: a collective compares shapes at best (ms-swift #3827, trl #3068). Here every rank contributes one vector
+of fixed size (2.3 KB), so the collective itself always matches, and the vectors of all ranks are gathered:
 
     [fingerprint, step, votes: save, stop, save failed, sum_0, weight_0, sum_1, weight_1, ..., own values, sketch]
 
-The fingerprint stands for the step and the names of the metrics. Gathering instead of reducing gives sums, extremes,
-values by rank, and the rank that differs, from one collective; sums are taken in the order of the ranks. Every rank
-sees the same vectors, so all ranks come to the same verdict.
+The fingerprint covers the step and the names of the metrics. Gathering instead of reducing yields sums, extremes,
+per-rank values and the rank that differs from a single collective; sums are taken in rank order. Every rank sees the
+same vectors, so all ranks reach the same verdict.
 """
 
 import json
@@ -24,27 +24,27 @@ from rlhf_core.errors import MetricsMismatch
 from rlhf_core.training.distributed import Ranks
 
 CAPACITY = 128
-"""Metrics that fit into one vector, which always has the same size."""
+"""Number of metrics that fit into one vector, whose size is fixed."""
 
 RANK_CAPACITY = 12
-"""Values that every rank can put beside those of the others."""
+"""Number of per-rank values in one vector (``StepMetrics.each``)."""
 
 SKETCH_SIZE = 16
-"""Hashes in the sketch of a rank's completions: the smallest ones."""
+"""Number of hashes in the sketch of a rank's completions, which holds the smallest ones."""
 
 _VOTES = ("save", "stop", "failed")
 _HEADER = 2 + len(_VOTES)
-_DIGEST_BITS = 40  # summed over 8192 ranks, still within 2^53: exact in double precision
+_DIGEST_BITS = 40  # a sum over 8192 ranks stays within 2^53: exact in double precision
 _NO_HASH = -1.0
 _OTHER = " (other)"
-_DIAGNOSIS_WAIT_S = 3.0  # far below any silence that is taken for a hang
+_DIAGNOSIS_WAIT_S = 3.0  # far below any silence that counts as a hang
 
 VECTOR_SIZE = _HEADER + 2 * CAPACITY + RANK_CAPACITY + SKETCH_SIZE
-"""Numbers in the vector of one rank."""
+"""Length of one rank's vector."""
 
 
 class StepMetrics:
-    """Figures that one rank has of one step. Every rank adds the same names; the order does not matter."""
+    """Metrics of one rank for one step. Every rank adds the same names; the order does not matter."""
 
     def __init__(self, step: int, ranks: Ranks) -> None:
         self.step = step
@@ -58,53 +58,53 @@ class StepMetrics:
         self._shared = ""
 
     def mean(self, name: str, total: float, weight: float) -> None:
-        """A mean over everything the ranks have seen: the sums of ``total`` and ``weight`` are divided.
+        """Add a mean over all ranks: the sum of ``total`` divided by the sum of ``weight``.
 
-        With a weight of 0 on all ranks the metric is left out of the step.
+        If the weight is 0 on all ranks, the metric is left out of the step.
         """
         self._entries[name] = (float(total), float(weight))
 
     def total(self, name: str, value: float) -> None:
-        """A sum over the ranks; integers stay exact up to 2^53."""
+        """Add a sum over the ranks; integers stay exact up to 2^53."""
         self._entries[name] = (float(value), 1.0 if self._is_first else 0.0)
 
     def shared(self, name: str, value: float) -> None:
-        """A value that is the same on all ranks, or of which rank 0's counts."""
+        """Add a value that is the same on all ranks, or for which rank 0's counts."""
         self._entries[name] = (float(value), 1.0) if self._is_first else (0.0, 0.0)
 
     def digest(self, name: str, texts: Iterable[str]) -> None:
-        """40 bits that tell whether two steps saw the same texts, in whatever order and on whatever ranks."""
+        """Add a 40-bit digest that is equal for two steps with the same texts, in any order and on any ranks."""
         self.total(name, sum(_hash(text, _DIGEST_BITS) for text in texts) % (1 << _DIGEST_BITS))
         self._digests.add(name)
 
     def each(self, name: str, value: float) -> None:
-        """A value that every rank has its own of; all ranks get to see all of them (``ReducedMetrics.by_rank``)."""
+        """Add a per-rank value; all ranks receive all of them (``ReducedMetrics.by_rank``)."""
         self._own[name] = float(value)
 
     def highest(self, name: str, value: float) -> None:
-        """The highest value of all ranks."""
+        """Add a maximum over the ranks."""
         self.each(name, value)
         self._extremes[name] = max
 
     def lowest(self, name: str, value: float) -> None:
-        """The lowest value of all ranks."""
+        """Add a minimum over the ranks."""
         self.each(name, value)
         self._extremes[name] = min
 
     def correlation(self, name: str, products: float, squares: float, other_squares: float) -> None:
-        """A correlation (Pearson) over everything the ranks have seen; left out where one of the two does not vary.
+        """Add a Pearson correlation over all ranks; left out if either variable does not vary.
 
         Args:
             products: sum of the products of the two deviations from their means.
-            squares: sum of the squares of the one.
-            other_squares: of the other.
+            squares: sum of the squared deviations of the first variable.
+            other_squares: that of the second.
         """
         self._entries[name] = (float(products), float(squares))
         self._entries[name + _OTHER] = (float(other_squares), 1.0)
         self._correlations.append(name)
 
     def correlations(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """The correlations that follow from the sums of all ranks."""
+        """Compute the correlations from the sums of all ranks."""
         found = {}
         for name in self._correlations:
             (products, squares), (other, _) = totals[name], totals[name + _OTHER]
@@ -113,20 +113,21 @@ class StepMetrics:
         return found
 
     def is_correlation(self, name: str) -> bool:
-        """True of the entries that a correlation is made of."""
+        """True for an entry that a correlation is computed from."""
         return name.removesuffix(_OTHER) in self._correlations
 
     def shared_share(self, name: str, texts: Iterable[str]) -> None:
-        """Estimate the share of different texts that more than one rank has, from a sketch of the hashes of each."""
+        """Add the estimated share of distinct texts that more than one rank has, from a sketch of each rank's
+        hashes."""
         self._hashes = sorted({_hash(text, _DIGEST_BITS) for text in texts})[:SKETCH_SIZE]
         self._shared = name
 
     def sketch(self) -> list[float]:
-        """Smallest hashes of this rank's texts, and filler up to ``SKETCH_SIZE``."""
+        """Smallest hashes of this rank's texts, padded to ``SKETCH_SIZE``."""
         return [*map(float, self._hashes), *[_NO_HASH] * (SKETCH_SIZE - len(self._hashes))]
 
     def of_sketches(self, sketches: Sequence[Sequence[float]]) -> dict[str, float]:
-        """The metric that follows from the sketches of all ranks, if it was asked for."""
+        """Compute the metric from the sketches of all ranks, if it was requested."""
         return {self._shared: share_of_shared(sketches)} if self._shared else {}
 
     def is_digest(self, name: str) -> bool:
@@ -138,42 +139,42 @@ class StepMetrics:
         return dict(sorted(self._entries.items()))
 
     def own(self) -> dict[str, float]:
-        """Name to this rank's value of what every rank has its own of, names sorted."""
+        """Name to this rank's value of each per-rank metric, names sorted."""
         return dict(sorted(self._own.items()))
 
     def split(self, by_rank: Mapping[str, tuple[float, ...]]) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
-        """Highest and lowest values, and what is left to be seen rank by rank."""
+        """Split the gathered values into maxima, minima, and those to keep per rank."""
         extremes = {name: choose(by_rank[name]) for name, choose in self._extremes.items()}
         return extremes, {name: values for name, values in by_rank.items() if name not in extremes}
 
 
 @dataclass(frozen=True)
 class ReducedMetrics:
-    """Figures of all ranks together of one step; the same on every rank."""
+    """Metrics of one step reduced over all ranks; the same on every rank."""
 
     values: dict[str, float]
     """Metric to value, names sorted."""
     by_rank: dict[str, tuple[float, ...]]
-    """Values that every rank has its own of (``StepMetrics.each``), in the order of the ranks."""
+    """Per-rank values (``StepMetrics.each``), in rank order."""
     save: bool
     """At least one rank was asked to save."""
     stop: bool
-    """At least one rank was asked to save and end."""
+    """At least one rank was asked to save and stop."""
     save_failed: bool
-    """At least one rank has heard that a checkpoint could not be written."""
+    """At least one rank knows that a checkpoint could not be written."""
 
 
 def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> ReducedMetrics:
     """Combine the metrics of all ranks with one collective.
 
     Args:
-        request: what the agent asks of this rank: nothing, ``save`` or ``stop``; or ``failed``, after a checkpoint
-            that could not be written. The votes ride along, so that all ranks act on them at the same step.
+        request: the agent's request to this rank (none, ``save`` or ``stop``), or ``failed`` after a checkpoint that
+            could not be written. The votes travel with the metrics, so that all ranks act on them at the same step.
 
     Raises:
-        MetricsMismatch: the ranks brought different metrics, or were at different steps. Raised by every rank; names
-            the ranks that differ from most.
-        ValueError: more than ``CAPACITY`` metrics, or more than ``RANK_CAPACITY`` values of each rank.
+        MetricsMismatch: the ranks have different metrics or are at different steps. Raised by every rank; names the
+            ranks that differ from the majority.
+        ValueError: more than ``CAPACITY`` metrics, or more than ``RANK_CAPACITY`` per-rank values.
     """
     entries, own = metrics.entries(), metrics.own()
     names = [*entries, *own]
@@ -198,10 +199,10 @@ def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> Red
 
 
 def _pack(metrics: StepMetrics, request: str) -> list[float]:
-    """The vector of this rank.
+    """Build this rank's vector.
 
     Raises:
-        ValueError: it has no room for all metrics.
+        ValueError: the metrics do not fit.
     """
     entries, own = metrics.entries(), metrics.own()
     if len(entries) > CAPACITY:
@@ -220,7 +221,7 @@ def _pack(metrics: StepMetrics, request: str) -> list[float]:
 
 
 def odd_ranks(fingerprints: Sequence[float]) -> list[int]:
-    """Ranks whose fingerprint is not that of most; where no one fingerprint is most frequent, all ranks."""
+    """Ranks whose fingerprint differs from the most frequent one; all ranks if there is a tie."""
     frequent = Counter(fingerprints).most_common(2)
     if len(frequent) == 1:
         return []
@@ -230,10 +231,10 @@ def odd_ranks(fingerprints: Sequence[float]) -> list[int]:
 
 
 def share_of_shared(sketches: Sequence[Sequence[float]]) -> float:
-    """Share of different hashes that more than one rank has, estimated from the smallest hashes of each rank.
+    """Share of distinct hashes that more than one rank has, estimated from the smallest hashes of each rank.
 
-    Up to the smallest of the largest hashes of full sketches, every sketch is complete (bottom-k sketches: Bar-Yossef
-    et al. 2002, RANDOM).
+    Below the smallest of the maxima of the full sketches, every sketch is complete (bottom-k sketches: Bar-Yossef et
+    al. 2002, RANDOM).
     """
     full = [max(sketch) for sketch in sketches if _NO_HASH not in sketch]
     limit = min(full, default=float("inf"))
@@ -242,7 +243,7 @@ def share_of_shared(sketches: Sequence[Sequence[float]]) -> float:
 
 
 def fingerprint(parts: Iterable[object]) -> int:
-    """40 bits of a sequence, its order included."""
+    """40-bit hash of a sequence, sensitive to its order."""
     return _hash(json.dumps([repr(part) for part in parts]), _DIGEST_BITS)
 
 
@@ -251,7 +252,8 @@ def _hash(text: str, bits: int) -> int:
 
 
 def _explain(step: int, names: list[str], odd: list[int], steps_found: list[float], ranks: Ranks) -> str:
-    """Name the odd ranks, and steps and metrics of all. No collective is used: those of the ranks no longer match."""
+    """Report the odd ranks and the steps and metrics of all. Uses no collective: the ranks' collectives no longer
+    match."""
     told = ranks.tell("metrics-mismatch", {"step": step, "names": names}, _DIAGNOSIS_WAIT_S)
     silent = [rank for rank in range(ranks.num_ranks) if rank not in told]
     steps = {rank: content["step"] for rank, content in told.items()}

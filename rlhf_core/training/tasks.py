@@ -1,4 +1,4 @@
-"""Tasks whose data is made, not loaded: ``data.generator`` names one of these. Imports no torch."""
+"""Synthetic tasks, whose data is generated instead of loaded; ``data.generator`` names one. Does not import torch."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,12 +14,13 @@ def sorted_pairs(
     num_eval: int = 512,
     errors: Sequence[str] = ("order",),
 ) -> list[dict[str, str]]:
-    """Pairs for the task of :func:`sort_digits`: the sorted digits are chosen, a nearly right completion rejected.
+    """Generate pairs for the task of :func:`sort_digits`: chosen are the sorted digits, rejected a nearly correct
+    answer.
 
     Args:
-        errors: kinds of errors of the rejected completions, drawn by lot: ``order`` exchanges two different digits that
-            stand side by side (numbers whose digits are all equal have none, and are left out), ``digit`` has other
-            digits in the place of one to three and is sorted, ``length`` lacks a digit or has one twice.
+        errors: kinds of errors in the rejected completions, drawn at random: ``order`` swaps two different adjacent
+            digits (numbers whose digits are all equal have none and are left out), ``digit`` replaces one to three
+            digits and stays sorted, ``length`` drops a digit or repeats one.
 
     Raises:
         BadConfig: an unknown kind of error, or too few numbers (:func:`sort_digits`).
@@ -63,13 +64,13 @@ _ERRORS: dict[str, Callable[[str, random.Random], str]] = {
     "digit": _with_wrong_digits,
     "length": _of_wrong_length,
 }
-"""Wrong answers by kind, made of right ones; empty where there is none."""
+"""Functions from a correct answer to a wrong one, by kind; an empty result means there is none."""
 
 
 def sorted_or_not(
     split: str, seed: int, num_digits: int = 6, num_train: int = 20_000, num_eval: int = 512
 ) -> list[dict[str, str | bool]]:
-    """Labelled completions for :func:`sort_digits`: one of each pair of :func:`sorted_pairs`, drawn by lot."""
+    """Labelled completions for :func:`sort_digits`: one of each pair of :func:`sorted_pairs`, drawn at random."""
     chance = random.Random(f"sorted_or_not {split} {seed if split == 'train' else 0}")
     rows: list[dict[str, str | bool]] = []
     for pair in sorted_pairs(split, seed, num_digits, num_train, num_eval):
@@ -82,20 +83,20 @@ def sorted_or_not(
 def sort_digits(
     split: str, seed: int, num_digits: int = 6, num_train: int = 20_000, num_eval: int = 512
 ) -> list[dict[str, str]]:
-    """Sort the digits of a number: ``527301>`` is answered by ``012357``. Learned by a small model in minutes.
+    """Sort the digits of a number: ``527301>`` is answered by ``012357``. A small model learns it in minutes.
 
-    No prompt occurs twice. The held-out prompts are the same for every seed, so that runs can be compared, and none of
-    them is in the training split.
+    No prompt occurs twice. The held-out prompts are the same for every seed, so that runs are comparable, and never
+    occur in the training split.
 
     Args:
         split: ``train`` or ``eval``.
-        seed: which training prompts are drawn, and in which order.
+        seed: determines the training prompts drawn and their order.
         num_digits: digits of a number, leading zeros included.
         num_train: rows of the training split.
         num_eval: rows of the held-out split.
 
     Raises:
-        BadConfig: there are not as many different numbers.
+        BadConfig: too few distinct numbers exist.
     """
     num_numbers = 10**num_digits
     if num_train + num_eval > num_numbers:

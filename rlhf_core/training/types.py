@@ -1,8 +1,8 @@
-"""Words that the parts of training share. Imports no torch.
+"""Types shared by all parts of training. Does not import torch.
 
 Shapes in docstrings: ``P`` prompts, ``G`` samples of each prompt, ``B`` sequences of a batch (often P*G), ``T`` tokens
-of the longest sequence of the batch, ``V`` entries of the vocabulary, ``H`` hidden size. ``[B, T]`` is a tensor of
-that shape.
+of the longest sequence in the batch, ``V`` entries of the vocabulary, ``H`` hidden size. ``[B, T]`` is a tensor of that
+shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,23 +23,24 @@ from rlhf_core.schemas.stored_spec import StoredSpec
 
 
 class Reporter(Protocol):
-    """Channel from a worker to its agent: signs of life, and what the agent asks. The worker implements it."""
+    """Channel between a worker and its agent: heartbeats and the agent's requests. The worker implements it."""
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Sign of life. Main thread only; costs less than a microsecond, so call it often."""
+        """Send a heartbeat. Main thread only; costs less than a microsecond, so call it often."""
 
     def collective(self) -> AbstractContextManager[None]:
-        """Wraps every collective call: counts it as entered and marks the rank as inside."""
+        """Wrap a collective call: count it as entered and mark the rank as inside it."""
 
     def speak_for(self, pids: Sequence[int]) -> None:
-        """Say which other processes of the node the beats speak for: one that stands still stands for this worker."""
+        """Declare the other processes of the node that the heartbeats cover: if one of them stalls, so does this
+        worker."""
 
     def request(self) -> Literal["", "save", "stop"]:
-        """Request of the agent to this worker: nothing, save and go on, or save and end."""
+        """The agent's request to this worker: none, save and continue, or save and stop."""
 
 
 class NullReporter:
-    """A reporter for tests and scripts, where nobody listens."""
+    """A reporter for tests and scripts, which have no agent."""
 
     def beat(self, phase: Phase, step: int) -> None:
         """Does nothing."""
@@ -52,13 +53,13 @@ class NullReporter:
         """Does nothing."""
 
     def request(self) -> Literal["", "save", "stop"]:
-        """Nobody asks for anything."""
+        """Return no request."""
         return ""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Everything a role's entry function is given."""
+    """Arguments of a role's entry function."""
 
     run_dir: RunDir
     attempt: int
@@ -69,47 +70,47 @@ class WorkerContext:
     placement: Placement
     role: Role
     rank: int
-    """Rank in the role's process group. Dealt anew at every restart: nothing may be tied to it across restarts."""
+    """Rank in the role's process group. Reassigned at every restart: nothing that outlives a restart may depend on
+    it."""
     local_rank: int
     """Index on this node."""
     num_ranks: int
-    """Ranks of the role over all nodes."""
+    """Number of ranks of the role, over all nodes."""
     node: str
     """Name of this node."""
     reporter: Reporter
     generation: int | None = None
-    """Start of its group, where the workers run beside those whose restarts are counted; None for these."""
+    """Start number of its group, for workers outside the group whose restarts are counted; None for that group."""
     damaged: frozenset[str] = frozenset()
-    """Checkpoints that this attempt has found damaged: not to be used, whatever a file system still shows of them."""
+    """Checkpoints that this attempt has found damaged: never used, whatever the file system still shows of them."""
     address: str = "127.0.0.1"
-    """Address under which other nodes of the allocation reach this one."""
+    """Address at which other nodes of the allocation reach this one."""
     listening_address: str = "127.0.0.1"
-    """Address of an interface of this node to listen on for them; empty for all interfaces."""
+    """Address of the interface of this node on which to listen for them; empty for all interfaces."""
     store: Path | None = None
-    """File in which the ranks meet when all are on one node; without it they meet at MASTER_ADDR and MASTER_PORT."""
+    """File for the rendezvous of ranks that share one node; without it they use MASTER_ADDR and MASTER_PORT."""
     memory: Path | None = None
-    """Folder of this node for copies of checkpoints in main memory, which outlives the workers; None without an
-    agent."""
+    """Directory on this node for in-memory copies of checkpoints, which outlives the workers; None without an agent."""
 
     @property
     def spec(self) -> RunSpec:
-        """The run as the user asked for it, with what this attempt changes."""
+        """The run as the user specified it, with the changes of this attempt."""
         return with_changes(self.stored.spec, self.placement.config_diff)
 
     @property
     def restart_dir(self) -> RestartDir:
-        """Folder in which this start of the workers leaves its files."""
+        """Directory for the files of this start of the workers."""
         attempt = self.run_dir.attempt(self.attempt)
         return attempt.restart(self.restart) if self.generation is None else attempt.group(self.role, self.generation)
 
 
 class RoleResult(StrEnum):
-    """Ways in which a role's entry function returns; everything else is an exception."""
+    """Normal outcomes of a role's entry function; every other outcome is an exception."""
 
     DONE = "done"
-    """All that was asked for is done."""
+    """All work is done."""
     STOPPED_EARLY = "stopped_early"
-    """The agent asked to stop; the state was saved and the rest is left to a later attempt."""
+    """The agent asked to stop; the state is saved and a later attempt does the rest."""
 
 
 @dataclass(frozen=True)
@@ -117,26 +118,26 @@ class Row:
     """One row of data, ready for use."""
 
     uid: str
-    """Identity of the prompt: a hash of its content and of how often that content came before in the data."""
+    """Identity of the prompt: a hash of its content and of the number of earlier rows with the same content."""
     prompt: str
-    """Text given to the model: the prompt template, filled."""
+    """Text given to the model: the filled prompt template."""
     answer: str
     """The reference answer."""
     target: str
-    """Text that supervised training teaches after the prompt, without the end token: the template, filled."""
+    """Target text of supervised training after the prompt, without the end token: the filled template."""
     columns: Mapping[str, JsonValue]
-    """All columns of the row as they stood in the data."""
+    """All columns of the row, as in the data."""
     chosen: str = ""
-    """The better completion of a pair, of data that has pairs."""
+    """The better completion, for data with pairs."""
     rejected: str = ""
     """The worse one."""
     margin: float = 0.0
-    """By how much the better one is better, where the data says so."""
+    """Margin of the better completion, if the data has one."""
     desirable: bool = True
-    """Label of the completion, of data that has labels."""
+    """Label of the completion, for labelled data."""
     chat: "Conversation | None" = None
-    """The same as messages, of a row that is a conversation: its texts are what the chat template of a tokenizer makes
-    of them (``data/chat.py``)."""
+    """The row as messages, if it is a conversation; its texts are rendered by a tokenizer's chat template
+    (``data/chat.py``)."""
 
 
 Messages = Sequence[Mapping[str, JsonValue]]
@@ -145,12 +146,12 @@ Messages = Sequence[Mapping[str, JsonValue]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row in messages. A completion is what comes after the prompt: most often one turn of the model."""
+    """A row as messages. A completion is everything after the prompt: usually one turn of the model."""
 
     prompt: Messages
     """Turns that the model answers."""
     target: Messages = ()
-    """Completion that supervised training teaches."""
+    """Target completion of supervised training."""
     chosen: Messages = ()
     """The better completion of a pair."""
     rejected: Messages = ()
@@ -159,15 +160,15 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Answer of the model to one prompt."""
+    """The model's answer to one prompt."""
 
     token_ids: list[int]
     """Sampled tokens, with the end token if it was sampled."""
     text: str
-    """The same as text, without the end token."""
+    """Text of the tokens, without the end token."""
     finished: bool
-    """True if the end token was sampled; otherwise the completion was cut at the longest length."""
+    """True if the end token was sampled; otherwise the completion was truncated at the maximum length."""
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""
     weight_version: int = 0
-    """Optimizer steps of the run that the weights had behind them which it was sampled with."""
+    """Number of optimizer steps of the run behind the weights that sampled it."""

@@ -1,4 +1,4 @@
-"""The imports of native workers, made once per node by the fork server (``worker/groups/fork_server.py``)."""
+"""Imports of native workers, run once per node by the fork server (``worker/groups/fork_server.py``)."""
 
 import importlib
 import os
@@ -10,17 +10,17 @@ from rlhf_core.errors import WorkerError
 from rlhf_core.training.trainers.engine import load_deepspeed
 
 NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation.evaluator")
-"""Modules of the native targets. Whatever they import is imported with them."""
+"""Modules of the native targets. Their own imports are loaded with them."""
 
 
 def import_libraries() -> None:
-    """Import what a native worker imports, and nothing that a worker must find untouched.
+    """Import the libraries of a native worker without initialising anything that the worker itself must initialise.
 
     Raises:
         WorkerError: an import has initialised CUDA or a process group, which belong to the worker that takes over.
         ImportError: a package is missing or broken.
     """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs would initialise the driver otherwise
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise querying GPUs would initialise the driver
     for module in NATIVE_MODULES:
         importlib.import_module(module)
     load_deepspeed(on_cpu=not torch.cuda.is_available())

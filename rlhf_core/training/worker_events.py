@@ -1,4 +1,4 @@
-"""Events of a worker that a person reads in the timeline of a run."""
+"""Worker events for the timeline of a run."""
 
 import contextlib
 from typing import Literal
@@ -10,7 +10,7 @@ from rlhf_core.training.types import WorkerContext
 
 
 def write_event(context: WorkerContext, kind: Literal["checkpoint", "file"], message: str) -> None:
-    """Append an event of this worker. Without room for it training goes on: the log has the message."""
+    """Append an event of this worker. If the disk is full, training continues: the log has the message."""
     path = context.restart_dir.worker_events(context.role, context.node, context.local_rank)
     event = AgentEvent(time=utc_now(), kind=kind, node=context.node, role=context.role, message=message)
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Advantages from rewards, token by token: penalty, returns, generalised advantage estimation, whitening.
 
-All functions are pure, over ``[B, T]`` float64 tensors on the CPU; masks are true for sampled tokens, which stand
-at the beginning of each row.
+All functions are pure, over ``[B, T]`` float64 tensors on the CPU; masks are true for sampled tokens, which come first
+in each row.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _DEVIATION_EPSILON = 1e-4
 
 
 def kl_penalties(batch: SampledBatch, spec: PolicyGradientSpec) -> Tensor:
-    """Share of each token in the penalty that is taken off the rewards: ``kl_coefficient * kl_t``, 0 without one."""
+    """Penalty of each token, subtracted from the rewards: ``kl_coefficient * kl_t``, or 0 without a penalty."""
     if not spec.kl_coefficient:
         return torch.zeros(batch.mask.shape, dtype=torch.float64)
     assert batch.logprobs is not None  # AlgorithmSpec.scores_first
@@ -28,7 +28,7 @@ def kl_penalties(batch: SampledBatch, spec: PolicyGradientSpec) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, batch: SampledBatch, spec: PolicyGradientSpec) -> Tensor:
-    """Reward of each token: that of the whole completion ``[B]`` at its last token, and the penalty at each."""
+    """Reward of each token: that of the whole completion ``[B]`` at its last token, minus the penalty at each token."""
     num_tokens = batch.mask.sum(-1)
     last = torch.arange(batch.mask.shape[1]) == (num_tokens - 1)[:, None]
     return torch.where(last, rewards.double()[:, None], 0.0) - kl_penalties(batch, spec)
@@ -48,7 +48,7 @@ def generalised_advantages(rewards: Tensor, values: Tensor, mask: Tensor, discou
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
 
     ``delta_t = r_t + discount * V_{t+1} - V_t`` and ``A_t = delta_t + discount * gae_lambda * A_{t+1}``, with 0 for the
-    value after the last token, cut off or not.
+    value after the last token, truncated or not.
     """
     values = torch.where(mask, values.double(), 0.0)
     after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], -1)
@@ -57,7 +57,7 @@ def generalised_advantages(rewards: Tensor, values: Tensor, mask: Tensor, discou
 
 
 def moments(values: Tensor) -> list[float]:
-    """Number, sum and sum of squares of the values, which add up over ranks."""
+    """Count, sum and sum of squares of the values, which add up over ranks."""
     return [values.numel(), float(values.double().sum()), float(values.double().square().sum())]
 
 
@@ -74,7 +74,8 @@ def whitened_tokens(advantages: Tensor, mask: Tensor, sums: Sequence[float]) -> 
 
 
 def whitened_sequences(advantages: Tensor, mask: Tensor, sums: Sequence[float]) -> Tensor:
-    """The same over completions, as in TRL 1.16.0's RLOO: ``(A - mean) / (std + 1e-4)``, std with count - 1."""
+    """Advantages whitened over completions, as in TRL 1.16.0's RLOO: ``(A - mean) / (std + 1e-4)``, std with count -
+    1."""
     count, total, squares = sums
     mean = total / max(1.0, count)
     deviation = max(0.0, (squares - total * mean) / max(1.0, count - 1)) ** 0.5

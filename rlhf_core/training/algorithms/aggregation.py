@@ -1,11 +1,11 @@
-"""Aggregation of token losses to one number, and the counting of statistics.
+"""Aggregation of token losses into one number, and of statistics into sums and counts.
 
 ``token_mean``      sum over all tokens / tokens of the optimizer step              (DAPO, arXiv 2503.14476, eq. 8)
 ``sequence_mean``   sum over sequences of their token mean / sequences of the step  (GRPO, arXiv 2402.03300, eq. 3)
 ``fixed_length``    sum over all tokens / (sequences of the step x longest length)  (Dr. GRPO, arXiv 2503.20783, sec. 3)
 
-The divisor always counts the whole optimizer step over all ranks. A mean per micro-batch would weigh short
-micro-batches more, and the gradient would depend on how the batch was cut up.
+The divisor always counts the whole optimizer step over all ranks. A mean per micro-batch would give short micro-batches
+more weight, and the gradient would depend on how the batch was split.
 """
 
 from typing import Literal
@@ -36,11 +36,11 @@ def step_normaliser(aggregation: Aggregation, num_tokens: float, num_sequences: 
 
 
 def summed(token_losses: Tensor, mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """The share of one micro-batch in the step's loss, before the division by :func:`step_normaliser`.
+    """One micro-batch's share of the step's loss, before the division by :func:`step_normaliser`.
 
     Args:
         token_losses: ``[B, T]``.
-        mask: ``[B, T]`` bool, true for completion tokens. A sequence without any adds nothing.
+        mask: ``[B, T]`` bool, true for completion tokens. A sequence without any contributes nothing.
     """
     kept = torch.where(mask, token_losses, 0.0)
     if aggregation == "sequence_mean":

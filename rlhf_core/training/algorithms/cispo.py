@@ -2,8 +2,8 @@
 
     L_t = - stop_gradient(min(rho_t, 1 + clip_high)) A_t log policy(t)
 
-with GRPO's advantage, and the mean over all tokens of the update. The clip bounds the weight of a token, and never
-takes its gradient away. As TRL 1.16.0, whose ``epsilon_high`` is ``1 + clip_high`` here.
+with GRPO's advantage, and the mean over all tokens of the update. The clip bounds the weight of a token, but never
+removes its gradient. As in TRL 1.16.0, whose ``epsilon_high`` is ``1 + clip_high`` here.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class ClippedImportanceSampling(GroupRelativePolicyOptimisation):
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: Any
     ) -> tuple[Tensor, Stats]:
-        """Weighted log-probabilities; clipped are the tokens whose weight is bounded."""
+        """Weighted log-probabilities; a token counts as clipped if its weight is bounded."""
         ratio = self.ratio(logprobs, old_logprobs, mask).detach()
         gain = advantages.to(logprobs.dtype)
         clipped = ((ratio > 1 + spec.clip_high) & (gain > 0)).double()

@@ -6,7 +6,7 @@ With ``d = log policy(chosen) - log policy(rejected)``, sums over tokens (means 
 ``hinge``    max(0, 1 - beta d)
 ``ipo``      (d - 1 / (2 beta))^2
 
-with ``e`` the share of flipped pairs. The loss of a step is the mean over its pairs, and ``nll_coefficient`` times the
+with ``e`` the share of flipped pairs. The loss of a step is the mean over its pairs plus ``nll_coefficient`` times the
 mean cross-entropy of the tokens of its chosen completions. Values and gradients are those of TRL 1.16.0
 (``trl/experimental/cpo/cpo_trainer.py``), whose ``cpo_alpha`` is ``nll_coefficient``.
 """
@@ -43,7 +43,7 @@ def cpo_losses(
     Args:
         chosen: ``[P]`` log-probabilities: sums over tokens, for ``ipo`` means.
         rejected: ``[P]``, likewise.
-        beta: factor of their difference.
+        beta: factor of the difference.
         label_smoothing: share of flipped pairs, below one half; of ``sigmoid`` only.
 
     Returns:

@@ -8,9 +8,9 @@ With ``h_c = log policy(chosen) - log reference(chosen)``, ``h_r`` likewise, bot
 ``robust``   (- (1-e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2e)     (arXiv 2403.00409, eq. 9)
 ``ipo``      (h_c / T_c - h_r / T_r - 1 / (2 beta))^2                               (arXiv 2310.12036, eq. 17)
 
-with ``e`` the share of flipped pairs and ``T`` the tokens of each completion: IPO is taken per token, as TRL does after
-asking its authors. The loss of a step is the mean over its pairs. Values and gradients are those of TRL 1.16.0
-(``trl/trainer/dpo_trainer.py``, ``_compute_loss``).
+with ``e`` the share of flipped pairs and ``T`` the tokens of each completion: IPO averages over tokens, as TRL does
+after consulting its authors. The loss of a step is the mean over its pairs. Values and gradients are those of TRL
+1.16.0 (``trl/trainer/dpo_trainer.py``, ``_compute_loss``).
 """
 
 from typing import Literal

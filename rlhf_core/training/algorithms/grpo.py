@@ -29,15 +29,15 @@ def group_advantages(
     epsilon: float = 1e-4,
     batch_std: float | None = None,
 ) -> Tensor:
-    """Advantage of each completion over its group.
+    """Advantage of each completion relative to its group.
 
     Args:
-        rewards: ``[P, G]``; computed in float64 whatever comes in.
-        scale: what the differences are divided by: standard deviation (with G-1, as in TRL) of the group, of the
-            batch, or nothing.
+        rewards: ``[P, G]``; converted to float64.
+        scale: divisor of the differences: standard deviation (with G-1, as in TRL) of the group, of the batch, or
+            nothing.
         epsilon: added to the standard deviation.
-        batch_std: standard deviation over the batch of all ranks (:func:`std_of_moments`), for ``batch``; without it
-            that of the rewards given.
+        batch_std: standard deviation over the batch of all ranks (:func:`std_of_moments`), for ``batch``; that of the
+            given rewards if omitted.
 
     Returns:
         ``[P, G]`` float64. A group whose rewards are all equal has advantages of exactly 0.
@@ -52,12 +52,12 @@ def group_advantages(
 
 
 def zero_std_groups(rewards: Tensor) -> Tensor:
-    """``[P, G]`` rewards -> ``[P]`` bool: groups with nothing to learn from, because all their rewards are equal."""
+    """``[P, G]`` rewards -> ``[P]`` bool: groups that give no signal because all their rewards are equal."""
     return rewards.amax(-1) == rewards.amin(-1)
 
 
 def std_of_moments(count: float, total: float, total_of_squares: float) -> float:
-    """Standard deviation (with count-1) from sums that can be added up over ranks."""
+    """Standard deviation (with count-1) from sums that add up over ranks."""
     if count < 2:
         return 0.0
     return float(max(0.0, (total_of_squares - total * total / count) / (count - 1)) ** 0.5)

@@ -3,7 +3,7 @@
     s_i = (policy(completion i) / old policy(completion i)) ^ (1 / length of i)
     L   = - mean over completions of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
 
-with GRPO's advantage ``A_i``. As TRL 1.16.0 with ``importance_sampling_level="sequence"`` and ``loss_type="grpo"``.
+with GRPO's advantage ``A_i``. As in TRL 1.16.0 with ``importance_sampling_level="sequence"`` and ``loss_type="grpo"``.
 """
 
 from torch import Tensor

@@ -8,10 +8,9 @@ another row of the step,
     L = undesirable_weight (1 - sigmoid(beta (z - h)))   of an undesirable one
 
 and the loss of a step is the mean over its rows. Formula and weights are those of TRL 1.16.0
-(``trl/trainer/kto_trainer.py``, ``_compute_loss``), but TRL takes ``z`` anew for every micro-batch, averaged over the
-ranks: there the gradient of a step depends on how its batch is cut up. Here ``z`` belongs to the whole step, and
-``y'`` is the completion of the row before (of the last row for the first one). With one micro-batch on one rank both
-are the same.
+(``trl/trainer/kto_trainer.py``, ``_compute_loss``), but TRL recomputes ``z`` for every micro-batch, averaged over the
+ranks, so its gradient depends on how the batch of a step is split. Here ``z`` belongs to the whole step, and ``y'`` is
+the completion of the previous row (of the last row for the first one). With one micro-batch on one rank the two agree.
 """
 
 from collections.abc import Mapping
@@ -64,7 +63,7 @@ class KahnemanTverskyOptimisation(Objective):
     )
 
     def measure(self, output: PolicyOutput, batch: MicroBatch, spec: KtoSpec) -> Mapping[str, Tensor]:
-        """Sum of the log-ratios of mismatched completions."""
+        """Sum the log-ratios of mismatched completions."""
         return {"mismatched": sequence_sums(log_ratios(output), batch.mask).double().sum()}
 
     def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: KtoSpec) -> Tensor:

@@ -1,4 +1,4 @@
-"""Objectives: the part of a training loop that differs from algorithm to algorithm."""
+"""Objectives: the algorithm-specific part of a training loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ class MetricDef:
     name: str
     """Name, as ``group/name``. ``train/loss`` is required of every objective."""
     stats: tuple[str, ...]
-    """Statistics of the loss whose sums are added; the weight is that of the first. Without them in a step, the metric
-    is left out of it."""
+    """Statistics of the loss whose sums are added; the weight is that of the first. A step without them omits the
+    metric."""
     meaning: str
     """Unit and meaning, in a sentence."""
 
@@ -28,24 +28,24 @@ class StepSums:
     """Figures of one update of the weights, over all ranks and micro-batches."""
 
     num_tokens: float
-    """Tokens that the loss is taken over."""
+    """Number of tokens in the loss."""
     num_sequences: float
-    """Sequences that the loss is taken over; twice the pairs of an algorithm that has pairs."""
+    """Number of sequences in the loss; for an algorithm with pairs, twice the number of pairs."""
     reward_total: float = 0.0
-    """Sum of the rewards of the step (:meth:`Objective.shaped`), whatever number of updates it has."""
+    """Sum of the rewards of the step (:meth:`Objective.shaped`), over all of its updates."""
     reward_squares: float = 0.0
     """Sum of the squares of these rewards."""
     max_new_tokens: int = 0
     """Longest completion that may be sampled."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Sums over the whole batch of what :meth:`Objective.measure` gave."""
+    """Sums of the results of :meth:`Objective.measure` over the whole batch."""
 
     num_chosen_tokens: float = 0.0
-    """Tokens of the chosen completions of all pairs, those of their prompts included where the prompt is scored."""
+    """Number of tokens of the chosen completions of all pairs, including their prompts if the prompt is scored."""
 
     @property
     def num_pairs(self) -> float:
-        """Pairs of an algorithm that has pairs."""
+        """Number of pairs, for an algorithm with pairs."""
         return self.num_sequences / 2
 
 
@@ -59,21 +59,21 @@ class MicroBatch:
     mask: Tensor
     """``[B, T]`` bool, true for completion tokens."""
     prompt_mask: Tensor | None = None
-    """``[B, T]`` bool, true for the predicted tokens of the prompt, of an algorithm that scores it."""
+    """``[B, T]`` bool, true for the predicted tokens of the prompt, for an algorithm that scores it."""
     advantages: Tensor | None = None
-    """``[B, T]`` float64, of an algorithm that samples; 0 where ``mask`` is false."""
+    """``[B, T]`` float64, for an algorithm that samples; 0 where ``mask`` is false."""
     returns: Tensor | None = None
     """``[B, T]`` targets of the value model, likewise."""
     old_logprobs: Tensor | None = None
-    """``[B, T]`` under the policy at the beginning of the step; None where that is the policy that is trained."""
+    """``[B, T]`` under the policy at the beginning of the step; None if that is the trained policy itself."""
     old_values: Tensor | None = None
-    """``[B, T]`` values at the beginning of the step, of an algorithm with a critic."""
+    """``[B, T]`` values at the beginning of the step, for an algorithm with a critic."""
     sampler_logprobs: Tensor | None = None
-    """``[B, T]`` as the engine that sampled them gave them, for the correction of what differs from the trainer."""
+    """``[B, T]`` as reported by the sampling engine, to correct its mismatch with the trainer."""
     desirable: Tensor | None = None
-    """``[B]`` bool, of an algorithm with labelled rows."""
+    """``[B]`` bool, for an algorithm with labelled rows."""
     margins: Tensor | None = None
-    """``[B/2]`` by how much the chosen completion is the better one, where the rows of a pair say so."""
+    """``[B/2]`` margin by which the chosen completion is better, if the data has one."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class PolicyOutput:
     logprobs: Tensor
     """``[B, T]`` log-probabilities under the policy, with gradient."""
     ref_logprobs: Tensor | None = None
-    """``[B, T]`` under the reference model, of an algorithm that has one."""
+    """``[B, T]`` under the reference model, for an algorithm that has one."""
     scores: Tensor | None = None
-    """``[B]`` outputs of a reward model with gradient, in place of the log-probabilities, which are then empty."""
+    """``[B]`` outputs of a reward model, with gradient; the log-probabilities are then empty."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,20 @@ class SampledBatch:
     mask: Tensor
     """``[B, T]`` bool, true for sampled tokens."""
     finished: Tensor
-    """``[B]`` bool: ended by itself, and was not cut off at the longest length."""
+    """``[B]`` bool: true if the completion ended by itself instead of being truncated at the maximum length."""
     trained: Tensor
-    """``[B, T]`` bool, true for sampled tokens that the loss is taken over."""
+    """``[B, T]`` bool, true for sampled tokens that count in the loss."""
     logprobs: Tensor | None = None
-    """``[B, T]`` under the policy; None where nothing asks for them before the update."""
+    """``[B, T]`` under the policy; None if they are not needed before the update."""
     ref_logprobs: Tensor | None = None
     """``[B, T]`` under the reference model, likewise."""
     values: Tensor | None = None
-    """``[B, T]`` of the value model at the state before each token, of an algorithm with a critic."""
+    """``[B, T]`` of the value model at the state before each token, for an algorithm with a critic."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Signal that an algorithm draws from the rewards of one rank."""
+    """Learning signal that an algorithm derives from the rewards of one rank."""
 
     tokens: Tensor
     """``[B, T]`` float64; 0 where no token was sampled."""
@@ -119,13 +119,12 @@ class Advantages:
 
 
 class Objective(Protocol):
-    """An algorithm: what its loop minimises, and the metrics that come with it. The settings are ``AlgorithmSpec``."""
+    """An algorithm: the loss that its loop minimises and the loss's metrics. The settings are in ``AlgorithmSpec``."""
 
     metrics: ClassVar[tuple[MetricDef, ...]]
 
     def shaped(self, batch: SampledBatch, max_new_tokens: int, spec: Any) -> Tensor:
-        """Rewards ``[P, G]`` that advantages are drawn from: those of the reward functions unless an algorithm says
-        otherwise.
+        """Rewards ``[P, G]`` that advantages are computed from. By default, those of the reward functions.
 
         Args:
             max_new_tokens: longest completion that may be sampled.
@@ -133,7 +132,7 @@ class Objective(Protocol):
         return batch.rewards
 
     def advantages(self, batch: SampledBatch, sums: StepSums, spec: Any) -> Advantages:
-        """Advantages of the completions of one rank; the rewards themselves unless an algorithm says otherwise.
+        """Advantages of the completions of one rank. By default, the rewards themselves.
 
         Args:
             sums: figures of the whole step; ``measured`` is empty.
@@ -141,23 +140,23 @@ class Objective(Protocol):
         return Advantages(per_token(batch.rewards.flatten(), batch.mask))
 
     def whitens(self, spec: Any) -> Literal["no", "tokens", "sequences"]:
-        """Unit over which the advantages of all ranks together are brought to mean 0 and standard deviation 1."""
+        """Unit over which the advantages of all ranks are whitened to mean 0 and standard deviation 1."""
         return "no"
 
     def measure(self, output: PolicyOutput, batch: MicroBatch, spec: Any) -> Mapping[str, Tensor]:
-        """Figures that the loss needs of the whole batch before its first backward pass, as sums over a micro-batch.
+        """Sums over a micro-batch of the figures that the loss needs for the whole batch before its first backward
+        pass.
 
-        An algorithm that gives any costs one more forward pass without gradient. Empty unless it says otherwise.
+        Returning any costs one more forward pass without gradient. Empty by default.
         """
         return {}
 
     def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: Any) -> Tensor:
-        """Implicit rewards ``[B]`` by which completions are ranked: their log-probabilities unless an algorithm says
-        otherwise."""
+        """Implicit rewards ``[B]`` for ranking completions. By default, their log-probabilities."""
         return torch.where(batch.mask, output.logprobs, 0.0).sum(-1)
 
     def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: Any) -> tuple[Tensor, Stats]:
-        """The share of one micro-batch in the loss of the update, and its statistics.
+        """One micro-batch's share of the loss of the update, and its statistics.
 
         Returns:
             A scalar, to be summed over micro-batches and ranks, and (sum, count) by name.
@@ -166,5 +165,5 @@ class Objective(Protocol):
 
 
 def per_token(values: Tensor, mask: Tensor) -> Tensor:
-    """One value for each sequence ``[B]``, at each of its tokens: ``[B, T]`` float64, 0 where ``mask`` is false."""
+    """Broadcast one value per sequence ``[B]`` to its tokens: ``[B, T]`` float64, 0 where ``mask`` is false."""
     return torch.where(mask, values.double()[:, None], 0.0)

@@ -4,9 +4,9 @@ With ``m`` the mean log-probability of a completion's tokens and ``log odds = m 
 
 L = NLL(chosen) - beta log sigmoid(log odds of chosen - log odds of rejected)
 
-The loss of a step is the mean over its pairs, but the cross-entropy is a mean over all tokens of its chosen sequences,
-prompts included. Values and gradients are those of TRL 1.16.0 (``trl/experimental/orpo/orpo_trainer.py``), which
-computes the odds in float32 whatever the format of the log-probabilities.
+The loss of a step is the mean over its pairs, except that the cross-entropy is averaged over all tokens of its chosen
+sequences, prompts included. Values and gradients are those of TRL 1.16.0 (``trl/experimental/orpo/orpo_trainer.py``),
+which computes the odds in float32 regardless of the format of the log-probabilities.
 """
 
 import math
@@ -24,8 +24,8 @@ from rlhf_core.training.algorithms.pairs import PAIR_METRICS, chosen_nll, pair_s
 def log1mexp(values: Tensor) -> Tensor:
     """``log(1 - exp(x))`` for ``x <= 0`` without cancellation (Maechler 2012, doi 10.18637/jss.v000.i00, eq. 7).
 
-    A probability that is 1 in this format is taken for the next one below, without a gradient: its odds are infinite.
-    Both branches are kept away from where their gradients are infinite, since ``where`` would make NaN of them.
+    A probability that rounds to 1, whose odds are infinite, is replaced with the next smaller number, without a
+        gradient. Both branches are kept away from infinite gradients, which ``where`` would turn into NaN.
     """
     below = values.clamp(max=-torch.finfo(values.dtype).eps)
     near_zero = below > -math.log(2)

@@ -1,4 +1,4 @@
-"""Common parts of losses of pairs: one number per sequence, and the comparison of the two of a pair."""
+"""Common parts of pairwise losses: one number per sequence, and the comparison of the two sequences of a pair."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ PAIR_METRICS = (
     MetricDef("preference/chosen_reward", ("chosen_reward",), "Implicit reward of the chosen completions."),
     MetricDef("preference/rejected_reward", ("rejected_reward",), "Implicit reward of the rejected completions."),
 )
-"""Metrics of every algorithm that learns from pairs; the names are those of wrapped trainers too."""
+"""Metrics of every algorithm that learns from pairs; wrapped trainers use the same names."""
 
 
 def sequence_sums(values: Tensor, mask: Tensor) -> Tensor:
@@ -27,13 +27,13 @@ def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratios(output: PolicyOutput) -> Tensor:
-    """``[B, T]`` log-ratios of policy and reference, of an algorithm that has one."""
+    """``[B, T]`` log-ratios of policy and reference, for an algorithm that has one."""
     assert output.ref_logprobs is not None
     return output.logprobs - output.ref_logprobs
 
 
 def smoothed_losses(logits: Tensor, label_smoothing: float) -> Tensor:
-    """``[P]`` logits of the pairs -> ``[P]``, their cross-entropy if a share of the pairs is flipped."""
+    """``[P]`` logits of the pairs -> ``[P]``, their cross-entropy assuming that a share of the pairs is flipped."""
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
 
 
@@ -46,7 +46,8 @@ def chosen_nll(logprobs: Tensor, mask: Tensor, sums: StepSums, coefficient: floa
         coefficient: weight in the loss.
 
     Returns:
-        The share of the micro-batch in the loss of the step; and ``nll``, and that share as ``loss/nll`` over pairs.
+        The micro-batch's share of the loss of the step, and as statistics ``nll`` and that share as ``loss/nll`` over
+        pairs.
     """
     nll, mask = (values.chunk(2)[0] for values in (-logprobs, mask))
     share = coefficient * torch.where(mask, nll, 0.0).sum() / sums.num_chosen_tokens

@@ -1,6 +1,6 @@
-"""The loss that algorithms which sample have in common: a clipped surrogate, a correction and a penalty.
+"""The common loss of algorithms that sample: a clipped surrogate, a correction and a penalty.
 
-Their files say what differs: the advantages, and sometimes the ratio or the surrogate.
+Each algorithm's file adds the difference: the advantages, and sometimes the ratio or the surrogate.
 """
 
 from typing import Any, ClassVar
@@ -30,12 +30,12 @@ POLICY_METRICS: tuple[MetricDef, ...] = (
 
 
 class PolicyGradient(Objective):
-    """Clipped surrogate over tokens, with the correction and the penalty that the settings ask for."""
+    """Clipped surrogate over tokens, with the configured correction and penalty."""
 
     metrics: ClassVar[tuple[MetricDef, ...]] = POLICY_METRICS
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Ratio that the surrogate is made of, ``[B, T]``; that of each token unless an algorithm says otherwise."""
+        """Ratio in the surrogate, ``[B, T]``. By default, that of each token."""
         return token_ratio(logprobs, old_logprobs)
 
     def surrogate(
@@ -46,11 +46,11 @@ class PolicyGradient(Objective):
         return clipped_surrogate(ratio, advantages, mask, spec.clip_low, spec.clip_high)
 
     def aggregation(self, spec: Any) -> Aggregation:
-        """Form in which token losses become one number; their mean unless an algorithm says otherwise."""
+        """Aggregation of token losses into one number. By default, their mean."""
         return "token_mean"
 
     def weighs_penalty(self, spec: Any) -> bool:
-        """True if the penalty is weighted with the ratio; False unless an algorithm says otherwise."""
+        """True if the penalty is weighted with the ratio. False by default."""
         return False
 
     def loss(
@@ -59,7 +59,7 @@ class PolicyGradient(Objective):
         """See :func:`surrogate.policy_loss`.
 
         Raises:
-            ValueError: a penalty is asked for without log-probabilities of a reference.
+            ValueError: a penalty is configured, but the reference's log-probabilities are missing.
         """
         assert batch.advantages is not None  # of every loop that samples
         old_logprobs = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs

@@ -2,12 +2,12 @@
 
 The reward of a completion comes at its last token, and each token pays ``kl_coefficient * kl_t`` for leaving the
 reference (Ouyang et al. 2022, arXiv 2203.02155, sec. 3.5). Advantages are those of generalised advantage estimation,
-brought to mean 0 and variance 1 over all tokens of the step, on all ranks; the policy minimises the clipped surrogate,
-the value model with value ``v_t``, old value ``v'_t`` and return ``R_t = A_t + v'_t``
+whitened to mean 0 and variance 1 over all tokens of the step, on all ranks. The policy minimises the clipped surrogate;
+the value model, with value ``v_t``, old value ``v'_t`` and return ``R_t = A_t + v'_t``, minimises
 
     L_t = 1/2 max((v_t - R_t)^2, (clip(v_t, v'_t - value_clip, v'_t + value_clip) - R_t)^2)
 
-both as the mean over all tokens of the update.
+Both are means over all tokens of the update.
 """
 
 from typing import Literal
@@ -33,7 +33,7 @@ def value_loss(
         returns: ``[B, T]`` targets.
         mask: ``[B, T]`` bool, true for tokens that count.
         normaliser: tokens of the whole update, over all ranks.
-        value_clip: greatest distance from the old value at which the new one counts.
+        value_clip: largest distance from the old value at which the new one counts.
 
     Returns:
         The scalar loss, to be summed over micro-batches and ranks, and ``value/loss`` and ``value/clip_share``.

@@ -2,8 +2,8 @@
 
     A_t = sum over later tokens k >= t of discount^(k - t) (r at the last token - kl_coefficient * kl_k)
 
-brought to mean 0 and variance 1 over all tokens of the step, on all ranks, with the clipped surrogate and the mean over
-all tokens. As OpenRLHF with ``advantage_estimator reinforce``.
+whitened to mean 0 and variance 1 over all tokens of the step, on all ranks, with the clipped surrogate and the mean
+over all tokens. As in OpenRLHF with ``advantage_estimator reinforce``.
 """
 
 from typing import Literal

@@ -2,8 +2,9 @@
 
     A_i = r_i - mean of the group's r
 
-at each token, brought to mean 0 and variance 1 over all tokens of the step, on all ranks, with the clipped surrogate,
-the mean over all tokens, and the penalty in the loss (k2). As OpenRLHF with ``advantage_estimator reinforce_baseline``.
+at each token, whitened to mean 0 and variance 1 over all tokens of the step, on all ranks, with the clipped surrogate,
+the mean over all tokens, and the penalty in the loss (k2). As in OpenRLHF with ``advantage_estimator
+reinforce_baseline``.
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
 """Reward model after Bradley and Terry (1952), as in Ouyang et al. 2022 (arXiv 2203.02155, eq. 1).
 
-With ``r`` the reward that the model gives a sequence, ``m`` the margin of the pair (Touvron et al. 2023, arXiv
-2307.09288, eq. 2; 0 where the data has none) and ``c`` the centring coefficient (arXiv 2312.09244),
+With ``r`` the model's reward for a sequence, ``m`` the margin of the pair (Touvron et al. 2023, arXiv 2307.09288, eq.
+2; 0 where the data has none) and ``c`` the centring coefficient (arXiv 2312.09244),
 
 L = - log sigmoid(r_chosen - r_rejected - m) + c (r_chosen + r_rejected)^2
 
@@ -26,7 +26,7 @@ def bradley_terry_losses(
     Args:
         chosen: ``[P]`` rewards of the chosen completions, with gradient.
         rejected: ``[P]``, likewise.
-        margins: ``[P]`` by how much the chosen ones are to be better; 0 without.
+        margins: ``[P]`` margins by which the chosen ones should be better; 0 if there are none.
         centring_coefficient: weight of the term that keeps rewards around zero.
     """
     difference = chosen - rejected if margins is None else chosen - rejected - margins

@@ -1,12 +1,12 @@
 """REINFORCE leave-one-out (RLOO, Ahmadian et al. 2024, arXiv 2402.14740, sec. 2.3).
 
-For each prompt G completions are sampled. With the penalty of the whole completion taken off its reward
+For each prompt G completions are sampled. With the penalty of the whole completion subtracted from its reward
 
     R_i = r_i - kl_coefficient * sum over t of kl_it
     A_i = R_i - mean of R_j over the other G - 1 completions
     L   = - mean over completions of min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i)
 
-where ``rho_i`` is the ratio of the probabilities of the whole completion. As TRL 1.16.0.
+where ``rho_i`` is the ratio of the probabilities of the whole completion. As in TRL 1.16.0.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from rlhf_core.training.algorithms.surrogate import sequence_ratio
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """``[P, G]`` rewards -> how much better each is than the mean of the others of its group, ``[P, G]`` float64."""
+    """``[P, G]`` rewards -> difference of each from the mean of the others in its group, ``[P, G]`` float64."""
     rewards = rewards.double()
     return rewards - (rewards.sum(-1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
@@ -36,7 +36,7 @@ class ReinforceLeaveOneOut(PolicyGradient):
         return Advantages(per_token(leave_one_out(batch.rewards - penalties).flatten(), batch.mask))
 
     def whitens(self, spec: RlooSpec) -> Literal["no", "tokens", "sequences"]:
-        """Over completions, if the settings say so."""
+        """Over completions, if the settings enable it."""
         return "sequences" if spec.normalise_advantages else "no"
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

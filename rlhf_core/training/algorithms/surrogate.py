@@ -1,11 +1,11 @@
-"""Building blocks of the losses of algorithms that sample. Pure functions over ``[B, T]`` tensors.
+"""Building blocks for the losses of algorithms that sample. Pure functions over ``[B, T]`` tensors.
 
 With ``rho_t = policy(t) / old policy(t)`` of a token and ``A_t`` its advantage, the clipped surrogate is
 
     L_t = - min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)      (Schulman et al. 2017, arXiv 1707.06347)
 
-The engine that samples and the trainer give the same token slightly different probabilities. The correction weighs
-``L_t`` with ``w = old policy / sampler``, cut off at a cap or left out above it, of each token or of a whole completion
+The sampling engine and the trainer give the same token slightly different probabilities. The correction weights ``L_t``
+with ``w = old policy / sampler``, of each token or of a whole completion, truncated at a cap or set to 0 above it
 (truncated importance sampling: https://fengyao.notion.site/off-policy-rl; formulas as in TRL 1.16.0).
 """
 
@@ -51,7 +51,7 @@ def clipped_surrogate(
 
     Returns:
         ``[B, T]`` losses, and ``policy/ratio``, ``policy/clip_low_share`` and ``policy/clip_high_share`` (tokens whose
-        gradient the clip took away).
+        gradient the clip removed).
     """
     gain = advantages.to(ratio.dtype)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -66,13 +66,13 @@ def clipped_surrogate(
 def mismatch_weights(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, correction: Correction, cap: float
 ) -> Tensor:
-    """Weights for what sampler and trainer do not agree on; without gradient.
+    """Weights that correct the mismatch of sampler and trainer; without gradient.
 
     Args:
         old_logprobs: ``[B, T]`` under the policy at the beginning of the step, by the trainer.
-        sampler_logprobs: ``[B, T]`` by the engine that sampled; a token of which it told none (NaN) counts as 1.
+        sampler_logprobs: ``[B, T]`` by the engine that sampled; a token without a reported one (NaN) has ratio 1.
         mask: ``[B, T]`` bool, true for sampled tokens.
-        correction: ratio of each token or of the whole completion; cut off at ``cap`` or 0 above it.
+        correction: ratio of each token or of the whole completion; truncated at ``cap`` or 0 above it.
         cap: largest ratio that counts.
 
     Returns:
@@ -104,7 +104,7 @@ def policy_loss(
         weights: :func:`mismatch_weights`. The penalty is not weighted.
         divergences: ``[B, T]`` estimates of the divergence from the reference.
         kl_coefficient: weight of their sum in the loss.
-        aggregation: how token losses become one number.
+        aggregation: method of reducing token losses to one number.
 
     Returns:
         The scalar loss, to be summed over micro-batches and ranks, and (sum, count) over tokens of ``loss/policy``

@@ -1,4 +1,4 @@
-"""Common parts of the training loops: the rows of a step, its end (metrics, votes, checkpoint), signs of life, time."""
+"""Common parts of the training loops: the rows of a step, its end (metrics, votes, checkpoint), heartbeats, timing."""
 
 import contextlib
 import functools
@@ -49,17 +49,17 @@ class Loop:
 
     @property
     def algorithm(self) -> AlgorithmSpec:
-        """Settings and traits of its algorithm."""
+        """Settings and properties of its algorithm."""
         return self.spec.algorithm
 
     @property
     def num_steps(self) -> int:
-        """Steps of this loop."""
+        """Number of steps of this loop."""
         return self.last_step - self.first_step + 1
 
 
 def loops(spec: RunSpec) -> list[Loop]:
-    """The loops of a run in their order: the warm start, if there is one, and the main one."""
+    """The loops of a run in order: the warm start, if there is one, and the main loop."""
     found, done = [], 0
     for loop in spec.loops.named.values():
         found.append(Loop(loop, done + 1, done + loop.num_steps))
@@ -68,18 +68,18 @@ def loops(spec: RunSpec) -> list[Loop]:
 
 
 class SampledAhead(Protocol):
-    """Completions that are being made for the next step while this one trains."""
+    """Completions being sampled for the next step while this one trains."""
 
     @property
     def num_rows_ahead(self) -> int:
-        """Rows over all ranks that were taken for them."""
+        """Number of rows taken for them, over all ranks."""
 
     def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
-        """This rank's, for a checkpoint: tensors, and what JSON knows."""
+        """This rank's completions, for a checkpoint: tensors and JSON values."""
 
 
 class Totals:
-    """Sums and weights by name, added up over micro-batches on the device, and read at the end of the step."""
+    """Sums and weights by name, accumulated over micro-batches on the device and read at the end of the step."""
 
     def __init__(self) -> None:
         self._entries: Stats = {}
@@ -95,26 +95,26 @@ class Totals:
         return name in self._entries
 
     def read(self, name: str) -> tuple[float, float]:
-        """Sum and weight of one name."""
+        """Return the sum and weight of one name."""
         total, weight = self._entries[name]
         return float(total), float(weight)
 
 
 @dataclass
 class TrainingStep:
-    """One optimizer step while it is made."""
+    """One optimizer step in progress."""
 
     number: int
-    """Over the whole run, from 1."""
+    """Counted over the whole run, from 1."""
     metrics: StepMetrics
     watch: Stopwatch = field(default_factory=Stopwatch)
     grad_norms: list[float] = field(default_factory=list)
     """Global norm of the gradient of each update."""
     num_tokens: int = 0
-    """Tokens of this rank that the losses of the updates were taken over."""
+    """Number of this rank's tokens in the losses of the updates."""
 
     def add(self, definitions: Sequence[MetricDef], totals: Totals) -> None:
-        """Add the metrics of an objective, as far as the step has their statistics."""
+        """Add the metrics of an objective for which the step has statistics."""
         for definition in definitions:
             if all(name in totals for name in definition.stats):
                 sums, weights = zip(*(totals.read(name) for name in definition.stats), strict=True)
@@ -137,9 +137,9 @@ class TrainingContext:
         """Open the files that rank 0 appends to.
 
         Args:
-            report: what was read of the training data.
+            report: report on the loaded training data.
             data: training rows and the tokens of their prompts; the same on every rank.
-            progress: where the checkpoint stands that is gone on from; None from the beginning.
+            progress: position of the checkpoint being resumed from; None for a fresh start.
         """
         self.spec = context.spec
         self.ranks = ranks
@@ -172,7 +172,7 @@ class TrainingContext:
         """Wait for the last checkpoint, and close the files and the rollout engine.
 
         Raises:
-            DiskFull, WorkerError: it could not be written; raised by every rank.
+            DiskFull, WorkerError: the checkpoint could not be written; raised by every rank.
         """
         self._saving.close()
         self.rollouts.close()
@@ -181,7 +181,7 @@ class TrainingContext:
                 file.close()
 
     def leave(self) -> None:
-        """Let a checkpoint that is on its way end well, if it can, after an error that ends this process."""
+        """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
         self._saving.leave()
 
     def _sync_files(self) -> None:
@@ -190,22 +190,22 @@ class TrainingContext:
                 file.sync()
 
     def beat(self, phase: Phase) -> None:
-        """Sign of life."""
+        """Send a heartbeat."""
         self._reporter.beat(phase, self._step)
 
     def beating(self, phase: Phase) -> Callable[[], None]:
-        """A sign of life to hand on to what takes long."""
+        """Heartbeat function to pass to long-running operations."""
         return functools.partial(self._reporter.beat, phase, self._step)
 
     def steps_left(self, loop: Loop) -> range:
-        """The numbers of the steps that are to be made."""
+        """Yield the numbers of the remaining steps."""
         return range(self.steps_done + 1, loop.last_step + 1)
 
     def take_rows(self, count: int, *, by_length: bool = False) -> tuple[list[Row], list[list[int]]]:
-        """The next ``count`` rows of the run: this rank's part, and the tokens of its prompts.
+        """Take the next ``count`` rows of the run and return this rank's part, with the tokens of its prompts.
 
         Args:
-            by_length: deal rows so that ranks have texts of about the same length in all; contiguous parts otherwise.
+            by_length: distribute rows so that ranks have about the same total text length; contiguous parts otherwise.
 
         Raises:
             BadConfig: the rows do not divide evenly among the ranks.
@@ -222,8 +222,8 @@ class TrainingContext:
         return [self._data.rows[index] for index in indices], [self._data.token_ids[index] for index in indices]
 
     def rows_before(self, count: int) -> list[Row]:
-        """The row that stands before each of this rank's next ``count`` rows, in the order of the step over all ranks:
-        the last one before the first. Rows are dealt by length; takes nothing."""
+        """Return the row that precedes each of this rank's next ``count`` rows in the order of the step over all ranks;
+        the last row precedes the first. Rows are distributed by length, and none is consumed."""
         upcoming = self._upcoming(count)
         return [self._data.rows[upcoming[place - 1]] for place in self._by_length(upcoming)]
 
@@ -231,18 +231,18 @@ class TrainingContext:
         return row_indices(len(self._data.rows), self.spec.seed, self.position, count)
 
     def _by_length(self, indices: Sequence[int]) -> list[int]:
-        """Places of this rank's rows among ``indices``. Characters stand for tokens, which each rank counts in its own
-        rows only."""
+        """Positions of this rank's rows among ``indices``. Length is measured in characters, since each rank tokenizes
+        only its own rows."""
         lengths = [_characters(self._data.rows[index]) for index in indices]
         return balanced(lengths, self.ranks.num_ranks)[self.ranks.rank]
 
     def micro_batches(self, lengths: Sequence[int], sequences_each: int = 1, *, packed: bool) -> list[list[int]]:
-        """Cut this rank's sequences into micro-batches, so that little is padded.
+        """Divide this rank's sequences into micro-batches with little padding.
 
         Args:
             lengths: tokens of each sequence, or of the longer one of each pair.
-            sequences_each: 2 where they are pairs, which stay together.
-            packed: the model that is trained packs its sequences.
+            sequences_each: 2 for pairs, which stay together.
+            packed: the trained model packs its sequences.
 
         Returns:
             The indices of the sequences, or pairs, of each micro-batch.
@@ -259,10 +259,10 @@ class TrainingContext:
         completions: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> tuple[SequenceBatch, PolicyOutput, Tensor]:
-        """The forward passes for one micro-batch of ``B`` sequences.
+        """Run the forward passes for one micro-batch of ``B`` sequences.
 
         Args:
-            reference: the reference model, of an algorithm that has one.
+            reference: the reference model, if the algorithm has one.
             prompts: tokens of each.
             completions: tokens of each, the targets.
             temperature: divisor of the logits, that of the sampling.
@@ -272,7 +272,8 @@ class TrainingContext:
         """
         batch = self.collated(prompts, completions)
         inputs = {"target_mask": batch.target_mask, "temperature": temperature}
-        # The reference first: it may be the policy itself without its adapter, whose pass must end before another's.
+        # The reference goes first: it may be the policy without its adapter, whose pass must end before the next
+        # begins.
         ref_logprobs = None
         if reference is not None:
             with torch.no_grad():
@@ -281,25 +282,25 @@ class TrainingContext:
         return batch, PolicyOutput(logprobs, ref_logprobs), entropy
 
     def collated(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> SequenceBatch:
-        """One micro-batch on this rank's device, after a sign of life."""
+        """Collate one micro-batch on this rank's device, after a heartbeat."""
         self.beat(Phase.TRAIN)
         return collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device)
 
     def begin_step(self, number: int) -> TrainingStep:
-        """From here on, beats and metrics belong to step ``number``."""
+        """Begin step ``number``: heartbeats and metrics belong to it from here on."""
         self._step = number
         return TrainingStep(number, StepMetrics(number, self.ranks))
 
     def update(self, step: TrainingStep, loop: Loop, engine: Engine, policy: nn.Module, num_tokens: int) -> None:
-        """Make the only update of a step, and measure it: :meth:`apply` and :meth:`measure_updates`."""
+        """Make and measure the only update of a step: :meth:`apply` and :meth:`measure_updates`."""
         self.apply(step, loop, engine, num_tokens)
         self.measure_updates(step, engine, policy)
 
     def apply(self, step: TrainingStep, loop: Loop, engine: Engine, num_tokens: int) -> None:
-        """Update the weights with the gradients that the engine has.
+        """Update the weights with the gradients accumulated in the engine.
 
         Args:
-            num_tokens: tokens of this rank that the loss was taken over.
+            num_tokens: number of this rank's tokens in the loss.
         """
         rate = learning_rate(step.number - loop.first_step + 1, loop.spec.optimizer, loop.num_steps)
         step.grad_norms.append(engine.step(rate))
@@ -307,7 +308,7 @@ class TrainingContext:
         step.metrics.shared("train/learning_rate", rate)
 
     def measure_updates(self, step: TrainingStep, engine: Engine, policy: nn.Module) -> None:
-        """Add the metrics of all updates of a step; the norm of the gradient is their mean."""
+        """Add the metrics of all updates of a step; the gradient norm is the mean over them."""
         step.metrics.shared("train/grad_norm", sum(step.grad_norms) / len(step.grad_norms))
         step.metrics.mean("train/changed_share", engine.changed_share(policy), 1)  # of what each rank has
         step.metrics.total("train/num_tokens", step.num_tokens)
@@ -321,19 +322,20 @@ class TrainingContext:
         critic: SavedModel | None = None,
         ahead: SampledAhead | None = None,
     ) -> bool:
-        """Evaluate if it is time, reduce and write the metrics, save if it is time or asked for.
+        """Evaluate if due, reduce and write the metrics, and save if due or requested.
 
         Args:
-            critic: a model that is trained beside the policy, to be saved with it.
-            ahead: what is sampled for the next step already, likewise.
+            critic: a model trained alongside the policy, saved with it.
+            ahead: completions already sampled for the next step, also saved.
 
         Returns:
-            Whether to end here, because an agent asked for it; the state is saved then.
+            Whether to stop here because an agent asked for it; the state is then saved.
 
         Raises:
-            NonFiniteLoss: the loss or the gradient norm is not finite; the metrics of the step were written.
-            DegenerateRl: training learns nothing any more, and health.actions does not merely warn of it; likewise.
-            MetricsMismatch, DiskFull, WorkerError: raised by every rank; of a checkpoint also that of a step before.
+            NonFiniteLoss: the loss or the gradient norm is not finite; the metrics of the step are already written.
+            DegenerateRl: training no longer learns, and health.actions asks for more than a warning; metrics as above.
+            MetricsMismatch, DiskFull, WorkerError: raised by every rank; the last two also for an earlier step's
+                checkpoint.
         """
         self._evaluate(step, model)
         self._add_times(step)
@@ -374,23 +376,23 @@ class TrainingContext:
         return reduced.stop
 
     def is_evaluated(self, number: int) -> bool:
-        """True if the model is evaluated in the middle of training, after this step."""
+        """True if the model is evaluated mid-training, after this step."""
         every = self.spec.evaluate.every_num_steps
         return bool(every) and number % every == 0
 
     def write_samples(self, lines: Sequence[SampleLine]) -> None:
-        """Keep completions for reading; only rank 0's are kept."""
+        """Write completions for inspection; only rank 0's are written."""
         if self._samples_file is not None:
             for line in lines:
                 self._samples_file.write(line)
 
     def warn(self, kind: FailureKind, messages: Sequence[str], health_rule: str = "") -> None:
-        """Have agent 0 make incidents of findings that leave the run going.
+        """Have agent 0 record incidents for findings that do not stop the run.
 
         Args:
-            kind: what each would be as a failure.
-            messages: sentences.
-            health_rule: rule that has found them, if one has.
+            kind: failure kind that each would have.
+            messages: one sentence per finding.
+            health_rule: health rule that made the findings, if any.
         """
         path = self._context.restart_dir.warnings_of(self.ranks.rank)
         for message in messages:
@@ -398,12 +400,12 @@ class TrainingContext:
             warning = TrainerWarning(
                 time=utc_now(), failure_kind=kind, message=message, step=self._step, health_rule=health_rule
             )
-            # A full disk: the log has it, and training goes on.
+            # The disk is full: the log has the message, and training continues.
             with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write(f"{warning.model_dump_json()}\n")
 
     def _note_loss(self, what: str) -> None:
-        """An event that a person reads: somebody removed a file that is being written."""
+        """Write a timeline event: a file being written was removed."""
         self.ranks.log(what)
         write_event(self._context, "file", what)
 
@@ -415,7 +417,7 @@ class TrainingContext:
                 )
 
     def _add_times(self, step: TrainingStep) -> None:
-        """Seconds are means over the ranks. The checkpoint counted is the one after the step before."""
+        """Add the times, in seconds, as means over the ranks. The checkpoint counted is that of the previous step."""
         seconds = {**self._saving.times(), "evaluate": 0.0, **step.watch.parts, "step": step.watch.seconds()}
         for name, value in seconds.items():
             step.metrics.mean(f"time/{name}_s", value, 1)
@@ -426,7 +428,7 @@ def _characters(row: Row) -> int:
 
 
 def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> Judge:
-    # A warm start that samples is judged as if its steps were as large as those of the main loop.
+    # A sampling warm start is judged as if its steps were as large as those of the main loop.
     main = context.spec.main_loop.algorithm
     batch = Batch(main.rows_per_step, main.group, tuple(ranks.gather(context.node)))
     return Judge(context.spec.health, batch, progress.health if progress else None)

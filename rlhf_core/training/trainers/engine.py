@@ -1,12 +1,12 @@
-"""DeepSpeed, wrapped small: every stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) with torch's AdamW.
+"""A thin wrapper around DeepSpeed: every stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) with torch's AdamW.
 
-What the loops see of it is ``backward`` for the loss of each micro-batch and ``step`` once per optimizer step. A loss
-given to ``backward`` is this rank's part of a sum that is already divided by the global normaliser; so the gradient of
-the step is the plain sum over micro-batches and ranks, and the same for every way of splitting a global batch.
+The loops call ``backward`` with the loss of each micro-batch and ``step`` once per optimizer step. A loss passed to
+``backward`` is this rank's part of a sum that is already divided by the global normaliser, so the gradient of the step
+is the plain sum over micro-batches and ranks, however a global batch is split.
 
 Stages 0 and 1 keep all gradients until ``step`` reduces them. Stages 2 and 3 reduce within ``backward``, because they
-keep only their part of a gradient, and add the parts up in float32; stage 3 gathers weights in every forward pass too.
-There every rank must make the same number of forward and backward passes.
+keep only their part of a gradient, and accumulate the parts in float32; stage 3 also gathers weights in every forward
+pass. In stages 2 and 3 every rank must make the same number of forward and backward passes.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SAMPLED_ENTRIES = 64
 
 
 def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
-    """Learning rate of one step: a pure function, so a resumed run needs no scheduler state.
+    """Learning rate of one step. A pure function, so a resumed run needs no scheduler state.
 
     Args:
         step: step within its loop, from 1.
@@ -52,7 +52,8 @@ def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
 
 
 class Engine:
-    """Optimizer and gradient reduction for one training loop. A new loop makes a new engine: a fresh optimizer."""
+    """Optimizer and gradient reduction for one training loop. Each loop creates its own engine, with a fresh
+    optimizer."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class Engine:
         ranks: Ranks,
         trainer: NativeTrainer | None = None,
     ) -> None:
-        """Take over the parameters of ``policy``, which lies on ``ranks.device`` already.
+        """Take over the parameters of ``policy``, which is already on ``ranks.device``.
 
-        Collective: every rank makes its engine at the same time.
+        Collective: every rank creates its engine at the same time.
 
         Args:
-            trainer: stage of ZeRO and what lies in main memory; the settings' defaults where it is left out.
+            trainer: ZeRO stage and offloading to main memory; the defaults of the settings if omitted.
 
         Raises:
             BadConfig: this DeepSpeed is too old for stages 2 and 3.
@@ -89,17 +90,17 @@ class Engine:
                 f"found trainer.zero_stage = {self._stage} and DeepSpeed {deepspeed.__version__}, which takes every "
                 f"backward pass for a whole step; install the version of constraints.txt, or use stage 0 or 1"
             )
-        # Stages 0 and 1: the reduction belongs to step(); then no micro-batch needs to know whether it is the last.
+        # Stages 0 and 1: step() reduces, so no micro-batch needs to know whether it is the last.
         engine.enable_backward_allreduce = self._stage >= 2
         self._engine = engine
-        # Noted now: the engine of an earlier loop wipes DeepSpeed's own notes when it is collected.
+        # Recorded now: garbage collection of an earlier loop's engine wipes DeepSpeed's own records.
         self._pieces = tuple(pieces(engine, policy))
         if self._stage == 3:
             note_hooks(policy, engine.optimizer.parameter_offload)
         self._sample = _sample_of(policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass of the policy."""
+        """Run the forward pass of the policy."""
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -108,14 +109,14 @@ class Engine:
         Args:
             loss: scalar; this micro-batch's part of the globally normalised loss.
         """
-        # DeepSpeed divides by the number of ranks what it sums over them; the parts are to be summed.
+        # DeepSpeed averages over the ranks, but the parts have to be summed.
         self._engine.backward(loss * self._ranks.num_ranks)
 
     def step(self, learning_rate: float) -> float:
-        """Reduce the gradients over the ranks, clip, update the weights everywhere.
+        """Reduce the gradients over the ranks, clip, and update the weights on every rank.
 
         Returns:
-            Global norm of the gradient before clipping. If it is not finite, the weights must not be used any more.
+            Global norm of the gradient before clipping. If it is not finite, the weights must no longer be used.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -131,14 +132,14 @@ class Engine:
         return norm if self._stage == 0 else float(self._engine.get_global_grad_norm())
 
     def _clip(self) -> float:
-        """Clip in stage 0, where DeepSpeed does so without telling the norm."""
+        """Clip in stage 0, where DeepSpeed clips without reporting the norm."""
         most = self._spec.max_grad_norm or math.inf
         return float(nn.utils.clip_grad_norm_(self._policy.parameters(), most))
 
     def changed_share(self, policy: nn.Module) -> float:
-        """Share of the trained tensors that differ from the last time this was asked, by a few entries of each.
+        """Share of the trained tensors that changed since the last call, judged by a few entries of each.
 
-        A tensor may stay as it is where nothing it is for came up; when none changes, nothing is learned.
+        A tensor that no input used may stay unchanged; if none changes, nothing is learned.
         """
         sample = _sample_of(policy)
         changed = (sample != self._sample).any(-1).double().mean()
@@ -146,20 +147,20 @@ class Engine:
         return float(changed)
 
     def state(self) -> dict[str, Any]:
-        """This rank's share of the optimizer: AdamW's moments and the float32 weights they belong to, by parameter.
+        """This rank's share of the optimizer state: AdamW's moments and their float32 weights, by parameter.
 
-        Tensors, numbers and containers only, so that it can be read back without running code.
+        Tensors, numbers and containers only, so that loading it executes no code.
         """
         return saved_share(self._pieces, adamw(self._engine).state)
 
     def load_state(self, shares: Iterable[dict[str, Any]]) -> None:
-        """Take over what :meth:`state` gave on the ranks that wrote a checkpoint, whatever their number and stage.
+        """Load the results of :meth:`state` from the ranks that wrote a checkpoint, whatever their number and stage.
 
         Args:
-            shares: of the ranks, that of the same rank first; read as far as they are needed.
+            shares: those of the ranks, the one of the same rank first; read only as far as needed.
 
         Raises:
-            CheckpointCorrupt: they lack a part.
+            CheckpointCorrupt: the shares lack a part.
         """
         shares = iter(shares)
         first = next(shares)
@@ -169,7 +170,7 @@ class Engine:
             load_shares(self._pieces, adamw(self._engine).state, itertools.chain([first], shares))
 
     def _load_state_of_0_1(self, state: dict[str, Any]) -> None:
-        """The form of rlhf-flows 0.1: partitions of stage 1 as DeepSpeed has them, for the same number of ranks."""
+        """Load the format of rlhf-flows 0.1: DeepSpeed's own stage-1 partitions, for the same number of ranks."""
         own = self._engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
         if self._stage != 1 or [part.shape for part in own] != [part.shape for part in state["weights"]]:
             raise ResumeMismatch(
@@ -179,13 +180,13 @@ class Engine:
         with torch.no_grad():
             for partition, saved in zip(own, state["weights"], strict=True):
                 partition.copy_(saved)
-        # Copied, because what was loaded lies in the file still.
+        # Copied, because the loaded tensors are still mapped from the file.
         adamw(self._engine).load_state_dict(copy.deepcopy(state["adamw"]))
 
     def close(self) -> None:
-        """Let go of the parameters, which keep their values and are whole on every rank."""
+        """Release the parameters, which keep their values and are whole on every rank."""
         self._engine.destroy()
-        self._engine.optimizer = None  # its memory is free at once, and a second destroy() finds nothing
+        self._engine.optimizer = None  # frees its memory at once, and a second destroy() finds nothing
         self._pieces = ()
         if is_split(self._policy):
             with self._ranks.reporter.collective():
@@ -193,9 +194,9 @@ class Engine:
 
 
 def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks: Ranks, trainer: NativeTrainer) -> None:
-    """Split a model that is only called, never trained, over the ranks where ZeRO 3 splits the trained one.
+    """Shard an inference-only model over the ranks if ZeRO 3 shards the trained one.
 
-    Collective there; every rank calls the model equally often afterwards.
+    Collective in that case, and every rank must then call the model equally often.
     """
     if trainer.zero_stage < 3:
         return
@@ -208,9 +209,9 @@ def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks:
 
 
 def load_deepspeed(*, on_cpu: bool) -> Any:
-    """Import DeepSpeed, which takes more than a second the first time; CUDA and process groups stay untouched."""
+    """Import DeepSpeed, which takes more than a second the first time; CUDA and process groups are not touched."""
     if on_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for other devices, and warns
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for other devices and warns
     with _quick_and_quiet(), _without("mlflow"):
         import deepspeed
 
@@ -219,9 +220,9 @@ def load_deepspeed(*, on_cpu: bool) -> Any:
 
 
 def _join_deepspeed(ranks: Ranks) -> Any:
-    """Import DeepSpeed and join it to the process group that is there."""
+    """Import DeepSpeed and attach it to the existing process group."""
     on_cpu = ranks.device.type == "cpu"
-    # torch deprecates by the month what DeepSpeed calls on every step.
+    # torch keeps deprecating functions that DeepSpeed calls on every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     deepspeed = load_deepspeed(on_cpu=on_cpu)
     with _quick_and_quiet():
@@ -235,14 +236,15 @@ def _join_deepspeed(ranks: Ranks) -> Any:
 def _compile_nothing(deepspeed: Any) -> None:
     """Have DeepSpeed join a process group on CPU without its shared-memory operation.
 
-    It compiles that operation by C++ when it joins, and uses it for tensor-parallel inference only. DeepSpeed asks this
-    table which operations it may build; it is meant to be edited. Set as a whole, it is not filled by trying compilers.
+    DeepSpeed compiles that C++ operation when it joins, and uses it only for tensor-parallel inference. It looks up in
+    this table which operations it may build; the table is meant to be edited. Setting it as a whole keeps DeepSpeed
+    from trying compilers to fill it.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
 
 def _sample_of(policy: nn.Module) -> Tensor:
-    """Entries of every trained tensor ``[tensors, 64]``, spread evenly; cheap however large the model is."""
+    """Evenly spaced entries of every trained tensor, ``[tensors, 64]``; cheap for any size of model."""
     with torch.no_grad():
         flat = [own_part(parameter) for parameter in policy.parameters() if parameter.requires_grad]
         return torch.stack([values[_spread(len(values), values.device)] for values in flat])
@@ -254,10 +256,10 @@ def _spread(size: int, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def _without(module: str) -> Iterator[None]:
-    """Hide an installed module from what is imported meanwhile.
+    """Hide an installed module from imports within the block.
 
     DeepSpeed's autotuner, which we do not use, imports MLflow where it is installed, and MLflow imports pandas, FastAPI
-    and its telemetry: a second of every start and restart, four fifths of the import of DeepSpeed.
+    and its telemetry: a second at every start and restart, four fifths of the time to import DeepSpeed.
     """
     if module in sys.modules:
         yield
@@ -271,10 +273,10 @@ def _without(module: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_and_quiet() -> Iterator[None]:
-    """For DeepSpeed's start: no banners in the workers' logs, and no compiler.
+    """Keep DeepSpeed's start quick and quiet: no banners in the workers' logs, and no compiler.
 
-    DeepSpeed imports an optimizer that we do not use and that is decorated with ``torch.compile``; that alone would
-    load all of torch's compiler, more than a second of every start and restart.
+    DeepSpeed imports an optimizer that we do not use and that is decorated with ``torch.compile``. This alone would
+    load all of torch's compiler, more than a second at every start and restart.
     """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -289,7 +291,8 @@ def _quick_and_quiet() -> Iterator[None]:
 
 
 def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay matrices only: norms and biases are scales and offsets, which decay would pull towards a useless zero."""
+    """Apply weight decay to matrices only: it would pull norms and biases, which are scales and offsets, towards
+    zero."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if weight_decay == 0:
         return [{"params": trained}]
@@ -316,14 +319,14 @@ def _config(spec: OptimizerSpec, dtype: str, trainer: NativeTrainer, policy: nn.
         },
         "gradient_clipping": spec.max_grad_norm if trainer.zero_stage else 0.0,
         "zero_optimization": _zero(trainer, policy),
-        # With several backward passes per step, stages 2 and 3 are told by step() that it was the last.
+        # With several backward passes per step, step() tells stages 2 and 3 that the last one is done.
         "managed_gradient_accumulation": trainer.zero_stage < 2,
     }
 
 
 def _base_config(dtype: str) -> dict[str, Any]:
     return {
-        # Micro-batches are counted by the loops, not by DeepSpeed: to it every step is one batch of one.
+        # The loops count micro-batches, not DeepSpeed, which sees every step as one batch of one.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == "bfloat16"},
@@ -336,7 +339,7 @@ def _base_config(dtype: str) -> dict[str, Any]:
 def _zero(trainer: NativeTrainer, model: nn.Module) -> dict[str, Any]:
     content: dict[str, Any] = {
         "stage": trainer.zero_stage,
-        "overlap_comm": False,  # the order of reduction must not depend on timing
+        "overlap_comm": False,  # keeps the order of reduction independent of timing
         "contiguous_gradients": False,
         "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
         "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
@@ -344,14 +347,14 @@ def _zero(trainer: NativeTrainer, model: nn.Module) -> dict[str, Any]:
     vectors = [shape.numel() for shape in map(whole_shape, model.parameters()) if len(shape) < 2]
     if trainer.zero_stage == 3:
         content |= {
-            # Norms and biases stay whole: to gather each of them would take longer than to use it.
+            # Norms and biases stay whole: gathering each would take longer than using it.
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "stage3_max_live_parameters": LIVE_ELEMENTS,
             "stage3_max_reuse_distance": LIVE_ELEMENTS,
         }
     if trainer.offload != "none":
         content["offload_optimizer"] = {"device": "cpu"}
-        content["contiguous_gradients"] = True  # the copy to main memory is made from the contiguous buffer
+        content["contiguous_gradients"] = True  # the copy to main memory reads the contiguous buffer
     if trainer.offload == "parameters":
         content["offload_param"] = {"device": "cpu"}
     return content

@@ -1,4 +1,4 @@
-"""Completions in flight, as a checkpoint has them: sampled for a step that has not been made."""
+"""In-flight completions as a checkpoint stores them: sampled for a step that has not run yet."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -14,10 +14,10 @@ Groups = Mapping[str, list[Completion]]
 
 
 def stored_completions(step: int, made: Groups) -> dict[str, Any]:
-    """Completions of one rank as tensors, and what is small as texts and numbers.
+    """Convert the completions of one rank to tensors, with small values as strings and numbers.
 
     Args:
-        step: step that they are for.
+        step: step that the completions are for.
     """
     flat = [completion for group in made.values() for completion in group]
     texts = [completion.text.encode(errors="surrogatepass") for completion in flat]
@@ -39,7 +39,7 @@ def stored_completions(step: int, made: Groups) -> dict[str, Any]:
 
 
 def kept_completions(stored: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, list[Completion]]]:
-    """Completions that ranks have stored, by step and prompt, whatever the number of those ranks."""
+    """Restore the completions that any number of ranks stored, by step and prompt."""
     found: dict[int, dict[str, list[Completion]]] = {}
     for part in stored:
         numbers = {name: value.tolist() for name, value in part.items() if isinstance(value, torch.Tensor)}

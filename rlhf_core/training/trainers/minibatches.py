@@ -1,4 +1,4 @@
-"""Division of the completions of a step into the parts of its updates. Imports no torch."""
+"""Division of a step's completions into minibatches, one per update. Does not import torch."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,18 +6,18 @@ from hashlib import blake2b
 
 
 def divide(places: Sequence[int], num_minibatches: int, *words: object) -> list[list[int]]:
-    """Indices of a rank's completions by part of a pass.
+    """Divide a rank's completions into the minibatches of one pass, as lists of indices.
 
-    Completions that follow each other are dealt to different parts, in an order drawn anew for each turn: a part holds
-    as many of every group as any other part does, and the division is the same whatever rank has which completion.
+    Consecutive completions go to different minibatches, in an order redrawn for each round: every minibatch holds
+        equally many completions of each group, and the division does not depend on which rank has which completion.
 
     Args:
-        places: index of each completion of the rank among those of the whole step, over all ranks.
-        num_minibatches: parts of the pass.
-        words: seed of the run, step and pass, which the order follows from.
+        places: index of each of the rank's completions among those of the whole step, over all ranks.
+        num_minibatches: minibatches per pass.
+        words: seed of the run, step and pass, which determine the order.
 
     Returns:
-        One list for each part; a rank with fewer completions than parts has empty ones.
+        One list per minibatch; some are empty if the rank has fewer completions than minibatches.
     """
     parts: list[list[int]] = [[] for _ in range(num_minibatches)]
     for index, place in enumerate(places):
@@ -28,7 +28,7 @@ def divide(places: Sequence[int], num_minibatches: int, *words: object) -> list[
 
 @lru_cache(maxsize=8)
 def _order(num_minibatches: int, *words: object) -> list[int]:
-    """Permutation of the parts that follows from the words alone, on every machine and in every version of Python."""
+    """Permutation of the minibatches determined by the words alone, on every machine and Python version."""
     text = "|".join(map(str, words))
     keys = [blake2b(f"{text}|{part}".encode(), digest_size=8).digest() for part in range(num_minibatches)]
     return sorted(range(num_minibatches), key=keys.__getitem__)

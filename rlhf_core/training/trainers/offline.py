@@ -1,4 +1,4 @@
-"""The loop of algorithms that train on the rows of the data: on reference answers, or on pairs of completions."""
+"""The training loop of algorithms that learn from the data alone: from reference answers or completion pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,13 +33,13 @@ def train(
     engine: Engine,
     reference: Scorer | None,
 ) -> bool:
-    """Make the steps of ``loop`` that are left.
+    """Run the remaining steps of ``loop``.
 
     Args:
         reference: the policy as it was at the start of the loop, if the algorithm needs it.
 
     Returns:
-        Whether it ended early because an agent asked for it.
+        Whether the loop stopped early because an agent asked for it.
     """
     algorithm = loop.algorithm
     objective = ALGORITHMS[algorithm.name]
@@ -80,7 +80,8 @@ def _exchange(
     *,
     packed: bool,
 ) -> tuple[StepSums, list[list[int]], list[list[int]]]:
-    """Sums of the step over all ranks, and the micro-batches of the examples and of the mismatched ones."""
+    """Exchange the sums of the step over all ranks; also return the micro-batches of matched and mismatched
+    examples."""
     cuts = [_cut(training, examples, packed=packed), _cut(training, others, packed=packed)]
     own = [*step_sums(examples, loop.algorithm), *map(len, cuts)]
     tokens, sequences, chosen, *numbers = zip(*training.ranks.gather_numbers(own), strict=True)
@@ -89,7 +90,7 @@ def _exchange(
 
 
 def _cut(training: TrainingContext, examples: Sequence[Example], *, packed: bool) -> list[list[int]]:
-    """Indices of the examples of each micro-batch."""
+    """Divide the examples into micro-batches, as lists of indices."""
     if not examples:
         return []
     lengths = [example.length for example in examples]
@@ -105,7 +106,7 @@ def _accumulate(
     parts: Sequence[list[int]],
     sums: StepSums,
 ) -> Totals:
-    """Forward and backward over this rank's examples; the gradients are left in the engine."""
+    """Run forward and backward over this rank's examples; the gradients accumulate in the engine."""
     algorithm = loop.algorithm
     objective = ALGORITHMS[algorithm.name]
     totals = Totals()
@@ -122,7 +123,7 @@ def _accumulate(
 def _batch(
     training: TrainingContext, loop: Loop, examples: Sequence[Example], part: Sequence[int]
 ) -> tuple[SequenceBatch, MicroBatch]:
-    """One micro-batch on this rank's device, after a sign of life; of an empty one, padding."""
+    """Collate one micro-batch on this rank's device, after a heartbeat; an empty one consists of padding."""
     training.beat(Phase.TRAIN)
     pad_id = training.tokenizer.pad_token_id
     padding = Example([pad_id], tuple([pad_id] for _ in examples[0].completions))
@@ -139,7 +140,7 @@ def _measure(
     examples: Sequence[Example],
     parts: Sequence[list[int]],
 ) -> Mapping[str, float]:
-    """Figures that the loss needs of the whole step before its first backward pass, over all ranks."""
+    """Measure, over all ranks, the sums over the whole step that the loss needs before its first backward pass."""
     algorithm = loop.algorithm
     found: dict[str, float] = {}
     for part in parts:

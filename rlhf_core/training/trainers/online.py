@@ -1,6 +1,6 @@
-"""The loop of algorithms that sample: sample, reward, update once or several times, again.
+"""The training loop of algorithms that sample: sample, reward, update one or more times, repeat.
 
-A step is one batch of completions, whatever number of updates is made of it (``updates.py``).
+A step is one batch of completions, however many updates it is used for (``updates.py``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,15 +33,15 @@ def train(
     critic: Critic | None = None,
     in_flight: Iterable[Mapping[str, Any]] = (),
 ) -> bool:
-    """Make the steps of ``loop`` that are left.
+    """Run the remaining steps of ``loop``.
 
     Args:
         reference: the policy as it was at the start of the loop, if the algorithm needs it.
         critic: the value model, likewise.
-        in_flight: completions that were made for the first of these steps, of each rank that saved the checkpoint.
+        in_flight: completions already sampled for the first of these steps, from each rank that saved the checkpoint.
 
     Returns:
-        Whether it ended early because an agent asked for it.
+        Whether the loop stopped early because an agent asked for it.
     """
     spec, objective = training.spec, ALGORITHMS[loop.algorithm.name]
     training.scorer.load(training.beating(Phase.REWARD))
@@ -58,7 +58,7 @@ def train(
             advantages = updates.make()
 
         step.add(objective.metrics, updates.totals)
-        if not updates.num_tokens:  # every completion was cut off, and is left out
+        if not updates.num_tokens:  # every completion was truncated and is left out
             step.metrics.shared("train/loss", 0.0)
         step.metrics.mean("rollout/entropy", *updates.totals.read("entropy"))
         _add_engine_metrics(step, spec, rollout, updates.totals)
@@ -78,22 +78,22 @@ def train(
 
 
 def _add_engine_metrics(step: TrainingStep, spec: RunSpec, rollout: Rollout, totals: Totals) -> None:
-    """Difference between the policy that has sampled and the one that is trained."""
+    """Add the difference between the sampling policy and the trained one."""
     if not spec.rollout.max_staleness:
         step.metrics.mean("rollout/train_gap", *totals.read("train_gap"))
         return
-    # Of weights a step behind, the difference is that of the update too: no fault of the engine.
+    # With weights one step behind, the difference includes the update, which is not the engine's fault.
     step.metrics.mean("rollout/policy_gap", *totals.read("train_gap"))
     behind = sum(step.number - 1 - made.weight_version for made in rollout.flat)
     step.metrics.mean("rollout/staleness", behind, len(rollout.flat))
 
 
 def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Figures that tell a healthy step from a degenerate one; the loss does not."""
+    """Add the metrics that distinguish a healthy step from a degenerate one, which the loss does not."""
     completions = rollout.flat
     num_groups = len(rollout.rows)
     metrics.mean("reward/mean", float(rollout.rewards.sum()), len(completions))
-    # Where no completions of one prompt are compared, those of a rank are: one group.
+    # If completions of one prompt are not compared, all those of a rank form one group.
     compared = rollout.rewards if rollout.rewards.shape[1] > 1 else rollout.rewards.view(1, -1)
     metrics.mean("reward/std", float(compared.std(-1).nan_to_num().sum()), len(compared))
     for name, values in rollout.scores.by_function.items():
@@ -105,7 +105,7 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.lowest("reward/min", float(rollout.rewards.min()))
     groups = [[tuple(made.token_ids) for made in group] for group in rollout.completions]
     metrics.mean("rollout/distinct_share", sum(len(set(group)) for group in groups), len(completions))
-    # Which ranks repeat themselves, or each other, shows only rank by rank.
+    # Only per-rank values show which ranks repeat themselves or each other.
     metrics.each(SAME_GROUPS, sum(len(set(group)) == 1 < len(group) for group in groups) / num_groups)
     metrics.each(NUM_DISTINCT, len({made for group in groups for made in group}))
     metrics.each(FINGERPRINT, fingerprint(made for group in groups for made in group))
@@ -129,7 +129,7 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
 
 
 def _sample_lines(rollout: Rollout, advantages: Tensor, step: int) -> list[SampleLine]:
-    """The first group of this rank."""
+    """Format the first group of this rank."""
     row, group, seeds = rollout.rows[0], rollout.completions[0], rollout.seeds[0]
     return [
         SampleLine(

@@ -1,6 +1,6 @@
-"""The value model of PPO: how much reward is still to come, before each token.
+"""The value model of PPO, which predicts the remaining reward before each token.
 
-It has an engine and an optimizer of its own, and is saved with every checkpoint.
+It has its own engine and optimizer, and is saved with every checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 
 WEIGHTS = "model.safetensors"
-"""File of the weights in the folder of a saved value model."""
+"""Weights file in the folder of a saved value model."""
 
 
 class ValueModel(nn.Module):
-    """Layers of a language model under a head with one output, which is 0 at the beginning."""
+    """The layers of a language model under a scalar head, whose output is 0 at first."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
-        """Take over the layers of ``causal_lm``, and leave its own head behind."""
+        """Take over the layers of ``causal_lm`` and drop its head."""
         super().__init__()
         self._packs = can_pack(causal_lm)
         self.layers: nn.Module = causal_lm.base_model
@@ -43,7 +43,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, target_mask: Tensor) -> Tensor:
-        """Value before each token.
+        """Compute the value before each token.
 
         Args:
             input_ids: ``[B, T]`` int64.
@@ -68,13 +68,13 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """A value model, its optimizer, and the steps that it learns by."""
+    """A value model with its optimizer and its update steps."""
 
     def __init__(self, model: ValueModel, engine: Engine, loop: Loop, algorithm: PpoSpec) -> None:
-        """Put the parts together.
+        """Combine model and engine.
 
         Args:
-            engine: made of ``model`` and :func:`critic_optimizer`.
+            engine: created from ``model`` and :func:`critic_optimizer`.
         """
         self._model = model
         self.engine = engine
@@ -88,7 +88,7 @@ class Critic:
         return self._model
 
     def learns_alone(self, step: int) -> bool:
-        """True in the first steps of the loop, in which the policy stays as it is."""
+        """True in the first steps of the loop, which leave the policy unchanged."""
         return step - self._loop.first_step < self._algorithm.critic_warmup_steps
 
     @torch.no_grad()
@@ -122,12 +122,12 @@ class Critic:
         return [folder / WEIGHTS] if is_first else []
 
     def state(self) -> dict[str, Any]:
-        """Optimizer share of this rank (``Engine.state``)."""
+        """Optimizer state of this rank (``Engine.state``)."""
         return self.engine.state()
 
 
 def critic_optimizer(optimizer: OptimizerSpec, algorithm: PpoSpec) -> OptimizerSpec:
-    """Optimizer of the value model: the policy's, with a learning rate of its own if one is set."""
+    """Optimizer settings of the value model: the policy's, with a separate learning rate if one is set."""
     rate = algorithm.critic_learning_rate or optimizer.learning_rate
     return optimizer.model_copy(update={"learning_rate": rate})
 
@@ -135,14 +135,14 @@ def critic_optimizer(optimizer: OptimizerSpec, algorithm: PpoSpec) -> OptimizerS
 def load_value_model(
     causal_lm: PreTrainedModel, saved: Path | None, lora: LoraSpec | None = None, seed: int = 0
 ) -> ValueModel:
-    """A value model with the layers of a language model, or with weights that were saved.
+    """Build a value model on the layers of a language model, or load its saved weights.
 
     Args:
-        causal_lm: language model of the same architecture, with an adapter the one that the loop began with; it is
-            taken over.
-        saved: folder that :meth:`Critic.save` wrote, if there is one.
-        lora: adapter of the layers, if they get one; the head is trained whole.
-        seed: of the adapter's first weights.
+        causal_lm: language model of the same architecture, which is taken over; with an adapter, the model that the
+            loop began with.
+        saved: folder written by :meth:`Critic.save`, if any.
+        lora: adapter of the layers, if any; the head is trained in full.
+        seed: seed of the adapter's initial weights.
     """
     model = ValueModel(causal_lm)
     if lora is not None:
@@ -155,10 +155,10 @@ def load_value_model(
 
 
 def explained_variance(sums: Sequence[float]) -> float:
-    """Share of the variance of the returns that the values explain: ``1 - Var(R - V) / Var(R)``; 0 without variance.
+    """Share of the returns' variance explained by the values: ``1 - Var(R - V) / Var(R)``; 0 without variance.
 
     Args:
-        sums: ``advantages.moments`` of the returns and then of what the values leave of them, over all ranks.
+        sums: ``advantages.moments`` of the returns, then of the residuals ``R - V``, over all ranks.
     """
     count, total, squares, _, total_left, squares_left = sums
     if not count:

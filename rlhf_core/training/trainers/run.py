@@ -1,4 +1,4 @@
-"""Role ``trainer``: a whole training run, from the initial model to the last checkpoint."""
+"""Role ``trainer``: a complete training run, from the initial model to the last checkpoint."""
 
 import functools
 import random
@@ -49,12 +49,13 @@ from rlhf_core.training.types import RoleResult, Row, WorkerContext
 
 
 def run_trainer(context: WorkerContext) -> RoleResult:
-    """Train from the beginning, or go on from a checkpoint as if nothing had happened.
+    """Train from the beginning, or resume from a checkpoint as if training had not been interrupted.
 
-    Warm start, checkpoint, evaluation before, main loop, last checkpoint. What is done already is not done again.
+    The phases are warm start, checkpoint, evaluation before training, main loop and last checkpoint. Completed ones are
+    skipped.
 
     Raises:
-        WorkerError: one of its kinds, see ``rlhf_core.errors``.
+        WorkerError: one of its subclasses, see ``rlhf_core.errors``.
     """
     context.reporter.beat(Phase.SETUP, 0)
     ranks = init_process_group(context)
@@ -64,8 +65,8 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 
 
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
-    """The same within a process group that is there already."""
-    # First of all: the process of the reward functions imports them while the model is loaded.
+    """Run :func:`run_trainer` within an existing process group."""
+    # Started first: its process imports the reward functions while the model loads.
     with reward_scorer(context.spec, ranks.rank) as scorer:
         return _train_run(context, ranks, scorer)
 
@@ -112,7 +113,7 @@ def _train_loops(
     initial: Path,
     state: TrainerState | None,
 ) -> RoleResult:
-    """All loops that are not at their end, one after the other."""
+    """Run all unfinished loops, one after the other."""
     spec, ranks = training.spec, training.ranks
     for loop in loops(spec):
         if not training.steps_left(loop):
@@ -135,7 +136,7 @@ def _train_loop(
     initial: Path,
     state: TrainerState | None,
 ) -> bool:
-    """One loop with an optimizer of its own; whether it ended early because an agent asked for it."""
+    """Run one loop with its own optimizer; True if it stopped early because an agent asked for it."""
     spec, ranks = training.spec, training.ranks
     with kept_random_state(ranks.device):
         critic = _critic(context, ranks, loop, initial, state)
@@ -152,7 +153,7 @@ def _train_loop(
         if critic and state.critic:
             critic.engine.load_state(state.critic)
     if state and state.random is not None and state.progress.step == training.steps_done:
-        # Until here this process drew from generators that it seeded itself; now those of the run go on.
+        # So far this process drew from generators that it seeded itself; from here on those of the run continue.
         restore_random_state(state.random, ranks.device)
     if isinstance(policy, PolicyModel) and loop.algorithm.samples:
         in_flight = state.in_flight if state else ()
@@ -166,7 +167,7 @@ def _train_loop(
 
 
 def _evaluate_before(context: WorkerContext, training: TrainingContext, model: PreTrainedModel) -> None:
-    """Measure the weights that the main algorithm starts from, once in the life of a run."""
+    """Evaluate the weights that the main algorithm starts from, once per run."""
     ranks, step = training.ranks, training.steps_done
     names = training.evaluator.names
     missing = step <= training.spec.warm_start_steps and not are_written(context.run_dir, "before", names)
@@ -192,7 +193,7 @@ def _reference(
 
 
 def _scoring_models(training: TrainingContext, state: TrainerState | None) -> ScoringModels:
-    """The reward models that score completions, beside the policy on every rank."""
+    """Load the reward models that score completions, next to the policy on every rank."""
     return load_scoring_models(
         training.spec.reward.models,
         training.ranks,
@@ -206,13 +207,13 @@ def _scoring_models(training: TrainingContext, state: TrainerState | None) -> Sc
 def _critic(
     context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, state: TrainerState | None
 ) -> Critic | None:
-    """The value model as the checkpoint has it, or with the weights of the policy at the beginning of the loop."""
+    """Load the value model from the checkpoint, or build it from the policy's weights at the beginning of the loop."""
     spec, algorithm = context.spec, loop.algorithm
     if not isinstance(algorithm, PpoSpec):
         return None
     lora = spec.model.lora
     saved = context.run_dir.checkpoint(state.progress.step) if state and state.critic else None
-    # The weights that an adapter lies beside are not saved with it: they are those that the loop began with.
+    # An adapter is saved without its base weights, which are those that the loop began with.
     as_saved = saved is not None and lora is None
     source = saved.model if saved and as_saved else reference_folder(context, ranks, loop.first_step - 1, initial)
     model = load_value_model(_load(source, spec, ranks, initial), saved.critic if saved else None, lora, spec.seed)
@@ -233,7 +234,7 @@ def _model_to_train(
     checkpoint: CheckpointDir | None,
     step: int,
 ) -> PreTrainedModel:
-    """The model as the run began, or as the checkpoint has it: that of a loop which makes a reward model is one."""
+    """Load the initial model or that of the checkpoint; a loop that trains a reward model gets a reward model."""
     spec = context.spec
     current = next((loop for loop in loops(spec) if loop.first_step <= step <= loop.last_step), None)
     folder = checkpoint.model if checkpoint else initial
@@ -256,8 +257,8 @@ def _load_reward_model(
 
 
 def _with_adapter(model: PreTrainedModel, folder: Path, spec: RunSpec, ranks: Ranks) -> PreTrainedModel:
-    """A base model with a new adapter, or with the one that ``folder`` holds."""
-    assert spec.model.lora is not None  # asked by the callers
+    """Put an adapter into a base model: a new one, or the one in ``folder``."""
+    assert spec.model.lora is not None  # checked by the callers
     add_adapter(model, spec.model.lora, spec.seed)
     if is_adapter(folder):
         load_adapter(model, folder)
@@ -272,7 +273,7 @@ def _load(folder: Path, spec: RunSpec, ranks: Ranks, base: Path | None = None) -
 
 
 def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Path:
-    """Rank 0 builds or finds the model that training starts from; the others wait for its path."""
+    """Have rank 0 build or find the initial model; the others wait for its path."""
     path = str(prepare_initial_model(context.spec, context.run_dir, rows)) if ranks.is_first else ""
     initial = Path(ranks.from_first(path))
     if context.spec.model.lora is not None:
@@ -282,13 +283,13 @@ def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Pat
                 f"adapter on: merge the one that is there (peft: merge_and_unload), and give the folder of the result"
             )
         if ranks.is_first:
-            # Read once, before the first checkpoint would wait for it.
+            # Read once, so that the first checkpoint does not wait for it.
             base_files(initial, lambda: context.reporter.beat(Phase.SETUP, 0))
     return initial
 
 
 def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> CheckpointDir | None:
-    """The checkpoint to go on from, checked."""
+    """Find and verify the checkpoint to resume from."""
     step = agree(ranks, lambda: resume_point(context))
     in_memory = memory_checkpoint(context, ranks, step)
     if in_memory is not None or step is None:
@@ -309,7 +310,7 @@ def _log_start(ranks: Ranks, report: DataReport, num_overlong: int, checkpoint: 
 
 
 def _seed_everything(seed: int, rank: int) -> None:
-    """Global random number generators: only code that is not ours draws from them (reward functions, for instance)."""
+    """Seed the global random number generators, which only external code uses (reward functions, for instance)."""
     random.seed(f"{seed} {rank}")
     np.random.seed((seed * 1_000_003 + rank) % (1 << 32))
     torch.manual_seed(seed * 1_000_003 + rank)

@@ -1,7 +1,8 @@
-"""Prompts of each step, their completions and rewards; where the run asks for it, completions are made one step ahead.
+"""Prompts of each step, their completions and rewards; completions are optionally sampled one step ahead.
 
-Ahead (``rollout.max_staleness``), the engines sample for step ``n + 1`` with the weights that step ``n`` begins with,
-while it trains. What is in flight is part of a checkpoint: a run that goes on from it trains on the same completions.
+Sampling ahead (``rollout.max_staleness``), the engines sample for step ``n + 1`` with the weights from the beginning of
+step ``n``, while step ``n`` trains. In-flight completions are part of a checkpoint: a run that resumes from it trains
+on the same completions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,9 +45,9 @@ class Rollout:
     seeds: list[list[int]]
     completions: list[list[Completion]]
     rewards: Tensor
-    """``[P, G]`` float64, summed over the reward functions."""
+    """``[P, G]`` float64 rewards, summed over the reward functions."""
     scores: Scores
-    """The same by function, P*G values each, and failures."""
+    """Rewards by function, P*G values each, and failures."""
 
     @property
     def flat(self) -> list[Completion]:
@@ -55,11 +56,11 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return sum(len(completion.token_ids) for completion in self.flat)
 
     def take(self, groups: Sequence[int]) -> "Rollout":
-        """The same with some of the groups only."""
+        """Return a rollout of only some of the groups."""
         size = self.rewards.shape[1]
         flat = [group * size + index for group in groups for index in range(size)]
         return Rollout(
@@ -72,7 +73,7 @@ class Rollout:
         )
 
     def batch(self, places: Sequence[int], *, mask_truncated: bool) -> StepBatch:
-        """The completions as the updates take them.
+        """Convert the completions to the form that the updates take.
 
         Args:
             places: index of each group among those of the whole step, over all ranks.
@@ -100,12 +101,11 @@ class StepSampler:
         model: PreTrainedModel,
         saved: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Make one for the steps of ``loop`` that are left.
+        """Create a sampler for the remaining steps of ``loop``.
 
         Args:
-            model: policy whose weights the engines are given.
-            saved: completions that were in flight for the first of these steps, as :meth:`in_flight` of each rank has
-                given them.
+            model: policy whose weights are sent to the engines.
+            saved: completions in flight for the first of these steps, as returned by :meth:`in_flight` of each rank.
         """
         self._training = training
         self._loop = loop
@@ -118,12 +118,11 @@ class StepSampler:
     def sample(self, step: TrainingStep) -> tuple["Rollout", list[int], list[int]]:
         """Complete and reward this rank's prompts of the step. Collective.
 
-        Where an algorithm wants groups with something to compare only, it is done again with the next prompts, until
-        there are as many as a step takes, or as often as it may be done (dynamic sampling, DAPO, arXiv 2503.14476, sec.
-        3.2).
+        If the algorithm uses only groups with differing rewards, sampling repeats with the next prompts until there are
+        enough groups for a step or the limit of rounds is reached (dynamic sampling, DAPO, arXiv 2503.14476, sec. 3.2).
 
         Returns:
-            All that was sampled, the groups of it to train on, and the index of each of these among those of all ranks.
+            Everything sampled, the groups to train on, and the index of each of these among those of all ranks.
         """
         ranks, algorithm = self._training.ranks, self._loop.algorithm
         rounds: list[Rollout] = []
@@ -141,18 +140,18 @@ class StepSampler:
         return _joined(rounds), groups, places
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is in flight
+    # In-flight completions
 
     @property
     def num_rows_ahead(self) -> int:
-        """Rows over all ranks that were taken for the next step."""
+        """Number of rows taken for the next step, over all ranks."""
         return self._loop.algorithm.rows_per_step if self._request is not None else 0
 
     def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
-        """Completions of this rank for the next step, for a checkpoint; None where nothing was begun.
+        """This rank's completions for the next step, for a checkpoint; None if sampling has not begun.
 
         Args:
-            is_last: this process ends then, and what is not made yet is not waited for.
+            is_last: the process ends after this checkpoint, so unfinished completions are not waited for.
         """
         if self._ahead is None or self._request is None:
             return None
@@ -164,7 +163,7 @@ class StepSampler:
         return stored_completions(self._request.step, made)
 
     def _begin_next(self, step: TrainingStep) -> None:
-        """Have the engines sample for the next step with the weights that are in force."""
+        """Have the engines sample for the next step with the current weights."""
         if self._ahead is None or step.number == self._loop.last_step:
             return
         request = self._ask(step.number + 1, 0)
@@ -224,13 +223,13 @@ class StepSampler:
     def _ask(self, step: int, number: int) -> PromptBatch:
         num_samples = self._loop.algorithm.group
         rows, prompts = self._training.take_rows(self._loop.algorithm.rows_per_step)
-        # A prompt that comes again in a later round of the step gets other samples.
+        # A prompt that recurs in a later round of the step gets different samples.
         indices = range(number * num_samples, (number + 1) * num_samples)
         seeds = [[sample_seed(self._training.spec.seed, step, row.uid, index) for index in indices] for row in rows]
         return PromptBatch(step, rows, prompts, seeds)
 
     def _complete(self, request: PromptBatch, saved: Mapping[str, list[Completion]]) -> list[list[Completion]]:
-        """Sample with the weights in force what is not ``saved``, by the prompt's uid. Collective."""
+        """Sample with the current weights for the prompts whose uid is not in ``saved``. Collective."""
         version = request.step - 1
         kept = {
             row.uid: saved[row.uid]
@@ -256,22 +255,22 @@ class StepSampler:
 
 
 def _is_of_use(group: Sequence[Completion], wanted: int, oldest: int) -> bool:
-    """True if saved completions are as many as a prompt has now, and none is of weights older than ``oldest``."""
+    """True if there are as many saved completions as a prompt needs, none from weights older than ``oldest``."""
     return len(group) == wanted and all(made.weight_version >= oldest for made in group)
 
 
 def select_groups(flags: Sequence[Sequence[Sequence[float]]], wanted: int, rank: int) -> tuple[list[int], list[int]]:
-    """The groups of a step: the first ones with something to compare, and others where there are not enough.
+    """Select the groups of a step: the first ones with differing rewards, topped up with others if there are too few.
 
-    The choice follows from the order in which prompts were taken, so it is the same on any number of ranks. Ranks may
-    get different numbers of groups.
+    The choice follows the order in which prompts were taken, so it is the same on any number of ranks. Ranks may end up
+    with different numbers of groups.
 
     Args:
         flags: 1 for each group with different rewards, by round, rank and group.
-        wanted: groups of the step, over all ranks.
+        wanted: number of groups in the step, over all ranks.
 
     Returns:
-        This rank's groups, counted over its rounds, and their places among all that were chosen.
+        This rank's groups, counted over its rounds, and their positions among all selected groups.
     """
     found = [
         (number, owner, index, flag)
@@ -290,7 +289,7 @@ def select_groups(flags: Sequence[Sequence[Sequence[float]]], wanted: int, rank:
 
 
 def _joined(rounds: Sequence[Rollout]) -> Rollout:
-    """All rounds of a step as one."""
+    """Concatenate the rounds of a step."""
     return Rollout(
         [row for one in rounds for row in one.rows],
         [prompt for one in rounds for prompt in one.prompts],

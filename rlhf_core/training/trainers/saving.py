@@ -1,4 +1,5 @@
-"""Checkpoints of one start of a rank as its loops see them: begun at the end of a step, and waited for at the end."""
+"""Checkpointing as the loops of one rank use it: saves begin at the end of a step and are awaited at the end of
+training."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rlhf_core.training.types import WorkerContext
 
 
 class Saving:
-    """Saves, and counts what the steps wait for it."""
+    """Saves checkpoints and measures how long the steps wait for them."""
 
     def __init__(
         self,
@@ -28,11 +29,11 @@ class Saving:
         beat: Callable[[Phase], None],
         sync_files: Callable[[], None],
     ) -> None:
-        """Make the writer. Collective.
+        """Create the writer. Collective.
 
         Args:
-            sync_files: brings to the disk what the loops append to: the steps that a checkpoint makes final must not be
-                lost to a power cut.
+            sync_files: syncs the loops' append-only files to disk, so that a power cut cannot lose steps before a
+                checkpoint.
         """
         self._ranks = ranks
         self._reporter = context.reporter
@@ -52,15 +53,16 @@ class Saving:
         )
 
     def request(self) -> str:
-        """Vote of this rank at the end of a step: what the agent asks of it, unless a checkpoint has failed.
+        """Vote of this rank at the end of a step: the agent's request, unless a checkpoint has failed.
 
         Raises:
-            FileSystemStalled: one is not written on.
+            FileSystemStalled: writing a checkpoint makes no progress.
         """
         return "failed" if self._writer.has_failed() else self._reporter.request()
 
     def times(self) -> dict[str, float]:
-        """Seconds since they were asked for last: the step waited, for the checkpoint before, and one was written."""
+        """Seconds since the last call: the step waited, it waited for the previous checkpoint, and a checkpoint was
+        written."""
         found = {
             "checkpoint": self._waited_s,
             "checkpoint_wait": self._wait_s,
@@ -82,11 +84,11 @@ class Saving:
         """Begin a checkpoint.
 
         Args:
-            in_flight: completions of this rank for the next step, if there are any.
-            is_last: what comes after it needs it whole.
+            in_flight: completions of this rank for the next step, if any.
+            is_last: the checkpoint must be complete before the caller continues.
 
         Raises:
-            DiskFull, WorkerError: this one, or the one before, cannot be written; raised by every rank.
+            DiskFull, WorkerError: this checkpoint or the previous one cannot be written; raised by every rank.
         """
         started = time.monotonic()
         self.finish()
@@ -101,15 +103,15 @@ class Saving:
         self._ranks.log(f"{how} {saved.root.name}: training waited {self._waited_s:.2f} s")
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is on its way, if there is one.
+        """Wait for the checkpoint in progress, if any.
 
         Raises:
-            DiskFull, WorkerError: it could not be written; raised by every rank.
+            DiskFull, WorkerError: the checkpoint could not be written; raised by every rank.
         """
         self._writer.finish()
 
     def close(self) -> None:
-        """Wait likewise, at the end of all loops.
+        """Wait as :meth:`finish` does, then close the writer, at the end of all loops.
 
         Raises:
             DiskFull, WorkerError: as :meth:`finish`.
@@ -117,7 +119,7 @@ class Saving:
         self._writer.close()
 
     def leave(self) -> None:
-        """Let it end well, if it can, after an error that ends this process."""
+        """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
         self._writer.leave()
 
 

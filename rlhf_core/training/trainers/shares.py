@@ -1,9 +1,9 @@
-"""Optimizer shares: what each rank has of AdamW's state, by parameter, in a form that any number of ranks can read.
+"""Optimizer shares: each rank's part of AdamW's state, by parameter, in a form that any number of ranks can read.
 
-Every stage of ZeRO cuts the parameters in its own way: stages 1 and 2 cut one long row of all of them into equal parts,
-stage 3 cuts each of them. In a checkpoint each rank writes, for each parameter that it has a part of, where in the
-flattened parameter the part begins, the float32 weights and the two moments. A later start takes what it needs from
-there, whatever its stage and number of ranks; nothing is gathered and nothing converted when saving.
+Every stage of ZeRO partitions the parameters in its own way: stages 1 and 2 split one flat buffer of all of them into
+equal parts, stage 3 splits each parameter. In a checkpoint each rank writes, for each parameter that it has a part of,
+the offset of the part in the flattened parameter, the float32 weights and the two moments. A later start reads what it
+needs from there, whatever its stage and number of ranks; saving gathers and converts nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,38 +20,38 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """A row of elements of one parameter that this rank updates."""
+    """A contiguous range of elements of one parameter that this rank updates."""
 
     name: str
     start: int
-    """First element, in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     weights: Tensor
     """``[n]`` float32: a view of the weights that the optimizer updates."""
     key: Tensor
-    """The tensor that the optimizer knows, of which ``weights`` is a part."""
+    """The optimizer's own tensor, of which ``weights`` is a part."""
     offset: int
-    """First element of the part within it."""
+    """Index of the first element of the part in that tensor."""
     is_whole_here: bool = False
-    """The optimizer of this rank has all of the parameter, and this is the part that the rank writes."""
+    """True if this rank's optimizer holds the whole parameter and the rank writes only this part of it."""
 
     @property
     def end(self) -> int:
-        """The element after the last one."""
+        """Index after the last element."""
         return self.start + self.weights.numel()
 
     def of(self, moment: Tensor) -> Tensor:
-        """The same part of a moment."""
+        """Return the same part of a moment."""
         return moment.view(-1)[self.offset : self.offset + self.weights.numel()]
 
     def to_be_loaded(self) -> "Piece":
-        """Return the part to read: all of the parameter in stage 0, whatever part of it this rank writes."""
+        """Return the part to read: in stage 0 the whole parameter, whichever part this rank writes."""
         if not self.is_whole_here:
             return self
         return replace(self, start=0, weights=self.key.detach().view(-1), offset=0)
 
 
 def pieces(engine: Any, policy: nn.Module) -> Iterator[Piece]:
-    """Parts of the parameters that this rank updates.
+    """List the parts of the parameters that this rank updates.
 
     Args:
         engine: a ``DeepSpeedEngine`` of any stage.
@@ -70,7 +70,7 @@ def pieces(engine: Any, policy: nn.Module) -> Iterator[Piece]:
 
 
 def _piece_of_stage_0(engine: Any, name: str, parameter: nn.Parameter) -> Piece:
-    """All ranks have all of the state; each writes its part, so that nothing is written twice."""
+    """Return the part that this rank writes: all ranks have the whole state, and nothing is written twice."""
     size, rank, num_ranks = parameter.numel(), engine.global_rank, engine.world_size
     start, end = size * rank // num_ranks, size * (rank + 1) // num_ranks
     return Piece(name, start, parameter.detach().view(-1)[start:end], parameter, start, is_whole_here=True)
@@ -93,40 +93,39 @@ def _piece_of_stage_1_or_2(optimizer: Any, name: str, parameter: nn.Parameter) -
 def _piece_of_stage_3(optimizer: Any, name: str, parameter: Any) -> Iterator[Piece]:
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = size * optimizer._get_param_partition_rank(parameter)
-    length = min(size, parameter.ds_numel - start)  # the last share is padded, and the ones after it are all padding
+    length = min(size, parameter.ds_numel - start)  # the last share is padded, and any after it are all padding
     if length > 0:
         flat = optimizer.fp32_partitioned_groups_flat[group]
         yield Piece(name, start, flat.detach().narrow(0, offset, length), flat, offset)
 
 
 def _flat_partitions(optimizer: Any) -> list[Tensor]:
-    """Float32 weights of this rank by group. DeepSpeed has one optimizer for bfloat16 in stage 1 and one for the
-    rest."""
+    """Float32 weights of this rank by parameter group. DeepSpeed uses a separate optimizer for bfloat16 in stage 1."""
     of_most: list[Tensor] | None = getattr(optimizer, "single_partition_of_fp32_groups", None)
     found: list[Tensor] = optimizer.fp32_groups_flat_partition if of_most is None else of_most
     return found
 
 
 def adamw(engine: Any) -> torch.optim.AdamW:
-    """The optimizer under DeepSpeed's."""
+    """The AdamW optimizer that DeepSpeed's wraps."""
     optimizer: torch.optim.AdamW = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return optimizer
 
 
 def saved_share(own: Iterable[Piece], state: Any) -> dict[str, Any]:
-    """This rank's share of the optimizer: tensors, numbers and containers only.
+    """Collect this rank's share of the optimizer state: tensors, numbers and containers only.
 
     Args:
         own: what this rank updates.
         state: AdamW's.
 
     Returns:
-        Tensors that are views of the optimizer's own.
+        The share, whose tensors are views of the optimizer's own.
     """
     parts: dict[str, dict[str, Any]] = {}
     steps = set()
     for piece in own:
-        moments = state.get(piece.key) or {"step": 0.0}  # there are none before the first update
+        moments = state.get(piece.key) or {"step": 0.0}  # no moments exist before the first update
         steps.add(float(moments["step"]))
         found = {name: piece.of(moments[name]) for name in _MOMENTS if name in moments}
         parts[piece.name] = {"start": piece.start, "weight": piece.weights, **found}
@@ -135,16 +134,16 @@ def saved_share(own: Iterable[Piece], state: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_shares(own: Iterable[Piece], state: Any, shares: Iterable[dict[str, Any]]) -> None:
-    """Take over what :func:`saved_share` gave on the ranks that wrote a checkpoint.
+    """Load the results of :func:`saved_share` from the ranks that wrote a checkpoint.
 
     Args:
         own: what this rank updates.
         state: AdamW's.
-        shares: of the ranks in any order. Not more of them are read than hold what this rank needs, so the one that is
-            likely to hold it all comes first.
+        shares: those of the ranks in any order. Reading stops once this rank has all it needs, so the share most likely
+            to hold everything should come first.
 
     Raises:
-        CheckpointCorrupt: together they lack a part.
+        CheckpointCorrupt: the shares together lack a part.
     """
     wanted = {piece.name: _Assembly(piece.to_be_loaded()) for piece in own}
     missing = set(wanted)
@@ -161,7 +160,7 @@ def load_shares(own: Iterable[Piece], state: Any, shares: Iterable[dict[str, Any
 
 
 class _Assembly:
-    """A piece that is being put together."""
+    """A piece being assembled from saved parts."""
 
     def __init__(self, piece: Piece) -> None:
         self._piece = piece
@@ -172,7 +171,7 @@ class _Assembly:
         return self._taken == self._piece.weights.numel()
 
     def take(self, state: Any, step: float, part: dict[str, Any]) -> None:
-        """Copy what a saved part has of it. Parts of different ranks do not overlap."""
+        """Copy the overlap with a saved part. Parts of different ranks do not overlap each other."""
         piece = self._piece
         start, end = max(piece.start, part["start"]), min(piece.end, part["start"] + part["weight"].numel())
         if start >= end:
@@ -188,7 +187,7 @@ class _Assembly:
 
 
 def _moments(state: Any, key: Tensor, step: float) -> dict[str, Tensor]:
-    """AdamW's state of a tensor, made as AdamW makes it where there is none yet."""
+    """AdamW's state of a tensor, initialised as AdamW does if there is none yet."""
     if not state[key]:
         state[key] = {
             "step": torch.tensor(0.0, dtype=torch.float32),

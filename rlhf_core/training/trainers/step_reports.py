@@ -1,4 +1,4 @@
-"""Words about one step: its line in the log, and the error of one whose loss is not finite."""
+"""Reports on one step: its log line, and the error for a loss that is not finite."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ _MUST_BE_FINITE = ("train/loss", "train/grad_norm")
 
 
 def summary(step: int, total_steps: int, loop: str, values: Mapping[str, float]) -> str:
-    """One line for the log.
+    """Format the log line of a step.
 
     Args:
         loop: name of the loop's algorithm.
-        values: metrics of all ranks together.
+        values: metrics reduced over all ranks.
     """
     parts = [f"loss {values['train/loss']:.4f}", f"gradient norm {values['train/grad_norm']:.3f}"]
     if "reward/mean" in values:
@@ -22,7 +22,7 @@ def summary(step: int, total_steps: int, loop: str, values: Mapping[str, float])
 
 
 def refuse_non_finite(step: int, values: Mapping[str, float]) -> None:
-    """Refuse to go on from weights that cannot be right.
+    """Refuse to continue from weights that cannot be right.
 
     Raises:
         NonFiniteLoss: loss or gradient norm is NaN or infinite.

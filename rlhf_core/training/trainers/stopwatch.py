@@ -1,4 +1,4 @@
-"""Time of a step by its parts."""
+"""Timing of a step by its parts."""
 
 import contextlib
 import time
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-    """Seconds of a step, in all and by part."""
+    """Seconds of a step, in total and by part."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -15,11 +15,11 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time of a block under ``name``."""
+        """Add the time of a block to ``name``."""
         started = time.monotonic()
         yield
         self.parts[name] += time.monotonic() - started
 
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since the stopwatch was created."""
         return time.monotonic() - self._started

@@ -1,9 +1,9 @@
 """Updates of the weights from the completions of one step.
 
-The passes over the model that are made are the ones that something needs: old log-probabilities only for completions
-that a later update than the first comes to, none when strictly on-policy; those of a reference only where there is one.
-All ranks go through the same collectives, whatever they have sampled: each update has as many micro-batches on every
-rank as on the one with the most, the missing ones without a completion.
+Only necessary model passes run: old log-probabilities are computed only for completions used after the first update, so
+never when strictly on-policy, and those of a reference only if there is one. All ranks go through the same collectives,
+whatever they sampled: each update has as many micro-batches on every rank as on the rank with the most, padded with
+empty ones.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ from rlhf_core.training.trainers.ppo import Critic, explained_variance
 from rlhf_core.training.types import Completion
 
 _SCORED, _ALL = -2, -1
-"""Places of what is scored before the updates, and of all completions, behind those of the updates."""
+"""Positions, after those of the updates, of the completions scored beforehand and of all completions."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The ``B`` completions of one rank that a step trains on."""
+    """One rank's ``B`` completions that a step trains on."""
 
     prompts: Sequence[Sequence[int]]
-    """Tokens of the prompt of each."""
+    """Prompt tokens of each completion."""
     completions: Sequence[Completion]
     places: Sequence[int]
-    """Index of each among the completions of the whole step, over all ranks."""
+    """Index of each completion among those of the whole step, over all ranks."""
     sampled: SampledBatch
 
 
@@ -57,7 +57,7 @@ class PolicyUpdates:
         step: TrainingStep,
         critic: Critic | None = None,
     ) -> None:
-        """Divide the completions among the updates.
+        """Distribute the completions over the updates.
 
         Args:
             reference: the policy as it was at the start of the loop, if the algorithm needs it.
@@ -65,7 +65,7 @@ class PolicyUpdates:
         """
         self.totals = Totals()
         self.num_tokens = 0
-        """Tokens of all ranks that a pass over the completions trains on, once it is made."""
+        """Number of tokens that a pass trains on, over all ranks; set once the pass has run."""
         self._training, self._loop, self._step = training, loop, step
         self._engine, self._policy, self._reference, self._critic = engine, policy, reference, critic
         self._objective, self._algorithm = ALGORITHMS[loop.algorithm.name], loop.algorithm
@@ -111,11 +111,11 @@ class PolicyUpdates:
         return [index for index in everything if index not in first]
 
     def _exchange(self) -> tuple[list[int], list[StepSums]]:
-        """Figures that ranks have to know of each other, by one collective.
+        """Exchange the figures that ranks need of each other, in one collective.
 
         Returns:
-            Most micro-batches of a rank, and sums over the ranks: of each update, of the completions to be scored, and
-            of all.
+            The largest number of micro-batches on any rank, and sums over the ranks: for each update, for the
+            completions to be scored, and for all.
         """
         trained, longest = self._batch.sampled.trained, self._training.spec.rollout.max_new_tokens
         rewards = self._objective.shaped(self._batch.sampled, longest, self._algorithm)
@@ -132,7 +132,7 @@ class PolicyUpdates:
         return [int(max(column)) for column in columns[4::3]], sums
 
     def _score(self, num_scored: int, num_all: int) -> None:
-        """Passes without gradient over the completions that need them before the first update."""
+        """Run the passes without gradient that completions need before the first update."""
         for part in self._padded(self._scored, num_scored):
             with torch.no_grad():
                 sequences, output, _ = self._forward(part, self._reference)
@@ -143,7 +143,7 @@ class PolicyUpdates:
                 self._keep(part, sequences, values=self._critic.values(sequences))
 
     def _advantages(self, sums: StepSums) -> Advantages:
-        """Advantages of this rank, whitened over all ranks where the algorithm says so."""
+        """Compute this rank's advantages, whitened over all ranks if the algorithm does so."""
         sampled = dataclasses.replace(self._batch.sampled, **self._kept)
         advantages = self._objective.advantages(sampled, sums, self._algorithm)
         unit = self._objective.whitens(self._algorithm)
@@ -162,8 +162,8 @@ class PolicyUpdates:
         return dataclasses.replace(advantages, tokens=whiten(advantages.tokens, sampled.mask, found[:3]))
 
     def _accumulate(self, number: int, count: int, sums: StepSums, advantages: Advantages) -> None:
-        """Forward and backward over this rank's share of one update; the gradients are left in the engine."""
-        # The same on every rank, whatever it has sampled: a pass of the reference may be a collective.
+        """Run forward and backward over this rank's share of one update; the gradients accumulate in the engine."""
+        # The same on every rank, whatever it sampled: a pass of the reference may be a collective.
         is_known = number > 0 or self._algorithm.scores_first
         for part in self._padded(self._updates[number], count):
             sequences, output, entropy = self._forward(part, None if is_known else self._reference)
@@ -175,7 +175,7 @@ class PolicyUpdates:
             self._engine.backward(self._loss(part, sequences, output, old, entropy, sums, advantages))
 
     def _measure(self, count: int, sums: StepSums, advantages: Advantages) -> None:
-        """Statistics of a step in which the policy stays as it is."""
+        """Collect the statistics of a step that leaves the policy unchanged."""
         for part in self._padded(range(len(self._batch.completions)), count):
             with torch.no_grad():
                 sequences, output, entropy = self._forward(part, self._reference)
@@ -191,7 +191,7 @@ class PolicyUpdates:
                 self.totals.add(critic.backward(sequences, batch, sums[number]))
             norms.append(critic.step(self._step.number))
         self._step.metrics.shared("value/grad_norm", sum(norms) / len(norms))
-        # Where the policy stays as it is, the step is that of the value model.
+        # If the policy stays unchanged, the step is that of the value model.
         self._step.grad_norms = self._step.grad_norms or norms
 
     def _loss(
@@ -204,7 +204,7 @@ class PolicyUpdates:
         sums: StepSums,
         advantages: Advantages,
     ) -> Tensor:
-        """Loss of one micro-batch; its statistics are added to the totals."""
+        """Compute the loss of one micro-batch and add its statistics to the totals."""
         batch = self._micro_batch(part, sequences, advantages, old_logprobs)
         assert batch.sampler_logprobs is not None
         loss, stats = self._objective.loss(output, batch, sums, self._algorithm)
@@ -238,7 +238,7 @@ class PolicyUpdates:
         )
 
     def _tokens(self, part: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-        """Prompts and completions; for an empty micro-batch a prompt of padding that is completed by nothing."""
+        """Prompts and completions; for an empty micro-batch, a prompt of padding with an empty completion."""
         if not part:
             filler = self._training.tokenizer.pad_token_id
             return [[filler, filler]], [[]]
@@ -250,7 +250,7 @@ class PolicyUpdates:
         return self._training.forward(self._engine, reference, *self._tokens(part), temperature)
 
     def _keep(self, part: Sequence[int], sequences: SequenceBatch, **found: Tensor | None) -> None:
-        """Keep what a pass has found for later, under its name in :class:`SampledBatch`."""
+        """Keep the results of a pass for later, under their name in :class:`SampledBatch`."""
         where, mask = _index(part), self._batch.sampled.mask
         for name, values in found.items():
             if values is None:
@@ -261,7 +261,7 @@ class PolicyUpdates:
             kept[where] = rows
 
     def _placed(self, name: str, part: Sequence[int], sequences: SequenceBatch) -> Tensor | None:
-        """Kept values of a name, in the form of a micro-batch."""
+        """Kept values of a name, laid out as a micro-batch."""
         kept = self._kept.get(name)
         where = _index(part)
         return None if kept is None else sequences.place(kept[where][self._batch.sampled.mask[where]])
@@ -272,7 +272,7 @@ class PolicyUpdates:
         return [[group[index] for index in part] for part in cut]
 
     def _padded(self, group: Sequence[int], count: int) -> list[list[int]]:
-        """Micro-batches of a group, with as many empty ones behind them as other ranks have more."""
+        """Micro-batches of a group, padded with empty ones to the largest number on any rank."""
         return evened(self._micro_batches(group), count)
 
 
