@@ -272,7 +272,7 @@ def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypa
     """The answer is recorded under the operating system's user, next to the name that the user claims."""
     monkeypatch.setenv("LOGNAME", "head-of-safety")
     given: list[str] = []
-    monkeypatch.setattr("rlhf_core.cli.commands.run.find_run", lambda *_: run_dir)
+    monkeypatch.setattr("rlhf_core.cli.commands.promote.find_run", lambda *_: run_dir)
 
     def answers(
         _run_dir: object, _site: object, _store: object, _verdict: str, by: str, *_: object, **__: object
