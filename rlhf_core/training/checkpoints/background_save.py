@@ -119,8 +119,8 @@ class BackgroundSave:
         return self._verdict
 
     def leave(self, timeout_s: float) -> None:
-        """After an error that ends this process, let the save finish for as long as it makes progress, or up to a time
-        limit."""
+        """After an error that ends this process, wait until the save is over or has made no progress for
+        ``timeout_s``."""
         while not self._over.wait(FIRST_POLL_S):
             if time.monotonic() - max(self._advanced_at_s, self._started_s) > timeout_s:
                 return

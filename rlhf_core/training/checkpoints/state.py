@@ -25,8 +25,8 @@ class Progress(Schema):
     step: int
     """Number of optimizer steps done, over warm start and main algorithm."""
     loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
-    """Algorithm of the loop that is running. Files of rlhf-flows 0.1 use the prefix ``stage`` for it and the next
-    field."""
+    """Algorithm of the loop that is running. Files of rlhf-flows 0.1 say ``stage`` instead of ``loop``, here and in the
+    next field."""
     loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
     """True if that loop is at its end."""
     position: int
