@@ -126,7 +126,7 @@ class HealthState(Schema):
     first_step: int = 0
     """First step of the main algorithm that was seen."""
     frozen_since: int = 0
-    """First of the current consecutive steps that changed no weights; 0 if the last one changed some."""
+    """First of the current consecutive steps that changed nothing; 0 if the last one changed something."""
     frozen_why: str = ""
     same_groups: Repetition = Repetition()
     """Ranks with the same completion throughout every group."""
@@ -141,7 +141,7 @@ class HealthState(Schema):
     seeds_repeated: float = 0.0
     """Share of the completions of such a rank that have the seed of another one, at most."""
     same_seeds_since: int = 0
-    """First of the current consecutive steps that repeated seeds; 0 if the last one did not."""
+    """First of the current consecutive steps that all had the same seeds; 0 if the last one had others."""
     seed_digest: float | None = None
     """Of the last step."""
     fingerprints: tuple[float, ...] = ()
