@@ -3,11 +3,11 @@
     A_i  = r_i - mean(r)
     L    = sum over completions i and tokens t of L_it / (completions of the update x longest length)
 
-with the clipped surrogate ``L_it`` of GRPO. Nothing is divided by the standard deviation of a group, which would favour
-prompts that are nearly always or never solved, or by the length of a completion, which would favour long wrong ones.
+with the clipped surrogate ``L_it`` of GRPO. Neither divides by the standard deviation of a group, which favours prompts
+that are nearly always or never solved, nor by the length of a completion, which favours long wrong ones.
 """
 
 from rlhf_core.training.algorithms.grpo import GroupRelativePolicyOptimisation
 
 OBJECTIVE = GroupRelativePolicyOptimisation()
-"""GRPO's objective: only the default settings differ."""
+"""GRPO's objective; only the settings differ."""

@@ -70,7 +70,7 @@ def mismatch_weights(
 
     Args:
         old_logprobs: ``[B, T]`` under the policy at the beginning of the step, by the trainer.
-        sampler_logprobs: ``[B, T]`` by the engine that sampled; a token without a reported one (NaN) has ratio 1.
+        sampler_logprobs: ``[B, T]`` by the engine that sampled; a token for which it reported none (NaN) has ratio 1.
         mask: ``[B, T]`` bool, true for sampled tokens.
         correction: ratio of each token or of the whole completion; truncated at ``cap`` or 0 above it.
         cap: largest ratio that counts.

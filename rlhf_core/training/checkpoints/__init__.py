@@ -1,2 +1,2 @@
-"""Checkpoints of a trainer: written (``writer``, at once or in the background), read (``resume``, ``state``) and proven
-sound. Copies in the main memory of the nodes are in ``memory``."""
+"""Checkpoints of a trainer: writing (``writer``, synchronously or in the background), reading (``resume``, ``state``)
+and verification (``soundness``). ``memory`` keeps copies in the nodes' main memory."""

@@ -1,8 +1,8 @@
-"""Writing of one checkpoint while training goes on: a thread of each rank, which agree over a store.
+"""Background writing of one checkpoint: one thread per rank, coordinated through a store.
 
-No thread enters a collective: collectives of two threads of a rank come in another order on another rank, and both
-wait for ever. The store of the ranks carries what little has to be agreed on: the checksums of each rank's files, and
-rank 0's verdict.
+The threads never enter a collective: two threads of a rank would issue collectives in an order that may differ on
+another rank, a deadlock. The little that the ranks must exchange goes through their store: the checksums of each rank's
+files, and rank 0's verdict.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from rlhf_core.training.checkpoints.saving import comes_from_full_disk, in_words
 from rlhf_core.training.checkpoints.tensor_files import chunks
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
-"""Interval at which a rank looks whether the others have written, at first and in the end."""
+"""First and longest interval at which a rank polls for the other ranks' results."""
 
 Content = Mapping[str, mmap.mmap | bytes]
-"""Files by their path in the checkpoint."""
+"""File contents by path in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,31 @@ class Report:
 
     files: dict[str, FileChecksum]
     problem: str = ""
-    """Failure, in words; empty where there was none."""
+    """Failure message; empty if there was none."""
     is_disk_full: bool = False
 
     def to_json(self) -> str:
-        """Text for the store."""
+        """Serialise for the store."""
         files = {name: found.model_dump() for name, found in self.files.items()}
         return json.dumps({"files": files, "problem": self.problem, "is_disk_full": self.is_disk_full})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Report":
-        """Read what :meth:`to_json` gave."""
+        """Parse the result of :meth:`to_json`."""
         content: dict[str, Any] = json.loads(text)
         files = {name: FileChecksum.model_validate(found) for name, found in content["files"].items()}
         return cls(files, content["problem"], content["is_disk_full"])
 
 
 class BackgroundSave:
-    """One checkpoint on its way."""
+    """One checkpoint in progress."""
 
     def __init__(self, step: int, work: Callable[["BackgroundSave"], Report]) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-            work: writes, calls :meth:`advance` now and then, and returns the verdict over all ranks; never raises.
+            work: writes the files, calls :meth:`advance` regularly, and returns the verdict over all ranks; never
+                raises.
         """
         self.step = step
         self._work = work
@@ -70,46 +71,47 @@ class BackgroundSave:
         self._verdict: Report | None = None
         self._started_s = time.monotonic()
         self._seconds = 0.0
-        # A daemon: one that is stuck in a file system must not keep the process from its end.
+        # A daemon: a thread stuck in a file system must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
 
     @property
     def verdict(self) -> Report | None:
-        """Outcome on all ranks; None while it is on its way."""
+        """Outcome on all ranks; None while in progress."""
         return self._verdict if self._over.is_set() else None
 
     @property
     def stands_still_s(self) -> float:
-        """Time since this rank's own part went on, in seconds; 0 once it is written."""
+        """Time since this rank's own part last made progress, in seconds; 0 once it is written."""
         return 0.0 if self._is_written.is_set() else time.monotonic() - self._advanced_at_s
 
     def take_seconds(self) -> float:
-        """Time that it took; 0 when asked again."""
+        """Return the time that the save took; 0 on later calls."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def advance(self) -> None:
-        """Say, from the thread, that the part of this rank goes on."""
+        """Record progress of this rank's part. Called from the thread."""
         self._advances += 1
         self._advanced_at_s = time.monotonic()
 
     def is_written(self) -> None:
-        """Say, from the thread, that the part of this rank is written: from now on it waits for others."""
+        """Record that this rank's part is written and that it now waits for the others. Called from the thread."""
         self._is_written.set()
 
     def wait(self, beat: Callable[[], None], waiting_for_others: Callable[[], AbstractContextManager[None]]) -> Report:
-        """Wait for the verdict, with a sign of life for every sign of progress: one that is stuck is found as a hang.
+        """Wait for the verdict, with a heartbeat whenever there is progress, so that a stuck save is detected as a
+        hang.
 
         Args:
-            waiting_for_others: marks a rank that waits for its peers, as in a collective.
+            waiting_for_others: marks this rank as waiting for its peers, as in a collective.
         """
         seen = -1
         while not self._is_written.wait(FIRST_POLL_S):
             if self._advances != seen:
                 seen = self._advances
                 beat()
-        # Whatever is over by now: every rank marks it, and as often as the others.
+        # Even if the save is over by now: every rank has to mark it equally often.
         with waiting_for_others():
             self._over.wait()
         beat()
@@ -117,7 +119,8 @@ class BackgroundSave:
         return self._verdict
 
     def leave(self, timeout_s: float) -> None:
-        """Give it time to end well, after an error that ends this process: as long as it goes on, or so long."""
+        """After an error that ends this process, wait until the save is over or has made no progress for
+        ``timeout_s``."""
         while not self._over.wait(FIRST_POLL_S):
             if time.monotonic() - max(self._advanced_at_s, self._started_s) > timeout_s:
                 return
@@ -129,7 +132,7 @@ class BackgroundSave:
 
 
 def checksums_of(content: Content, advance: Callable[[], None]) -> dict[str, FileChecksum]:
-    """Size and SHA-256 of files in memory."""
+    """Compute size and SHA-256 of files in memory."""
     found = {}
     for name, data in content.items():
         digest = hashlib.sha256()
@@ -141,10 +144,10 @@ def checksums_of(content: Content, advance: Callable[[], None]) -> dict[str, Fil
 
 
 def write_files(root: Path, content: Content, advance: Callable[[], None]) -> None:
-    """Write files from memory, and have them on the disk when this returns.
+    """Write files from memory and sync them to disk.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: a file cannot be written.
     """
     for name, data in content.items():
         path = root / name
@@ -158,11 +161,11 @@ def write_files(root: Path, content: Content, advance: Callable[[], None]) -> No
 
 
 def awaited(store: Store, key: str, timeout_s: float) -> bytes:
-    """Value of a key that another rank sets; looked for, because a store that waits for one serves no other thread.
+    """Poll for a key that another rank sets; a blocking wait would lock the store for all other threads.
 
     Raises:
-        RuntimeError: torch's own, for a store that is gone.
-        TimeoutError: it was not set in time.
+        RuntimeError: torch's own, for a lost store.
+        TimeoutError: the key was not set in time.
     """
     interval_s, deadline = FIRST_POLL_S, time.monotonic() + timeout_s
     while not store.check([key]):
@@ -180,7 +183,7 @@ def _pieces(data: mmap.mmap | bytes) -> Any:
 def write_content(
     root: Path, content: Content, advance: Callable[[], None], keep: Callable[[dict[str, FileChecksum]], None]
 ) -> dict[str, FileChecksum]:
-    """Write files from memory, with the checksums of what is there: what a disk makes of it shows when it is read."""
+    """Write files and return their checksums, computed in memory so that reading reveals any corruption by the disk."""
     found = checksums_of(content, advance)
     keep(found)
     write_files(root, content, advance)
@@ -188,7 +191,7 @@ def write_content(
 
 
 def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
-    """Outcome of a piece of work that gives the checksums of files."""
+    """Run a function that returns checksums of files, and report its outcome."""
     try:
         return Report(work())
     except Exception as error:  # noqa: BLE001 - whatever it is, the step and the other ranks have to hear of it
@@ -196,7 +199,7 @@ def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
 
 
 def combined(reports: Sequence[Report]) -> Report:
-    """Outcome on all ranks."""
+    """Combine the outcomes of all ranks."""
     problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(reports) if one.problem]
     files = {name: found for one in reports for name, found in one.files.items()}
     return Report(files, "; ".join(problems), any(one.is_disk_full for one in reports))

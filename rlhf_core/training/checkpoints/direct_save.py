@@ -1,6 +1,6 @@
-"""Saving while the step waits: each rank writes its files one after the other, and all agree after each kind.
+"""Synchronous saving, while the step waits: each rank writes its files in turn, and all agree after each kind.
 
-For snapshots that main memory has no room for, and for weights that are not on the disk as they are in memory.
+For snapshots that do not fit into main memory, and for weights whose form on disk differs from that in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class DirectSave:
-    """Writes one checkpoint after the other, by all ranks."""
+    """Writes checkpoints synchronously, with all ranks."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class DirectSave:
         beat: Callable[[], None],
         base: Path,
     ) -> None:
-        """Make a writer.
+        """Create a writer.
 
         Args:
-            beat: called for every sign of progress.
-            base: folder of the base model, where an adapter is trained.
+            beat: called on progress.
+            base: folder of the base model, if an adapter is trained.
         """
         self._base = base
         self._ranks = ranks
@@ -48,7 +48,7 @@ class DirectSave:
         self._beat = beat
 
     def write(self, part: CheckpointPart) -> None:
-        """Write one checkpoint, to its end. Collective.
+        """Write one complete checkpoint. Collective.
 
         Raises:
             DiskFull, WorkerError: a rank could not write; raised by every rank.
@@ -56,7 +56,7 @@ class DirectSave:
         partial = part.partial
         self._together(partial, lambda: self._make_folders(partial))
         written = self._together(partial, lambda: self._write_state(part))
-        # No rank begins to gather weights before it knows that all of them will.
+        # No rank starts gathering weights before it knows that all of them will.
         written += self._together(partial, lambda: self._write_model(part))
         if part.critic is not None:
             written += self._together(partial, lambda: self._write_critic(part))
@@ -121,7 +121,7 @@ def together(
     """Do this rank's share of the work and agree with the others on the outcome. Collective.
 
     Raises:
-        DiskFull, WorkerError: a rank could not; raised by every rank, and the partial checkpoint is removed.
+        DiskFull, WorkerError: a rank failed; raised by every rank, and the partial checkpoint is removed.
     """
     try:
         result, failure = work(), None

@@ -1,6 +1,6 @@
-"""Main memory for the files of a snapshot, taken once and used again by every save.
+"""Main memory for the files of a snapshot, allocated once and reused by every save.
 
-Memory that is used for the first time costs ten times what a copy costs: the kernel has to find and clear its pages.
+The first use of memory costs ten times as much as a copy: the kernel has to find and clear its pages.
 """
 
 import ctypes
@@ -15,45 +15,44 @@ from rlhf_core.files.private import FILE_MODE, make_folder
 from rlhf_core.machine.main_memory import memory_bytes
 
 SPARE_SHARE = 0.1
-"""Share of what is free that a snapshot leaves to others."""
+"""Share of the free memory that a snapshot leaves to other uses."""
 
 
 class HostBuffers:
-    """Memory of one rank, by the name of the file that it holds."""
+    """Buffers of one rank, by file name."""
 
     def __init__(self, folder: Path | None, device: torch.device) -> None:
-        """Take nothing yet.
+        """Allocate nothing yet.
 
         Args:
-            folder: folder of a file system in memory where the files are to outlive this process; None where they need
-                not.
-            device: device from which the memory is filled: for a GPU it is pinned.
+            folder: folder in an in-memory file system if the files are to outlive this process; None otherwise.
+            device: device that the memory is filled from; for a GPU it is pinned.
         """
         self.folder = folder
         self._pins = device.type == "cuda"
         self._buffers: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> mmap.mmap:
-        """Memory for a file, as :meth:`reserve` has taken it."""
+        """Return the memory that :meth:`reserve` allocated for a file."""
         return self._buffers[name]
 
     def reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Take memory for files of these sizes; False where there is not enough of it, and the step must do without.
+        """Allocate memory for files of these sizes; False if there is not enough, and the step has to save without it.
 
-        What fits already is kept as it is. Memory of files that there are no more is given back.
+        Buffers that already fit are kept. Those of files that no longer exist are released.
         """
         for name in [name for name, found in self._buffers.items() if sizes.get(name) != len(found)]:
             self._release(name)
         missing = {name: size for name, size in sizes.items() if name not in self._buffers}
         if self.folder is not None:
-            for name in missing:  # of an earlier process: its copy counts no more, and its memory is needed
+            for name in missing:  # from an earlier process: its copy is no longer valid, and its memory is needed
                 (self.folder / name).unlink(missing_ok=True)
         if sum(missing.values()) > (1 - SPARE_SHARE) * free_memory(self.folder):
             return False
         try:
             for name, size in missing.items():
                 self._buffers[name] = self._take(name, size)
-        except OSError:  # the file system in memory is smaller than it said, or another process was faster
+        except OSError:  # the in-memory file system is smaller than reported, or another process was faster
             return False
         return True
 
@@ -75,13 +74,14 @@ class HostBuffers:
 
 
 def _mapped_file(path: Path, size: int) -> mmap.mmap:
-    """A new file in memory, mapped, with all its pages: a write to one that cannot be had would kill the process.
+    """Create and map a new file in memory, with all pages allocated: writing to an unavailable page would kill the
+    process.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is not enough memory.
     """
     make_folder(path.parent)
-    # Never one that was there: the model of this process may lie in it, which was loaded from there without a copy.
+    # Never an existing file: this process's model may be mapped from it, having been loaded without a copy.
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
@@ -99,12 +99,12 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _pin(memory: mmap.mmap) -> None:
-    """Have a GPU copy into the memory directly. Without, copies only take longer, so a refusal changes nothing."""
+    """Pin the memory so that a GPU copies into it directly. Unpinned copies are only slower, so failure is harmless."""
     torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
 
 
 def free_memory(folder: Path | None = None) -> int:
-    """Bytes of main memory that can be had: of the job, and in the file system of a folder that lies in memory."""
+    """Bytes of main memory available to the job, and in the in-memory file system of a folder."""
     free = memory_bytes()[0]
     if folder is None:
         return free

@@ -1,4 +1,4 @@
-"""Checkpoint that a start of the workers goes on from."""
+"""Choice of the checkpoint that a start of the workers resumes from."""
 
 from rlhf_core.errors import CheckpointCorrupt
 from rlhf_core.run_dir.checkpoint import CheckpointDir
@@ -6,13 +6,13 @@ from rlhf_core.training.types import WorkerContext
 
 
 def resume_point(context: WorkerContext) -> CheckpointDir | None:
-    """The checkpoint that this start of the workers goes on from; None from the beginning.
+    """Find the checkpoint that this start of the workers resumes from; None for a fresh start.
 
-    The first start of an attempt takes the one that the placement names, a restart in place the newest. One that this
-    attempt has found damaged is passed over.
+    The first start of an attempt takes the checkpoint that the placement names, a restart in place the newest.
+    Checkpoints that this attempt has found damaged are skipped.
 
     Raises:
-        CheckpointCorrupt: the one to take, or a newer one, has no readable manifest, or is gone. Names it.
+        CheckpointCorrupt: the chosen checkpoint or a newer one is missing or has no readable manifest. Names it.
     """
     named = context.placement.resume_checkpoint
     saved = _not_known_as_damaged(context)
@@ -32,7 +32,7 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
 
 
 def newest_checkpoint(context: WorkerContext) -> CheckpointDir | None:
-    """The newest checkpoint, to be evaluated; None where there is none.
+    """Find the newest checkpoint, for evaluation; None if there is none.
 
     Raises:
         CheckpointCorrupt: it has no readable manifest. Names it.

@@ -1,4 +1,4 @@
-"""Parts that every way of saving a checkpoint shares: content of one rank, end of a save, errors."""
+"""Common parts of all ways of saving a checkpoint: one rank's content, publication, errors."""
 
 import json
 import re
@@ -26,11 +26,11 @@ _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|os error (2
 
 
 class SavedModel(Protocol):
-    """A model that is trained beside the policy, with an engine of its own."""
+    """A model trained alongside the policy, with its own engine."""
 
     @property
     def model(self) -> nn.Module:
-        """Model itself."""
+        """The model itself."""
 
     def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
         """Write the weights on rank 0; returns the files it wrote. Collective."""
@@ -41,7 +41,7 @@ class SavedModel(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """Content that this rank brings to one checkpoint."""
+    """Content that this rank contributes to one checkpoint."""
 
     progress: Progress
     partial: CheckpointDir
@@ -60,14 +60,14 @@ class CheckpointPart:
 
 
 class CheckpointPublication:
-    """Has checkpoints count, whose files are all on the disk, and removes those that need not be kept; on rank 0."""
+    """Publishes checkpoints whose files are all on disk, and removes those that need not be kept; on rank 0."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec, num_ranks: int, is_superseded: Callable[[], bool]) -> None:
-        """Make one for a run.
+        """Create the publication of a run.
 
         Args:
-            num_ranks: ranks that write.
-            is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
+            num_ranks: number of ranks that write.
+            is_superseded: whether a newer attempt of the run has begun, which writes its own checkpoints.
         """
         self._run_dir = run_dir
         self._spec = spec
@@ -75,7 +75,7 @@ class CheckpointPublication:
         self._is_superseded = is_superseded
 
     def settings(self) -> bytes:
-        """Content of the file with the settings that the checkpoint is made with."""
+        """Content of the file with the settings of the checkpoint."""
         return (json.dumps(training_part(self._spec), indent=2) + "\n").encode()
 
     def manifest(self, progress: Progress, files: Mapping[str, FileChecksum]) -> CheckpointManifest:
@@ -91,14 +91,14 @@ class CheckpointPublication:
         )
 
     def publish(self, partial: CheckpointDir, final: CheckpointDir, manifest: CheckpointManifest) -> None:
-        """Have a checkpoint count, on rank 0, whose files are all on the disk.
+        """Publish a checkpoint, on rank 0, once all of its files are on disk.
 
         Raises:
             WorkerError: a newer attempt of the run has begun.
-            OSError: the file system does not take it.
+            OSError: the file system failed.
         """
         if self._is_superseded():
-            # This node was frozen and has woken up: a checkpoint of the same step may be there, and is the one to keep.
+            # This node was frozen and has resumed: a checkpoint of the same step may exist, and that one is kept.
             raise WorkerError(f"a newer attempt has begun: checkpoint {manifest.step} of this one is not published")
         for folder in (partial.trainer_state, partial.model, partial.critic):
             if folder.is_dir():
@@ -108,10 +108,10 @@ class CheckpointPublication:
         self._run_dir.remove_checkpoints_but(kept_steps(steps, manifest.step, self._spec))
 
     def failure(self, step: int, problem: str, *, disk_full: bool) -> WorkerError:
-        """The error of a checkpoint that could not be written, the same on every rank.
+        """Build the error of a checkpoint that could not be written, the same on every rank.
 
         Args:
-            problem: what each rank met, in words.
+            problem: message of the problem on each rank.
         """
         if disk_full:
             return DiskFull(
@@ -122,7 +122,7 @@ class CheckpointPublication:
 
 
 def in_words(error: Exception) -> str:
-    """An error for a report."""
+    """Format an error for a report."""
     return f"{type(error).__name__}: {error}"
 
 

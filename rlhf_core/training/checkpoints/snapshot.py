@@ -1,4 +1,4 @@
-"""Snapshot of a rank's part of a checkpoint: its files as they will be, in main memory, by one copy of each tensor."""
+"""Snapshot of a rank's part of a checkpoint: its final files in main memory, made with one copy of each tensor."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -25,22 +25,22 @@ from rlhf_core.training.models.gathering import (
 
 
 def can_be_snapshot(model: nn.Module) -> bool:
-    """True if the files of a model are its tensors as they are: not where transformers converts them for the disk."""
+    """True if a model's files hold its tensors unchanged, that is, if transformers does not convert them on saving."""
     return isinstance(model, PreTrainedModel) and keeps_names(model)
 
 
 class Snapshot:
-    """Files of one rank: laid out, then filled."""
+    """Files of one rank: first laid out, then filled."""
 
     def __init__(
         self, ranks: Ranks, state_file: str, state: Mapping[str, Any], weights: Mapping[str, nn.Module]
     ) -> None:
-        """Lay the files out.
+        """Lay out the files.
 
         Args:
             state_file: path of the file with the state of this rank in the checkpoint.
             state: its content.
-            weights: models by their folder in the checkpoint; rank 0 has their files.
+            weights: models by their folder in the checkpoint; rank 0 holds their files.
         """
         self._ranks = ranks
         self._weights = weights
@@ -53,11 +53,11 @@ class Snapshot:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Size of each file in bytes."""
         return {name: layout.num_bytes for name, layout in self._layouts.items()}
 
     def fill(self, buffers: HostBuffers, beat: Callable[[], None]) -> None:
-        """Copy all tensors; collective where a model is split over the ranks.
+        """Copy all tensors; collective if a model is split over the ranks.
 
         Args:
             buffers: with memory for :attr:`sizes`.
@@ -79,10 +79,10 @@ class Snapshot:
         places = {name: image for file in _files(folder, model) for name, image in _places(file, images)}
         for bucket in gathered_weights(model):
             if not self._ranks.is_first:
-                continue  # this rank gathers for the first one
+                continue  # this rank only takes part in gathering for rank 0
             for name, tensor in bucket.items():
                 places[name].fill(name, tensor)
-            self._finish_copies()  # the bucket is given back when the next one is gathered
+            self._finish_copies()  # the bucket is released when the next one is gathered
 
     def _finish_copies(self) -> None:
         if self._ranks.device.type == "cuda":
@@ -90,7 +90,7 @@ class Snapshot:
 
 
 def _files(folder: str, model: nn.Module) -> Iterable[tuple[str, list[str]]]:
-    """Path in the checkpoint, and names of the weights, of each file of weights."""
+    """Path in the checkpoint and names of the weights for each weights file."""
     if isinstance(model, PreTrainedModel):
         return [(f"{folder}/{file}", names) for file, names in weight_files(model).items()]
     return [(f"{folder}/{SAFE_WEIGHTS_NAME}", list(weight_shapes(model)))]
@@ -109,12 +109,12 @@ def _weight_layouts(folder: str, model: nn.Module) -> dict[str, TensorLayout]:
 
 
 def model_texts(model: PreTrainedModel) -> dict[str, bytes]:
-    """Small files that go with the weights of a model, by their path in its folder."""
+    """Small files that accompany a model's weights, by path in its folder."""
     return _written(lambda folder: write_model_texts(model, folder))
 
 
 def tokenizer_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Files of a tokenizer, likewise."""
+    """Files of a tokenizer, by path in the folder."""
     return _written(tokenizer.save_pretrained)
 
 

@@ -1,4 +1,4 @@
-"""Soundness of a checkpoint before it is used: every byte of it, and the settings that it was made with."""
+"""Verification of a checkpoint before use: every byte of it, and the settings that it was made with."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ from rlhf_core.training.types import WorkerContext
 
 
 def training_part(spec: RunSpec) -> dict[str, Any]:
-    """The part of the spec that decides what is learned at each step.
+    """The part of the spec that determines the result of each training step.
 
-    Left out is what may change between attempts: how long to train, how a batch is cut up, how to evaluate, where
-    and how often to save, on what machines and how many ranks, under what supervision.
+    It leaves out settings that may change between attempts: the length of training, micro-batching, evaluation,
+        location and frequency of checkpoints, machines and number of ranks, and supervision.
     """
     part = spec.model_dump(mode="json", include={"seed", "model", "data", "loops", "rollout", "reward", "trainer"})
     return _what_decides(part)
@@ -48,7 +48,7 @@ def _what_decides(part: dict[str, Any]) -> dict[str, Any]:
     for name in ("timeout_s", "on_failure", "max_failed_share"):
         part["reward"].pop(name, None)
     if not part["reward"].get("models"):
-        part["reward"].pop("models", None)  # as there were none before there could be any
+        part["reward"].pop("models", None)  # as before such settings existed
     for model in part["reward"].get("models", {}).values():
         for name in ("batch_size", "device"):
             model.pop(name, None)
@@ -66,30 +66,30 @@ def hash_of_settings(settings: dict[str, Any]) -> str:
 
 
 def verify_checkpoint(checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> None:
-    """Check a checkpoint before it is used: every byte of it, and that it fits this run.
+    """Verify a checkpoint before use: every byte of it, and that it fits this run.
 
-    Rank 0 looks, for all: what it finds is raised by every rank, so that none goes on alone.
+    Rank 0 verifies for all ranks, and every rank raises its error, so that none continues alone.
 
     Args:
-        base: folder of the base model, where the checkpoint may hold an adapter.
+        base: folder of the base model, if the checkpoint may hold an adapter.
 
     Raises:
-        CheckpointCorrupt: it is damaged.
-        ResumeMismatch: written under another spec, or on another base model.
+        CheckpointCorrupt: the checkpoint is damaged.
+        ResumeMismatch: it was written with another spec or base model.
     """
     agree(ranks, lambda: _require_sound(checkpoint, spec, base))
 
 
 def initial_folder(spec: RunSpec, run_dir: RunDir) -> Path:
-    """Folder of the model that a run of the native trainer begins with: the base model of its adapters."""
+    """Folder of the initial model of a native training run, which is the base model of its adapters."""
     return Path(spec.model.path) if spec.model.path else run_dir.initial_model
 
 
 def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, initial: Path) -> Path:
-    """Folder of the model that a loop measures its policy against: the one that it began with.
+    """Folder of a loop's reference model: the model that the loop began with.
 
     Args:
-        steps_before: optimizer steps before the loop.
+        steps_before: number of optimizer steps before the loop.
         initial: folder of the model that the run began with.
 
     Raises:
@@ -109,15 +109,15 @@ def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, in
 
 
 def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
-    """Have rank 0 look for a checkpoint, or at one, and tell all ranks: its answer, or its error, is that of each.
+    """Have rank 0 find or verify a checkpoint; every rank returns its answer or raises its error.
 
-    The others may see an older list of files, and two ranks must not go on from two checkpoints.
+    The other ranks may see an older directory listing, and all must resume from the same checkpoint.
 
     Returns:
-        The step of the checkpoint; None where there is none.
+        The step of the checkpoint; None if there is none.
 
     Raises:
-        CheckpointCorrupt, ResumeMismatch: as ``find`` did on rank 0.
+        CheckpointCorrupt, ResumeMismatch: raised by ``find`` on rank 0.
     """
     answer: dict[str, str] = {}
     if ranks.is_first:
@@ -142,7 +142,7 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) 
     if manifest is None:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} went away while it was read", checkpoint.root.name)
     if isinstance(spec.trainer, CommandTrainer):
-        return checkpoint  # only its model is wanted; settings and ranks are for its own program to judge
+        return checkpoint  # only its model is needed; its settings and ranks are checked by its own program
     _require_own_settings(checkpoint, manifest)
     if manifest.spec_hash != spec_hash(spec) and _saved_settings(checkpoint) != training_part(spec):
         raise ResumeMismatch(
@@ -155,8 +155,8 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) 
 
 
 def _require_own_settings(checkpoint: CheckpointDir, manifest: CheckpointManifest) -> None:
-    """A manifest has no checksum of its own: what it says twice must be the same twice. A damaged one must not be
-    taken for one of other settings, which nothing can go back from."""
+    """Cross-check the redundant entries of a manifest, which has no checksum of its own. A damaged manifest must not
+    look like one of other settings, an error that cannot be recovered from."""
     if manifest.spec_hash != hash_of_settings(json.loads(settings_file(checkpoint).read_bytes())):
         raise CheckpointCorrupt(
             f"checkpoint {checkpoint.root} is damaged: COMPLETE does not fit the settings beside it",
@@ -172,13 +172,13 @@ def _require_own_settings(checkpoint: CheckpointDir, manifest: CheckpointManifes
 
 
 def settings_file(checkpoint: CheckpointDir) -> Path:
-    """File with the settings that a checkpoint was made with."""
+    """File with the settings of a checkpoint."""
     return checkpoint.trainer_state / "settings.json"
 
 
 def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
-    """The settings that a checkpoint was made with, in the form of this version: renamed ones translated, and those
-    that there were none of then at their defaults."""
+    """Settings of a checkpoint converted to this version: renamed ones are translated, later ones get their
+    defaults."""
     saved = current_settings(json.loads(settings_file(checkpoint).read_bytes()))
     main = {"num_steps": 1, **saved["loops"]["main"]}
     try:
@@ -186,7 +186,7 @@ def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
             RunSpec.model_validate({"name": "saved", **saved, "loops": {**saved["loops"], "main": main}})
         )
     except ValidationError:
-        return _what_decides(saved)  # of a version that knows more than this one: shown as they are
+        return _what_decides(saved)  # from a newer version: shown unchanged
 
 
 def _differences(checkpoint: CheckpointDir, spec: RunSpec) -> str:

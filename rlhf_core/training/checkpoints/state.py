@@ -1,4 +1,4 @@
-"""State of a trainer rank in a checkpoint: where training stands, its optimizer share, its random number generators."""
+"""State of a trainer rank in a checkpoint: progress of training, optimizer share, random number generators."""
 
 import contextlib
 import random
@@ -23,39 +23,41 @@ class Progress(Schema):
     """State of training that is the same on every rank."""
 
     step: int
-    """Optimizer steps done, over warm start and main algorithm."""
+    """Number of optimizer steps done, over warm start and main algorithm."""
     loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
-    """Algorithm of the loop that is running. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
+    """Algorithm of the loop that is running. Files of rlhf-flows 0.1 say ``stage`` instead of ``loop``, here and in the
+    next field."""
     loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
     """True if that loop is at its end."""
     position: int
-    """Rows taken from the endless sequence of training rows, over the whole run."""
+    """Number of rows taken from the endless sequence of training rows, over the whole run."""
     health: HealthState = HealthState()
-    """State of the judge of training."""
+    """State of the health judge."""
     reward_models: dict[str, ScoringModelState] = Field(default_factory=dict)
-    """Reward models that score completions, by name: which they are, and what they have scored."""
+    """Reward models that score completions, by name: their identity and their scores so far."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """State of a rank, besides the weights, with which it goes on as if nothing had happened."""
+    """State of a rank, other than the weights, needed to resume as if training had not been interrupted."""
 
     progress: Progress
     engine: Iterable[dict[str, Any]]
-    """``Engine.state`` of the ranks that wrote it, that of the same rank first; read from the files one by one."""
+    """``Engine.state`` of the ranks that wrote the checkpoint, the same rank's first; read lazily from the files."""
     random: dict[str, Any] | None
-    """``random_state`` of this rank; None for one that the checkpoint does not know."""
+    """``random_state`` of this rank; None if the checkpoint has no such rank."""
     critic: Iterable[dict[str, Any]] | None = None
-    """``Engine.state`` of the value model's engine, likewise, of an algorithm with a critic."""
+    """``Engine.state`` of the value model's engine in the same order, for an algorithm with a critic."""
     in_flight: Iterable[dict[str, Any]] = ()
-    """Completions that each of those ranks had made for the next step (``trainers/in_flight.py``), likewise."""
+    """Completions that each of those ranks had sampled for the next step (``trainers/in_flight.py``), in the same
+    order."""
 
 
 def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
-    """Read this rank's state; call :func:`verify_checkpoint` before. It runs no code from the files.
+    """Read this rank's state; call :func:`verify_checkpoint` first. Executes no code from the files.
 
-    Where another number of ranks wrote it, the optimizer is put together from the shares of all of them, and what was
-    observed of single ranks is forgotten.
+    If a different number of ranks wrote it, the optimizer is assembled from the shares of all of them, and observations
+    of individual ranks are dropped.
     """
     manifest = checkpoint.manifest()
     num_saved = manifest.num_ranks if manifest is not None else ranks.num_ranks
@@ -74,7 +76,7 @@ def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
 def _shares(
     checkpoint: CheckpointDir, own: dict[str, Any], others: Sequence[int], part: str
 ) -> Iterator[dict[str, Any]]:
-    """Shares of the ranks in one part of the state: this rank's first, then each other when its turn comes."""
+    """Yield the ranks' shares of one part of the state, this rank's first; each is read only when needed."""
     yield own[part]
     for rank in others:
         yield _read_state(checkpoint, rank)[part]
@@ -86,9 +88,9 @@ def state_file(checkpoint: CheckpointDir, rank: int) -> Path:
 
 
 def _read_state(checkpoint: CheckpointDir, rank: int) -> dict[str, Any]:
-    """State of one rank; its tensors stay in the file until they are read."""
+    """Read the state of one rank; tensors are loaded from the file only on use."""
     path = state_file(checkpoint, rank)
-    earlier = path.with_suffix(".pt")  # of rlhf-flows 0.1, and of what came before this form
+    earlier = path.with_suffix(".pt")  # from rlhf-flows 0.1 and other versions before this format
     if earlier.exists() and not path.exists():
         return dict(torch.load(earlier, map_location="cpu", weights_only=True, mmap=True))
     return dict(read_content(path))
@@ -112,14 +114,14 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Leave the global random number generators after the block as they were before it, whatever it draws from them."""
+    """Restore the global random number generators after the block, whatever it draws from them."""
     state = random_state(device)
     yield
     restore_random_state(state, device)
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put the global random number generators where :func:`random_state` found them."""
+    """Restore the global random number generators to a :func:`random_state`."""
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,8 +1,8 @@
-"""Files of safetensors, laid out before their tensors are there: in memory or on the disk, filled one by one.
+"""Safetensors files laid out before their tensors exist, in memory or on disk, and filled one tensor at a time.
 
-The library writes a file from tensors that are all there at once, and copies them on the way. A snapshot has to be one
-copy and nothing else, into memory that is there already, and its bytes are those of the file. The format: 8 bytes of
-length, a header in JSON, the bytes of the tensors without a gap (https://github.com/huggingface/safetensors).
+The library needs all tensors of a file at once, and copies them in the process. A snapshot must make only one copy,
+into memory already allocated, with exactly the bytes of the file. The format: 8 bytes of length, a header in JSON, the
+bytes of the tensors without gaps (https://github.com/huggingface/safetensors).
 """
 
 import json
@@ -29,8 +29,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _HEADER_BLOCK = 64 << 10
-"""Headers end at a multiple of this: a number that has a digit more must not change the size of a file, whose memory
-is used again."""
+"""Alignment of the end of headers: an additional digit must not change the size of a file, whose memory is reused."""
 _CONTENT = "content"
 _TENSOR = "tensor"
 
@@ -40,22 +39,22 @@ Shapes = Mapping[str, tuple[torch.dtype, Size]]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Places of the tensors in one file."""
+    """Offsets of the tensors in one file."""
 
     header: bytes
     places: Mapping[str, tuple[int, int]]
-    """First byte and number of bytes of each tensor; in the order of the file."""
+    """Offset and size of each tensor in bytes, in file order."""
     num_bytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
 
 
 def lay_out(shapes: Shapes, metadata: Mapping[str, str]) -> TensorLayout:
-    """Places for tensors that are not there yet.
+    """Lay out a file for tensors that do not exist yet.
 
     Raises:
-        TypeError: a tensor has a type that the format does not know.
+        TypeError: a tensor has a type that the format does not support.
     """
-    # The widest first, so that every tensor begins at a multiple of its element's size.
+    # The widest element types first, so that every tensor is aligned to its element size.
     order = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     relative, end = {}, 0
@@ -74,30 +73,30 @@ def lay_out(shapes: Shapes, metadata: Mapping[str, str]) -> TensorLayout:
 
 
 class TensorImage:
-    """A file in memory while it is filled."""
+    """A file image in memory, being filled."""
 
     def __init__(self, layout: TensorLayout, memory: mmap.mmap) -> None:
         """Write the header.
 
         Args:
-            memory: at least as many bytes as the file has.
+            memory: at least as large as the file.
         """
         self._places = layout.places
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         memory[: len(layout.header)] = layout.header
 
     def fill(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor to its place; one on a GPU is still on its way when this returns, if the memory is pinned."""
+        """Copy a tensor to its place; if the memory is pinned, a copy from a GPU is asynchronous."""
         begin, size = self._places[name]
         place = self._bytes[begin : begin + size].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor, non_blocking=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, tensor by tensor: no more than one is in main memory twice.
+    """Write a file tensor by tensor, so that at most one is in main memory twice.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     layout = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
     with path.open("wb") as file:
@@ -109,17 +108,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Nested content with tensors in it
+# Nested content that contains tensors
 
 
 def flattened(content: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of a nested content by path, and the rest as metadata of a file.
+    """Flatten nested content into tensors by path, and the rest as file metadata.
 
     Args:
-        content: dictionaries with texts as keys, lists, tensors, and what JSON knows. A tuple comes back as a list.
+        content: dictionaries with string keys, lists, tensors and JSON values. A tuple comes back as a list.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the content holds anything else.
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _without_tensors(content, "", tensors)
@@ -131,7 +130,7 @@ def _without_tensors(content: Any, path: str, tensors: dict[str, Tensor]) -> Any
         tensors[path] = content
         return {_TENSOR: path}
     if isinstance(content, dict):
-        # A level of its own around every dictionary: none of them can be taken for the name of a tensor.
+        # Each dictionary is wrapped in its own level, so that none can be mistaken for a tensor name.
         return {"items": {key: _without_tensors(value, f"{path}/{key}", tensors) for key, value in content.items()}}
     if isinstance(content, list | tuple):
         return [_without_tensors(value, f"{path}/{index}", tensors) for index, value in enumerate(content)]
@@ -139,10 +138,10 @@ def _without_tensors(content: Any, path: str, tensors: dict[str, Tensor]) -> Any
 
 
 def read_content(path: Path) -> Any:
-    """Read what :func:`flattened` gave; its tensors stay in the file until they are read.
+    """Read the content that :func:`flattened` produced; tensors are loaded from the file only on use.
 
     Raises:
-        SafetensorError, OSError: it cannot be read.
+        SafetensorError, OSError: the file cannot be read.
     """
     with safe_open(path, framework="pt") as file:
         return _with_tensors(json.loads(file.metadata()[_CONTENT]), file)
@@ -159,12 +158,12 @@ def _with_tensors(content: Any, file: Any) -> Any:
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, Size]]:
-    """Types and shapes of tensors that are there."""
+    """Types and shapes of existing tensors."""
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def chunks(memory: mmap.mmap, num_bytes: int, chunk_bytes: int = 16 << 20) -> Iterator[memoryview]:
-    """Pieces of a file in memory, without a copy."""
+    """Yield the chunks of a file in memory, without copying."""
     with memoryview(memory) as view:
         for begin in range(0, num_bytes, chunk_bytes):
             with view[begin : min(begin + chunk_bytes, num_bytes)] as piece:

@@ -1,19 +1,19 @@
-"""Saved states of training: written whole or not at all, checked before they are used.
+"""Checkpoints of training: written atomically, verified before use.
 
     checkpoints/step-000040/
         model/                      weights, configuration and tokenizer, as Hugging Face expects them (rank 0)
-        critic/                     weights of a value model that is trained beside the policy (rank 0)
-        trainer_state/rank-00000.safetensors
-                                    where training stood, optimizer share (by parameter, see ``trainers.shares``) and
-                                    random number generators of one rank
-        trainer_state/settings.json what it was trained with, to name what differs when a run is resumed (rank 0)
-        COMPLETE                    checksums of all of the above, written last
+        critic/ weights of a value model trained alongside the policy (rank 0) trainer_state/rank-00000.safetensors
+                                    progress, optimizer share (by parameter, see ``trainers.shares``) and random number
+                                    generators of one rank
+        trainer_state/settings.json settings of the run, to name differences when it is resumed (rank 0) COMPLETE
+        checksums of all of the above, written last
 
-A checkpoint is written under another name, and renamed when every rank has written its part and ``COMPLETE`` is there.
-Whatever goes wrong before, the checkpoints before it are untouched.
+A checkpoint is written under a temporary name, and renamed once every rank has written its part and ``COMPLETE``
+exists. A failure before that leaves earlier checkpoints untouched.
 
 The step waits for a copy in main memory (``snapshot.py``); a thread of each rank writes it (``background_save.py``).
-At most one is on its way. Without room for the copy, or with ``checkpoint.background`` off, the step waits for all.
+At most one is in progress. Without room for the copy, or with ``checkpoint.background`` off, the step waits until the
+checkpoint is complete.
 """
 
 import contextlib
@@ -54,14 +54,14 @@ from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.models.gathering import whole_bytes
 
 LEAVE_S = 5.0
-"""Time for which a process that ends by an error waits for a checkpoint that does not go on, in seconds."""
+"""Time for which a process ending with an error waits for a checkpoint without progress, in seconds."""
 
 SMALL_FILES_BYTES = 1 << 20
-"""Room for configuration, manifest and a small tokenizer."""
+"""Bytes allowed for configuration, manifest and a small tokenizer."""
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one run. All ranks call its methods at the same steps."""
+    """Saves the checkpoints of one run. All ranks call its methods at the same steps."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class CheckpointWriter:
         memory: MemoryCopy | None = None,
         peer: PeerCopies | None = None,
     ) -> None:
-        """Make a writer. Collective.
+        """Create a writer. Collective.
 
         Args:
-            beat: called for every sign of progress while the step waits.
-            is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
-            memory: where the snapshot outlives this process; None where it need not.
-            peer: brings what is in memory to another node; None where it need not.
+            beat: called on progress while the step waits.
+            is_superseded: whether a newer attempt of the run has begun, which writes its own checkpoints.
+            memory: storage in which the snapshot outlives this process; None if it need not.
+            peer: copies the snapshot to another node; None if not needed.
         """
         self._publication = CheckpointPublication(run_dir, spec, ranks.num_ranks, is_superseded)
         self._direct = DirectSave(ranks, tokenizer, self._publication, beat, initial_folder(spec, run_dir))
@@ -92,7 +92,7 @@ class CheckpointWriter:
         self._memory = memory
         self._peer = peer
         self._buffers = HostBuffers(None if memory is None else memory.folder, ranks.device)
-        # Of this writer alone: the store may have served another one.
+        # Unique to this writer: the store may have served another one.
         self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8) if ranks.is_first else '')}"
         self._num_saves = 0
         self._texts: dict[str, bytes] = {}
@@ -110,24 +110,24 @@ class CheckpointWriter:
         critic: SavedModel | None = None,
         in_flight: dict[str, Any] | None = None,
     ) -> CheckpointDir:
-        """Take a snapshot, and have it written while training goes on; wait for the one before first.
+        """Take a snapshot and write it in the background; first wait for the previous checkpoint.
 
-        Those that need not be kept are removed when it is complete.
+        Checkpoints that need not be kept are removed once it is complete.
 
         Args:
-            progress: where training stands.
-            model: the weights; rank 0 writes them, gathered from all ranks where they are split.
+            progress: progress of training.
+            model: the model, whose weights rank 0 writes, gathered from all ranks if they are split.
             engine_state: ``Engine.state`` of this rank.
-            critic: a value model that is trained beside the policy.
-            in_flight: completions of this rank for a step that has not been made (``trainers/in_flight.py``).
+            critic: a value model trained alongside the policy.
+            in_flight: completions of this rank for a step that has not run yet (``trainers/in_flight.py``).
 
         Returns:
-            Its folder, once it is complete.
+            The folder that the checkpoint will have once complete.
 
         Raises:
-            DiskFull: there is no room, by the estimate before writing or while writing. Raised by every rank; the
-                partial checkpoint is removed, older ones are untouched.
-            WorkerError: a rank could not write for another reason, or the run has gone on without this attempt. Raised
+            DiskFull: there is no room, by the estimate beforehand or while writing. Raised by every rank; the partial
+                checkpoint is removed, older ones are untouched.
+            WorkerError: a rank could not write for another reason, or a newer attempt has superseded this one. Raised
                 by every rank.
         """
         self.finish()
@@ -150,7 +150,7 @@ class CheckpointWriter:
         return final
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is on its way, if there is one.
+        """Wait for the checkpoint in progress, if any.
 
         Raises:
             DiskFull, WorkerError: as :meth:`begin`, for that one.
@@ -166,23 +166,23 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """True while one is being written in the background."""
+        """True while a checkpoint is being written in the background."""
         return self._on_its_way is not None and self._on_its_way.verdict is None
 
     def close(self) -> None:
-        """Wait as :meth:`finish` does, and end what received from other nodes."""
+        """Wait as :meth:`finish` does, and stop receiving from other nodes."""
         self.finish()
         if self._peer is not None:
             self._peer.close()
 
     def leave(self) -> None:
-        """Let the checkpoint that is on its way end well, if it can, after an error that ends this process."""
+        """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
         if self._on_its_way is not None:
             self._on_its_way.leave(LEAVE_S)
 
     def take_write_s(self) -> float:
-        """Time for which checkpoints were written in the background since this was asked last, in seconds; that of one
-        counts when it is complete."""
+        """Time spent writing checkpoints in the background since the last call, in seconds; a checkpoint counts once it
+        is complete."""
         save = self._on_its_way
         if save is not None and save.verdict is not None:
             self._write_s += save.take_seconds()
@@ -190,10 +190,11 @@ class CheckpointWriter:
         return found
 
     def has_failed(self) -> bool:
-        """True if the one on its way could not be written: all ranks are to call :meth:`finish`. Never waits.
+        """True if the checkpoint in progress has failed, in which case all ranks have to call :meth:`finish`. Never
+        waits.
 
         Raises:
-            FileSystemStalled: writing has not gone on for ``supervise.checkpoint_floor_s``.
+            FileSystemStalled: writing has made no progress for ``supervise.checkpoint_floor_s``.
         """
         save = self._on_its_way
         if save is None:
@@ -211,12 +212,12 @@ class CheckpointWriter:
     # Room
 
     def _clear_away(self) -> None:
-        """Remove what interrupted saves and removals have left; no other process writes here."""
+        """Remove leftovers of interrupted saves and removals; no other process writes here."""
         for leftover in self._run_dir.checkpoints_dir.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _snapshot(self, part: CheckpointPart) -> Snapshot | None:
-        """Files of this rank, laid out, with memory for them; None where the step has to wait for the disk."""
+        """Lay out this rank's files and reserve memory for them; None if the step has to wait for the disk."""
         if self._memory is not None:
             self._memory.invalidate()
         if not self._is_in_background(part.model):
@@ -226,7 +227,7 @@ class CheckpointWriter:
         return snapshot if self._buffers.reserve(snapshot.sizes) else None
 
     def _is_in_background(self, model: PreTrainedModel) -> bool:
-        """True for what is worth a thread: an adapter is written in less time than it takes to wait for one."""
+        """True if a thread pays off: writing an adapter takes less time than waiting for one."""
         return self._spec.checkpoint.background and can_be_snapshot(model) and not has_adapter(model)
 
     def _has_room(self, part: CheckpointPart, *, has_snapshot: bool) -> bool:
@@ -272,10 +273,10 @@ class CheckpointWriter:
         return self._texts | {f"{folder}/{name}": text for name, text in model_texts(part.model).items()}
 
     def _in_background(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
-        """Everything that the thread of this rank does; the verdict over all ranks."""
+        """Do all the work of this rank's thread; return the verdict over all ranks."""
         verdict = self._written_by_all(part, content, key, save)
         if self._peer is not None:
-            self._peer.finish()  # after that the buffers may change
+            self._peer.finish()  # afterwards the buffers may change
         return verdict
 
     def _written_by_all(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
@@ -296,11 +297,11 @@ class CheckpointWriter:
             return Report({}, f"rank {self._ranks.rank} heard nothing of the others any more: {error}")
 
     def _awaited(self, key: str) -> bytes:
-        """As long as a collective would wait: longer than the agent takes to find a rank that does not come."""
+        """Wait as long as a collective would: longer than the agent takes to detect a rank that never arrives."""
         return awaited(self._ranks.store, key, collective_timeout(self._spec.supervise).total_seconds())
 
     def _keep_in_memory(self, part: CheckpointPart, content: Content, files: dict[str, FileChecksum]) -> None:
-        """Have the snapshot count as a copy; where that cannot be, a restart reads the disk."""
+        """Publish the snapshot as an in-memory copy; if that fails, a restart reads the disk."""
         if self._memory is None:
             return
         progress, ranks = part.progress, self._ranks
@@ -350,7 +351,7 @@ def _tensor_bytes(content: Any) -> int:
 
 
 def _readable(num_bytes: float) -> str:
-    """Bytes with a unit of about a thousand: ``1.5 MB``."""
+    """Format bytes with a decimal unit: ``1.5 MB``."""
     if num_bytes < 1000:
         return f"{int(num_bytes)} B"
     exponent = min(4, int(math.log(num_bytes, 1000)))

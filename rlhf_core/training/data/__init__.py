@@ -1,1 +1,1 @@
-"""Data: from files to rows to tokens to the batches of a step. Tokenizers and chat templates included."""
+"""Data: files, rows, tokens and the batches of a step, with tokenizers and chat templates."""

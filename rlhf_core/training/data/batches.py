@@ -1,4 +1,4 @@
-"""From lists of tokens to padded tensors and back."""
+"""Conversion between token lists and padded tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class SequenceBatch:
     """``[B, T-1]`` bool: true where it belongs to the prompt, whose first token nothing predicts."""
 
     def place(self, values: Tensor) -> Tensor:
-        """Per-token values of the completions, put where ``target_mask`` is true.
+        """Scatter per-token values of the completions to the positions where ``target_mask`` is true.
 
         Args:
             values: ``[N]``, those of the first sequence before those of the second, and so on.
@@ -47,7 +47,7 @@ def collate(
     Args:
         prompts: token lists, one per sequence, none of them empty (nothing would predict the first token).
         completions: token lists, as many; an empty one has no targets.
-        pad_id: filler; its value changes nothing.
+        pad_id: padding token; its value does not affect results.
     """
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
     width = max(lengths)

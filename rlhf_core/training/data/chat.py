@@ -1,8 +1,8 @@
-"""Rows that are conversations: messages in, what the chat template of a tokenizer makes of them out. Imports no torch.
+"""Conversation rows: rendering of messages by a tokenizer's chat template. Does not import torch.
 
 Formats are those of TRL 1.16.0 (``trl/data_utils.py``): a prompt is a list of messages with ``role`` and ``content``, a
-completion is one too, or the text of one turn of the model; a pair without a prompt has it as the turns (or characters)
-that both completions begin with.
+completion is one too, or the text of one turn of the model; in a pair without a prompt, the prompt is the common prefix
+of both completions, in turns (or characters).
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ def turns(completion: JsonValue) -> Messages:
 
 
 def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Length of the prompt that both completions of a pair begin with, in messages or characters.
+    """Length of the common prefix of both completions of a pair, which is their prompt, in messages or characters.
 
-    As ``extract_prompt`` of TRL 1.16.0: a space before the point where two texts part belongs to the completions, and
-    something is left of each completion.
+    As in ``extract_prompt`` of TRL 1.16.0: a space before the point of divergence belongs to the completions, and
+    neither completion becomes empty.
     """
     shorter = min(len(chosen), len(rejected))
     length = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter - 1)
@@ -50,14 +50,14 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 
 def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
-    """A row whose texts are what the chat template makes of its messages; one that has none stays as it is.
+    """Render the messages of a row with the chat template; a row without messages stays unchanged.
 
     The prompt ends with the beginning of the model's turn, as it does when completions are sampled, and a completion is
-    what the template adds when its messages follow.
+    the text that the template adds for its messages.
 
     Raises:
-        BadData: the tokenizer has no chat template, it does not render, or it renders the prompt otherwise when a
-            completion follows: the model would be trained on another prompt than it is given later.
+        BadData: the tokenizer has no chat template, rendering fails, or the prompt renders differently when a
+            completion follows: the model would be trained on a different prompt than it later receives.
     """
     chat = row.chat
     if chat is None:
@@ -87,7 +87,7 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_gene
         )
     text: Any = ""
     conversation: Any = [dict(message) for message in messages]
-    with Survived() as failed:  # a template is code, and raises what it likes
+    with Survived() as failed:  # a template is code and may raise anything
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
     if failed.error is not None:
         raise BadData(f"the chat template of the tokenizer does not render: {' '.join(failed.problem.split())}")

@@ -1,4 +1,4 @@
-"""From rows to the sequences that an algorithm trains on, and their scores: shared by training and evaluation."""
+"""Conversion of rows to training sequences, and their scoring; shared by training and evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,37 +20,37 @@ Scorer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Example:
-    """Sequences that an algorithm learns from, of one row."""
+    """The sequences of one row that an algorithm learns from."""
 
     prompt: list[int]
-    """Tokens."""
+    """Tokens of the prompt."""
     completions: tuple[list[int], ...]
-    """Tokens of one completion; of a pair, of the chosen and the rejected one."""
+    """Tokens of one completion, or of the chosen and the rejected one of a pair."""
     margin: float = 0.0
-    """By how much the chosen completion is the better one."""
+    """Margin by which the chosen completion is better."""
     desirable: bool = True
-    """Label of the completion, of an algorithm with labelled rows."""
+    """Label of the completion, for an algorithm with labelled rows."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the completions."""
+        """Number of tokens of the completions."""
         return sum(map(len, self.completions))
 
     @property
     def num_chosen_tokens(self) -> int:
-        """Tokens of the first completion."""
+        """Number of tokens of the first completion."""
         return len(self.completions[0])
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence, prompt included."""
+        """Number of tokens of the longest sequence, prompt included."""
         return len(self.prompt) + max(map(len, self.completions))
 
 
 def make_examples(
     rows: Sequence[Row], prompts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, algorithm: AlgorithmSpec
 ) -> list[Example]:
-    """The examples of rows whose texts are ready.
+    """Make examples of rows whose texts are ready.
 
     Args:
         prompts: tokens of the prompt of each row.
@@ -86,10 +86,10 @@ def make_batch(
 
 
 def mismatched(examples: Sequence[Example], before: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """The prompts of examples with the completions of other rows.
+    """Pair the prompts of examples with the completions of other rows.
 
     Args:
-        before: the row that each example comes after, in the order of the step over all ranks.
+        before: the row that precedes each example in the order of the step over all ranks.
     """
     return [
         replace(example, completions=(completion_tokens(row.target, row, tokenizer),))
@@ -109,17 +109,17 @@ def step_sums(examples: Sequence[Example], algorithm: AlgorithmSpec) -> list[flo
 def score_batch(
     policy: Scorer, reference: Scorer | None, batch: SequenceBatch, sequences: MicroBatch, algorithm: AlgorithmSpec
 ) -> PolicyOutput:
-    """Forward passes for one micro-batch.
+    """Run the forward passes for one micro-batch.
 
     Args:
         policy: gives log-probabilities ``[B, T]`` and entropies; a reward model gives rewards ``[B]``.
-        reference: likewise, of an algorithm that has one; its pass keeps nothing for a backward pass.
+        reference: likewise, for an algorithm that has one; its pass has no gradient.
     """
     if algorithm.ranks_completions:
         scores = policy(batch.input_ids)
         return PolicyOutput(scores.new_empty(0), scores=scores)
     mask = sequences.mask if sequences.prompt_mask is None else sequences.mask | sequences.prompt_mask
-    # The reference first: it may be the policy itself without its adapter, whose pass must end before another's.
+    # The reference goes first: it may be the policy without its adapter, whose pass must end before the next begins.
     ref_logprobs: Tensor | None = None
     if reference is not None:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""From data files to rows to tokens. Imports no torch.
+"""Loading of data files into rows and tokens. Does not import torch.
 
 Files are read by ``rlhf_core/files/data_rows.py``, which names a bad line by file and number before anything is
 trained.
@@ -33,14 +33,14 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class DataReport:
-    """Account of the reading of one split."""
+    """Report on loading one split."""
 
     source: str
     """The file or generator."""
     num_rows: int
     """Rows ready for use."""
     num_malformed: int
-    """Rows left out because they were not valid (``data.malformed_rows = "drop"``)."""
+    """Number of invalid rows left out (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
     """Problem of the first of them, with file and line."""
 
@@ -61,7 +61,7 @@ class EncodedPrompts:
 
 
 def load_rows(spec: RunSpec, split: Split) -> list[Row]:
-    """The rows of a split; see :func:`load_data`."""
+    """Load the rows of a split; see :func:`load_data`."""
     return load_data(spec, split)[0]
 
 
@@ -69,8 +69,8 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
     """Read a split and fill its templates. The same on every rank: order and identities follow from the data alone.
 
     In templates ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns that
-    ``data.prompt_column`` and so on name; other names are columns of those names. Values that are no text are turned
-    into text with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
+    ``data.prompt_column`` and so on name; other names are columns of those names. Values other than strings are
+    converted with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
 
     Args:
         limit: read no more rows than this; None for all.
@@ -169,15 +169,15 @@ def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, Jso
 
 
 def row_indices(num_rows: int, seed: int, start: int, count: int) -> list[int]:
-    """Part of the endless sequence in which rows are used: one permutation of all rows after the other.
+    """Part of the endless sequence of rows: one permutation of all rows after another.
 
-    A pure function of its arguments, so that a position in the sequence is all that has to be saved.
+    A pure function of its arguments, so that only a position in the sequence has to be saved.
 
     Args:
         num_rows: rows of the split.
         seed: ``seed`` of the run.
         start: position in the sequence, from 0.
-        count: how many.
+        count: number of indices.
     """
     return [
         _permutation(num_rows, seed, position // num_rows)[position % num_rows]
@@ -197,11 +197,11 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
-    """Rows with their texts, and the tokens of their prompts. Rows that are too long are left out or refused, as
-    ``data.overlong_prompts`` and ``data.overlong_completions`` say.
+    """Render rows and tokenize their prompts. Rows that are too long are left out or refused, according to
+    ``data.overlong_prompts`` and ``data.overlong_completions``.
 
-    A tokenizer that puts a token in front of every text (``<s>``) does so, unless the prompt already begins with it, or
-    is a conversation: there its chat template decides.
+    A tokenizer that prepends a token (``<s>``) does so unless the prompt already begins with it or is a conversation,
+    where the chat template decides.
 
     Raises:
         BadData: a row is too long and the policy is ``error``, a prompt has no tokens or no text can be made of its
@@ -264,7 +264,7 @@ def completions_of(row: Row) -> list[str]:
 
 
 def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Tokens of the prompt of a row that is text by now."""
+    """Tokens of the prompt of a rendered row."""
     bos = tokenizer.bos_token
     begins = row.chat is not None or bool(bos and row.prompt.startswith(str(bos)))
     tokens: list[int] = tokenizer.encode(row.prompt, add_special_tokens=not begins)

@@ -1,8 +1,8 @@
-"""Division of sequences into micro-batches by their lengths. Imports no torch.
+"""Division of sequences into micro-batches by length. Does not import torch.
 
-Padding is what ragged lengths cost: with a mean of a quarter of the longest length, three quarters of the work of
-padded batches in arrival order are padding. A model that packs its sequences makes none; for others those of like
-length go together. Every pass holds as many as its budget of tokens allows.
+Ragged lengths cost padding: if the mean is a quarter of the maximum length, three quarters of the work of padded
+batches in arrival order is padding. A model that packs its sequences has none; for others, sequences of similar length
+go together. Every pass holds as many as its token budget allows.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 def micro_batches(
     lengths: Sequence[int], max_sequences: int, max_tokens: int = 0, *, packed: bool = False
 ) -> list[list[int]]:
-    """Cut sequences into micro-batches.
+    """Divide sequences into micro-batches.
 
     Args:
         lengths: tokens of each sequence.
-        max_sequences: most sequences of one micro-batch.
-        max_tokens: most tokens of one micro-batch, its padding included; 0 for no bound. A sequence that is longer by
-            itself is alone in its micro-batch.
-        packed: the model takes sequences without padding (``models/packing.py``). Then those that follow each other
-            stay together, because they may begin with the same tokens; otherwise those of like length go together.
+        max_sequences: maximum number of sequences in a micro-batch.
+        max_tokens: maximum number of tokens in a micro-batch, including padding; 0 for no limit. A longer sequence gets
+            its own micro-batch.
+        packed: the model takes sequences without padding (``models/packing.py``). Then consecutive sequences stay
+            together, because they may share a prefix; otherwise those of similar length go together.
 
     Returns:
         The indices of the sequences of each micro-batch; padded ones from the shortest to the longest.
@@ -40,12 +40,12 @@ def _in_order(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> li
 
 
 def _by_length(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> list[list[int]]:
-    """No division under these bounds has fewer micro-batches; without bounds of tokens, all but the last are full."""
+    """Divide into the fewest micro-batches under these limits; without a token limit, all but the last are full."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     if not max_tokens:
         return [order[start : start + max_sequences] for start in range(0, len(order), max_sequences)]
     cut: list[list[int]] = []
-    # From the longest on: each micro-batch is as wide as its first sequence, and takes all that fit into that width.
+    # From the longest on: each micro-batch is as wide as its first sequence, and takes as many as fit at that width.
     while order:
         count = max(1, min(max_sequences, max_tokens // max(1, lengths[order[-1]])))
         cut.append(order[-count:])
@@ -54,23 +54,24 @@ def _by_length(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> l
 
 
 def evened(cut: Sequence[list[int]], count: int) -> list[list[int]]:
-    """As many micro-batches as the rank with the most has: empty ones follow where this rank has fewer.
+    """Pad with empty micro-batches to the largest number on any rank.
 
-    Stages 2 and 3 of ZeRO communicate in every pass, so all ranks make as many. A pass for an empty micro-batch is made
-    over padding, and counts for nothing.
+    Stages 2 and 3 of ZeRO communicate in every pass, so all ranks must run equally many. The pass of an empty
+    micro-batch runs over padding and contributes nothing.
     """
     return [*cut, *([] for _ in range(count - len(cut)))]
 
 
 def balanced(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Deal items to parts of as many items each and of totals as equal as may be: the heaviest first, each to the
-    lightest part that has room (longest processing time first, Graham 1969, with places).
+    """Distribute items over parts of equal size with nearly equal totals: the heaviest first, each to the lightest part
+    that has room (longest processing time first, Graham 1969, with a capacity).
 
     Args:
-        weights: of the items; their number is a multiple of ``num_parts``.
+        weights: weights of the items; their number is a multiple of ``num_parts``.
 
     Returns:
-        The indices of the items of each part, in their order. The same for the same weights, wherever it is called.
+        The indices of the items of each part, in order. Deterministic: the same weights give the same result
+        everywhere.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0.0] * num_parts

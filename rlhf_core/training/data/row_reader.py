@@ -1,4 +1,4 @@
-"""From the columns of a source to a row: templates filled, identities, pairs, labels and margins."""
+"""Conversion of a source's columns to rows: templates, identities, pairs, labels and margins."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ class MalformedRow(Exception):
 
 
 class RowReader:
-    """Makes rows of the columns of a source."""
+    """Makes rows from the columns of a source."""
 
     def __init__(self, spec: RunSpec) -> None:
         data = spec.data
@@ -40,10 +40,10 @@ class RowReader:
         }
 
     def row(self, columns: Mapping[str, JsonValue]) -> Row:
-        """One row.
+        """Make one row.
 
         Raises:
-            MalformedRow: it is not valid.
+            MalformedRow: the row is not valid.
         """
         fields = self._named(columns)
         made = [name for name in self._templates if name != "target" or "answer" in fields]
@@ -82,7 +82,7 @@ class RowReader:
         return fields
 
     def _texts(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue], made: Sequence[str]) -> Row:
-        """A row of texts: its templates, filled."""
+        """Make a row of texts by filling its templates."""
         used = set().union(*(self._used[name] for name in made))
         for name in sorted(used):
             if name not in fields:
@@ -106,7 +106,7 @@ class RowReader:
         )
 
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
-        """A row of messages. Templates are for text: of messages the tokenizer's chat template makes one."""
+        """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
         if not isinstance(fields["prompt"], list):
             raise MalformedRow(f"expected a list of messages as prompt too, found {fields['prompt']!r:.60}")
         completions: dict[str, Messages] = {}
@@ -165,7 +165,7 @@ class RowReader:
 
 
 def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
-    """A pair without a prompt: the prompt that both completions begin with, and what is left of them."""
+    """Split a pair without a prompt into the common prefix of its completions, the prompt, and their remainders."""
     for kind in (str, list):
         if isinstance(chosen, kind) and isinstance(rejected, kind):
             length = common_beginning(chosen, rejected)

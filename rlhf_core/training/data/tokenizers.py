@@ -1,8 +1,8 @@
-"""Tokenizers: three that are built here, and loading.
+"""Tokenizers: three kinds that are built here, and loading of existing ones.
 
 All three built here have ``<|pad|>`` as padding, ``<|im_end|>`` as the end token, a chat template in ChatML form whose
-turns end with that same token, and a vocabulary filled up to a multiple of 64 with ``<|reserved_N|>``: every number
-the model can sample is a token with a visible text, so that nothing it writes is hidden from a reward function.
+turns end with that same token, and a vocabulary filled up to a multiple of 64 with ``<|reserved_N|>``: every id that
+the model can sample is a token with visible text, so that none of its output is hidden from a reward function.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 
 VOCAB_MULTIPLE = 64
-"""Vocabularies are rounded up to this: matrix kernels like it."""
+"""Vocabulary sizes are rounded up to a multiple of this, for efficient matrix kernels."""
 
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 
@@ -71,7 +71,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     if not path.is_dir():
         raise BadConfig(f"{path} is no folder here; expected a folder with a Hugging Face tokenizer")
-    from transformers import AutoTokenizer  # it brings torch along, which a tokenizer that is built does not need
+    from transformers import AutoTokenizer  # it imports torch, which building a tokenizer does not need
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)

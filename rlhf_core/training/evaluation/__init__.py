@@ -1,2 +1,1 @@
-"""Measuring of a model on held-out data: sampled and greedy completions, ranked pairs, and the intervals of their
-means."""
+"""Evaluation of a model on held-out data: sampled and greedy completions, ranked pairs, confidence intervals."""

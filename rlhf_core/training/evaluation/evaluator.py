@@ -1,5 +1,5 @@
-"""Measuring a model on held-out data: completions that are made greedily and sampled, and how pairs are ranked, each
-with a confidence interval and a table of samples."""
+"""Evaluation of a model on held-out data: greedy and sampled completions and the ranking of pairs, each with a
+confidence interval and a table of samples."""
 
 import functools
 import time
@@ -43,39 +43,39 @@ When = Literal["before", "after"]
 How = Literal["greedy", "sampled"]
 
 PREFERENCE_METRIC = "accuracy"
-"""Share of held-out pairs whose chosen completion has the higher reward; of labelled completions, every desirable one
-is a pair with every undesirable one."""
+"""Share of held-out pairs whose chosen completion has the higher reward; for labelled completions, every desirable one
+forms a pair with every undesirable one."""
 
 SEED_STEP = 0
-"""Step in the sampling seeds of evaluations: training counts from 1, and before and after meet the same noise."""
+"""Step in the sampling seeds of evaluations: training counts from 1, and all evaluations use the same noise."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Held-out prompts and how completions of them are made and scored."""
+    """Evaluator of models on held-out prompts."""
 
     spec: RunSpec
     ranks: Ranks
     tokenizer: PreTrainedTokenizerBase
     data: EncodedPrompts
-    """Held-out prompts; the same on every rank, each rank works on its part."""
+    """Held-out prompts; the same on every rank, and each rank processes its part."""
     scorer: RewardScorer
     rollouts: RolloutEngine
 
     @property
     def names(self) -> tuple[EvaluationName, ...]:
-        """Evaluations that are made: completions are scored where the held-out rows have answers."""
+        """Names of the evaluations: completions are scored if the held-out rows have answers."""
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes(self.spec, self.data) else ()
         return (*made, "preference") if self.prefers else made
 
     @property
     def prefers(self) -> bool:
-        """True if the main loop learns from preferences: then held-out completions are ranked."""
+        """True if the main loop learns from preferences, in which case held-out completions are ranked."""
         return not isinstance(self.spec.trainer, CommandTrainer) and self.ranks_for(self.spec.main_loop.algorithm)
 
     def ranks_for(self, algorithm: AlgorithmSpec) -> bool:
-        """True if completions are ranked while this algorithm trains: it is that of the main loop, by whose rewards
-        they are."""
+        """True if completions are ranked while this algorithm trains: only for that of the main loop, whose rewards
+        rank them."""
         return algorithm == self.spec.main_loop.algorithm and (algorithm.pairs or algorithm.labelled)
 
     def run(
@@ -86,19 +86,19 @@ class Evaluator:
         beat: Callable[[], None],
         reference: PreTrainedModel | None = None,
     ) -> list[EvaluationReport]:
-        """Make all evaluations.
+        """Run all evaluations.
 
-        Collective: all ranks call it, and all get the whole reports, whose samples are in prompt order.
+        Collective: all ranks call it, and all get the full reports, with samples in prompt order.
 
         Args:
             checkpoint_step: optimizer steps that the weights have seen.
             beat: called after every generated token position and around the scorer.
-            reference: reference of the main loop; None where ``model`` is as it was when the loop began.
+            reference: reference of the main loop; None if ``model`` is unchanged since the loop began.
         """
         return [self._report(model, reference, name, when, checkpoint_step, beat) for name in self.names]
 
     def greedy_score(self, model: PreTrainedModel, step: int, beat: Callable[[], None]) -> tuple[float, int]:
-        """Sum of the scores of this rank's part, and their number: both can ride in a metric reduction.
+        """Sum and number of the scores of this rank's part, which can travel in a metric reduction.
 
         Args:
             step: optimizer steps that the weights have seen.
@@ -109,7 +109,7 @@ class Evaluator:
     def preference_score(
         self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
     ) -> tuple[float, int]:
-        """Sum of the scores of this rank's pairs, and their number."""
+        """Sum and number of the scores of this rank's pairs."""
         scores = [sample.score for sample in self._preferences(policy, reference, beat)]
         return sum(scores), len(scores)
 
@@ -171,7 +171,7 @@ class Evaluator:
             rated = rate_rows(
                 policy,
                 reference,
-                # A rank without a share rates the first row along, and forgets it.
+                # A rank without a share rates the first row and discards the result.
                 rows or self.data.rows[:1],
                 prompts or self.data.token_ids[:1],
                 algorithm=algorithm,
@@ -249,8 +249,8 @@ def load_evaluator(
     """Read the held-out data; the first ``evaluate.num_prompts`` rows whose prompts fit are used. Collective.
 
     Args:
-        start: starts the rollout engine of the run; called only where something is sampled.
-        trains_on_samples: whether something is also where no evaluation samples.
+        start: starts the rollout engine of the run; called only if something is sampled.
+        trains_on_samples: whether training samples even if no evaluation does.
     """
     rows = load_rows(spec, "eval")
     limit = spec.evaluate.num_prompts or len(rows)
@@ -269,7 +269,7 @@ def load_evaluator(
 
 
 def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: Ranks) -> None:
-    """Write the report files; rank 0 does."""
+    """Write the report files on rank 0."""
     for report in reports:
         if ranks.is_first:
             write_model(run_dir.evaluation(report.when, report.name), report)
@@ -280,16 +280,16 @@ def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: R
 
 
 def are_written(run_dir: RunDir, when: When, names: Sequence[EvaluationName] = ("greedy", "sampled")) -> bool:
-    """True if the evaluations of that moment have been made already."""
+    """True if the evaluations of that point in the run already exist."""
     return all(run_dir.evaluation(when, name).is_file() for name in names)
 
 
 def run_evaluator(context: WorkerContext) -> RoleResult:
-    """Role ``evaluator``: measure the model of the last complete checkpoint.
+    """Role ``evaluator``: evaluate the model of the last complete checkpoint.
 
     Raises:
         WorkerError: there is no complete checkpoint.
-        CheckpointCorrupt: it is damaged.
+        CheckpointCorrupt: the checkpoint is damaged.
     """
     spec, reporter = context.spec, context.reporter
     reporter.beat(Phase.SETUP, 0)
@@ -328,7 +328,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
 
 
 def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> PreTrainedModel | None:
-    """The reference model of the main loop, where pairs are ranked against it."""
+    """Load the reference model of the main loop, if pairs are ranked against it."""
     spec = context.spec
     if not evaluator.prefers or not spec.main_loop.algorithm.reference:
         return None
@@ -339,7 +339,7 @@ def _reference(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> Pr
 
 
 def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> None:
-    """Measure the model that another program began with, which does not do so itself; once in the life of a run."""
+    """Evaluate the initial model of an external trainer, which does not do so itself; once per run."""
     spec, run_dir = context.spec, context.run_dir
     wanted = isinstance(spec.trainer, CommandTrainer) and spec.model.path and not are_written(run_dir, "before")
     if ranks.from_first("missing" if wanted else "") != "missing":

@@ -11,10 +11,10 @@ from statistics import NormalDist, fmean, variance
 def mean_interval(scores: Sequence[Sequence[float]], confidence: float) -> tuple[float, float]:
     """Interval of the mean over all samples.
 
-    Samples of one prompt are not independent of each other: prompts are what is drawn, so they are the clusters
+    Samples of one prompt are not independent: prompts are drawn at random, so they are the clusters
     (Miller 2024, arXiv 2411.00640, section 2.2). Scores of 0 and 1 get the interval of Wilson (1927), which keeps its
     coverage near 0 and 1 and for few samples (Brown, Cai, DasGupta 2001, Statistical Science 16(2)), with the number of
-    samples replaced by the effective one where there are several per prompt (Franco et al. 2019, Journal of Survey
+    samples replaced by the effective one if there are several per prompt (Franco et al. 2019, Journal of Survey
     Statistics and Methodology 7(3)). Other scores get Student's interval over the means of the prompts.
 
     Args:
@@ -22,7 +22,7 @@ def mean_interval(scores: Sequence[Sequence[float]], confidence: float) -> tuple
         confidence: level, between 0 and 1.
 
     Returns:
-        Lower and upper bound. A single prompt with scores that are no 0 or 1 tells nothing: minus and plus infinity.
+        Lower and upper bound. A single prompt with scores other than 0 and 1 gives minus and plus infinity.
 
     Raises:
         ValueError: no scores, or prompts with different numbers of samples.
@@ -45,15 +45,15 @@ def wilson_interval(share: float, num_samples: float, confidence: float) -> tupl
     centre = (share + z**2 / (2 * num_samples)) / (1 + z**2 / num_samples)
     spread = math.sqrt(share * (1 - share) / num_samples + z**2 / (4 * num_samples**2))
     half = z / (1 + z**2 / num_samples) * spread
-    # At the ends the bound is the share itself; rounding must not put it beyond.
+    # At the ends the bound is the share itself; rounding must not exceed it.
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def effective_samples(scores: Sequence[Sequence[float]]) -> float:
-    """Number of independent samples that would know the share of successes as well as these clustered ones.
+    """Number of independent samples that would estimate the share of successes as precisely as these clustered ones.
 
     Between the number of prompts (all samples of a prompt agree) and the number of samples (they are independent); the
-    number of prompts where the scores do not vary at all, because nothing is known about the clustering then.
+    number of prompts if the scores do not vary at all, because the clustering is then unknown.
     """
     num_prompts, num_samples = len(scores), sum(map(len, scores))
     means = [fmean(samples) for samples in scores]

@@ -1,4 +1,4 @@
-"""Ranking of completions by a model: the measure of what learns from preferences."""
+"""Ranking of completions by a model: the metric of preference learning."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ from rlhf_core.training.types import Row
 
 
 def pair_sample(row: Row, chosen: float, rejected: float) -> EvaluationSample:
-    """The completion of a pair that has the higher reward, against the chosen one.
+    """Make a sample of the completion with the higher reward in a pair, judged against the chosen one.
 
     Scored 1 if it is the chosen one, 0 if it is the rejected one, and one half if the rewards are equal: a policy that
     is its own reference prefers nothing.
@@ -29,10 +29,10 @@ def pair_sample(row: Row, chosen: float, rejected: float) -> EvaluationSample:
 
 
 def desirable_sample(row: Row, reward: float, undesirable: Sequence[float]) -> EvaluationSample:
-    """A desirable completion, scored by the share of undesirable ones with a lower reward.
+    """Make a sample of a desirable completion, scored by the share of undesirable ones with a lower reward.
 
     Args:
-        reward: that of the row's completion.
+        reward: reward of the row's completion.
         undesirable: rewards of all undesirable completions; at least one.
     """
     return EvaluationSample(
@@ -65,17 +65,17 @@ def rate_rows(
     """Rate the completions of rows by the rewards that an algorithm gives them.
 
     Args:
-        reference: the reference model, of an algorithm that has one.
+        reference: the reference model, for an algorithm that has one.
         rows: rows whose texts are ready; at least one.
         prompts: tokens of their prompts.
-        algorithm: says what the reward of a completion is.
-        rows_at_once: rows of a forward pass.
-        num_passes: forward passes that every rank makes, whatever its share of the rows: where the weights are split
-            over the ranks, each pass is a collective. The last row is taken again where none are left.
+        algorithm: defines the reward of a completion.
+        rows_at_once: number of rows per forward pass.
+        num_passes: number of forward passes on every rank, whatever its share of the rows: if the weights are split
+            over the ranks, each pass is a collective. The last row is reused once none are left.
         beat: called before every pass.
 
     Returns:
-        The rows in their order, each with the rewards of its completions.
+        The rows in order, each with the rewards of its completions.
     """
     examples = make_examples(rows, prompts, tokenizer, algorithm)
     rated: list[tuple[Row, tuple[float, ...]]] = []

@@ -1,1 +1,1 @@
-"""Judgement of training while it runs: the figures of each step, the rules over them, and the verdict. Pure."""
+"""Health of training while it runs: signals of each step, rules over them, and the verdict. Pure."""

@@ -1,20 +1,20 @@
-"""Judgement of training while it runs: does it still learn? Pure: the metrics of a step in, findings out.
+"""Health judge of training: detects training that no longer learns. Pure: metrics of a step in, findings out.
 
-The loss tells nothing: that of GRPO is near 0 when all is well. Judged are gradient and weights, the spread of rewards
-within groups, repeated completions and seeds, the reward against its own best, entropy, truncation, what the clip takes
-away, the distance of training from sampling and from the reference model, and length as what the reward is paid for
-(``[health]`` has the windows and thresholds, each with its reason, and what follows from a finding).
+The loss is uninformative: that of GRPO is near 0 when all is well. The judge examines gradient and weights, the spread
+of rewards within groups, repeated completions and seeds, the reward against its own best, entropy, truncation,
+clipping, the distance of training from sampling and from the reference model, and rewards earned by length
+(``[health]`` has the windows and thresholds, each with its reason, and the action for a finding).
 
-Three things look like a failure and are none, and no rule may take them for one:
+Three things look like failures but are not, and no rule may mistake them for one:
 
 - A task that is *solved* has no spread, no gradient and hardly any entropy: its mean reward is the highest that any
   completion ever had.
 - A policy that has *gained* reward since it began may have become certain of its answers, some of them wrong.
-- A *rare* reward may not come for many steps: what counts is how many completions went without, and whether a mean has
-  fallen by more than chance allows.
+- A *rare* reward may be absent for many steps: the criteria are the number of completions without it, and a fall of the
+mean beyond chance.
 
-Every rank sees the same metrics and comes to the same findings. The state is part of each checkpoint, so that a run
-that goes on is judged as if it had never stopped. A new rule is a function over the state and a row of ``RULES`` in
+Every rank sees the same metrics and reaches the same findings. The state is part of each checkpoint, so that a resumed
+run is judged as if it had never stopped. A new rule is a function over the state and a row of ``RULES`` in
 ``rules.py``.
 """
 
@@ -30,7 +30,7 @@ _ADVICE = "`rlhf report` shows curves and completions; health.off turns off a ru
 
 
 _LEARNS_ON = frozenset[HealthRule]({"clipped", "train_gap", "kl", "length"})
-"""Rules whose findings do not mean that nothing is learned: what is learned is not what was meant."""
+"""Rules whose findings mean that training learns something unintended, not that it learns nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class HealthVerdict:
     """Consequence of the findings of one step."""
 
     warnings: tuple[tuple[HealthRule, str], ...] = ()
-    """Rule and sentences of what is told and leaves the run going."""
+    """Rule and messages of the warnings, which do not stop the run."""
     ends_by: HealthRule | Literal[""] = ""
-    """Rule that ends the training here; empty if none does."""
+    """Rule that ends training at this step; empty if none does."""
     message: str = ""
-    """Findings that end it, in sentences."""
+    """Messages of the findings that end it."""
 
 
 class Judge:
-    """Judges the steps of one run, in their order."""
+    """Judges the steps of one run, in order."""
 
     def __init__(self, spec: HealthSpec, batch: Batch, state: HealthState | None = None) -> None:
-        """Begin, or go on from the state of a checkpoint."""
+        """Start afresh or from the state of a checkpoint."""
         self._spec = spec
         self._batch = batch
         self.state = state or HealthState()
@@ -57,14 +57,14 @@ class Judge:
     def look(
         self, step: int, samples: bool, metrics: Mapping[str, float], by_rank: Mapping[str, Sequence[float]]
     ) -> list[HealthFinding]:
-        """Take in one step. Returns what is found by now, the most telling first; empty when all is well."""
+        """Observe one step. Returns the current findings, the most conclusive first; empty if all is well."""
         self.state = observe(self.state, self._spec, self._batch, step, samples, metrics, by_rank)
         return findings(self.state, self._spec, self._batch)
 
     def verdict(self, found: Sequence[HealthFinding], step: int) -> HealthVerdict:
         """Decide on the findings of a step (``health.actions``).
 
-        A warning is told once, and again only if a window of steps went by without it.
+        A warning is reported once, and again only after a window of steps without it.
         """
         by_action: dict[HealthAction, list[HealthFinding]] = {"warn": [], "stop": [], "roll_back": []}
         for finding in found:
@@ -81,7 +81,7 @@ class Judge:
 
 
 def in_words(found: Sequence[HealthFinding], step: int) -> str:
-    """Findings as the message of an error, without its full stop."""
+    """Format findings as an error message, without its full stop."""
     since = min(finding.since_step for finding in found)
     also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
     learns_on = all(finding.rule in _LEARNS_ON for finding in found)

@@ -1,4 +1,4 @@
-"""Rules of the judge: what in the state of a run says that training learns nothing, or not what was meant."""
+"""Rules of the health judge: signs in the state of a run that training learns nothing, or not what was intended."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,24 +9,24 @@ from rlhf_core.schemas.health import HealthRule, HealthSpec
 from rlhf_core.training.health.state import Batch, HealthState, Level, Repetition, block_steps, mean_reward
 
 SURE_GAIN = 3.0
-"""Standard errors by which a mean must be above another to be higher."""
+"""Number of standard errors by which a mean must exceed another to count as higher."""
 SURE_LOSS = 4.0
-"""The same to be lower: the best of many means is high by chance too."""
+"""Number of standard errors to count as lower; larger, because the best of many means is high partly by chance."""
 SOLVED_WITHIN = 0.02
-"""Share of the range of rewards by which a solved task may miss the highest."""
+"""Share of the reward range by which a solved task may fall short of the highest reward."""
 
 
 @dataclass(frozen=True)
 class HealthFinding:
-    """One reason to say that training learns nothing, or not what was meant."""
+    """One sign that training learns nothing, or not what was intended."""
 
     rule: HealthRule
     since_step: int
     """First step that shows it."""
     message: str
-    """In words, without a full stop."""
+    """Message without a full stop."""
     kind: str = ""
-    """Kind of what was found, where a rule finds several: told apart in warnings."""
+    """Kind of finding, for a rule with several; warnings distinguish them."""
 
     @property
     def key(self) -> str:
@@ -35,7 +35,7 @@ class HealthFinding:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rewards compared
+# Comparison of rewards
 
 
 def _is_higher(one: Level, other: Level, standard_errors: float) -> bool:
@@ -43,7 +43,8 @@ def _is_higher(one: Level, other: Level, standard_errors: float) -> bool:
 
 
 def _is_solved(state: HealthState, now: Level) -> bool:
-    """All rewards are the highest ever seen. One that never varied is taken for the highest if it is positive."""
+    """True if all rewards are the highest ever seen. A reward that never varied counts as the highest if it is
+    positive."""
     if state.top == state.floor:
         return state.top > 0
     return now.mean >= state.top - SOLVED_WITHIN * (state.top - state.floor)
@@ -69,21 +70,21 @@ class _View:
 
     @property
     def is_well(self) -> bool:
-        """The task is solved, or the reward has risen since training began."""
+        """True if the task is solved, or the reward has risen since training began."""
         return _is_solved(self.state, self.now) or _has_gained(self.state, self.now)
 
     @property
     def steps(self) -> str:
-        """The window in words."""
+        """Describe the window."""
         return f"the last {len(self.state.recent)} steps"
 
     def steps_without_spread(self) -> int:
-        """In a row, up to now."""
+        """Number of consecutive steps without spread, up to now."""
         return self.state.recent[-1].step - max(self.state.spread_ended, self.state.first_step - 1)
 
 
 def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding]:
-    """All that is wrong after the last step, the most telling first."""
+    """List all findings after the last step, the most conclusive first."""
     found = [_frozen(state, spec), *_identical(state, spec, batch)]
     if len(state.recent) == spec.window_steps:
         view = _View(state, spec, batch, mean_reward(state, state.recent, batch))
@@ -127,7 +128,7 @@ _SEEDS = (
 
 
 def _seeds(state: HealthState, batch: Batch) -> list[HealthFinding]:
-    """Repetitions of sampling seeds: no policy makes them, so two steps in a row prove them."""
+    """Find repeated sampling seeds: no policy causes them, so two steps in a row are proof."""
     in_groups, across = state.seeds_in_groups, state.seeds_across_prompts
     found = []
     if in_groups.num_steps >= 2:
@@ -266,13 +267,13 @@ def _kl(view: _View) -> HealthFinding | None:
 
 
 def _length(view: _View) -> HealthFinding | None:
-    """A reward that rises by length alone.
+    """Find a reward that rises through length alone.
 
-    Within groups the prompt is the same, so a reward that goes with length there is paid for length: by the slope of
-    the one over the other, a longer answer earns so much. The finding is that such a reward has risen, that
-    completions have become longer, and that the slope explains at least half of the rise. A policy that thinks longer
-    and is right more often has a correlation far below: among its answers to one prompt, the long ones are not right
-    nearly always.
+    Within a group the prompt is the same, so a reward that correlates with length there rewards length itself, and the
+        slope gives the reward per token. The finding requires that such a reward has risen, that completions have
+        become longer, and that the slope explains at least half of the rise. A policy that reasons longer and is right
+        more often has a far lower correlation: among its answers to one prompt, the long ones are not almost always
+        right.
     """
     state, spec = view.state, view.spec
     pairs = [
@@ -310,11 +311,11 @@ RULES: tuple[Callable[[_View], HealthFinding | None], ...] = (
     _kl,
     _length,
 )
-"""Rules over a full window of the main algorithm, the most telling first."""
+"""Rules over a full window of the main algorithm, the most conclusive first."""
 
 
 def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
-    """Ranks by node: ``ranks 0, 1 (all of node1) and rank 5 (node3)``."""
+    """Name ranks by node: ``ranks 0, 1 (all of node1) and rank 5 (node3)``."""
     parts = []
     for node in dict.fromkeys(nodes):
         own = [rank for rank in range(len(nodes)) if nodes[rank] == node]

@@ -1,8 +1,8 @@
-"""Signals of a step of sampling that its judgement needs, as metrics that ride in the packed vector.
+"""Health signals of a sampling step, as metrics in the packed vector.
 
-Duplicates are looked for in the sampling seeds as well as in the completions: two completions of one prompt under one
-seed are the same whatever the policy, so seeds prove what completions only suggest, and show it where just some of a
-group are the same (verl under ``full_determinism`` seeds every request with the index of its replica).
+Both sampling seeds and completions are checked for duplicates: two completions of one prompt under one seed are the
+same whatever the policy, so seeds prove what completions only suggest, even if only some of a group are the same (verl
+under ``full_determinism`` seeds every request with the index of its replica).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def add_signals(metrics: StepMetrics, seeds: Sequence[Sequence[int]], lengths: S
 
     Args:
         seeds: sampling seeds, ``P`` groups of ``G``.
-        lengths: tokens of each of the ``P*G`` completions, group after group.
+        lengths: number of tokens of each of the ``P*G`` completions, group by group.
         rewards: ``[P, G]``.
     """
     in_groups, across = seed_repeats(seeds)
@@ -34,14 +34,14 @@ def add_signals(metrics: StepMetrics, seeds: Sequence[Sequence[int]], lengths: S
 
 
 def seed_repeats(seeds: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Repetitions among the sampling seeds of one rank.
+    """Count repetitions among the sampling seeds of one rank.
 
     Args:
-        seeds: by group.
+        seeds: seeds by group.
 
     Returns:
-        Completions with the seed of an earlier one of their group; and seeds of a group that an earlier group has, so
-        that two prompts are sampled with the same noise.
+        The number of completions with the seed of an earlier one in their group, and of seeds in a group that an
+        earlier group also has, so that two prompts are sampled with the same noise.
     """
     in_groups, across, used = 0, 0, set[int]()
     for group in seeds:

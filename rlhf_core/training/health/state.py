@@ -1,6 +1,6 @@
-"""Figures of training that its judgement needs, folded from the metrics of each step.
+"""State of the health judge, folded from the metrics of each step.
 
-The state is part of every checkpoint, so that a run that goes on is judged as if it had never stopped.
+The state is part of every checkpoint, so that a resumed run is judged as if it had never stopped.
 """
 
 import math
@@ -20,12 +20,12 @@ a vocabulary of 160,000 the bracket is 25. So n repeated completions of s nats e
 FINGERPRINT = "rollout/fingerprint"
 SAME_GROUPS = "rollout/same_groups"
 NUM_DISTINCT = "rollout/num_distinct"
-"""Facts of each rank about its completions: a hash of all of them in order, the share of its groups whose completions
-are all the same, and the number of different ones over all its prompts."""
+"""Per-rank metrics of the completions: a hash of all of them in order, the share of groups whose completions are all
+the same, and the number of distinct ones over all its prompts."""
 
 SEEDS_IN_GROUPS = "rollout/seeds_in_groups"
 SEEDS_ACROSS_PROMPTS = "rollout/seeds_across_prompts"
-"""Facts of each rank about its sampling seeds (``health_signals.seed_repeats``)."""
+"""Per-rank metrics of the sampling seeds (``signals.seed_repeats``)."""
 
 LENGTH_CORRELATION = "reward/length_correlation"
 LENGTH_SLOPE = "reward/length_slope"
@@ -34,32 +34,32 @@ LENGTH_SLOPE = "reward/length_slope"
 
 @dataclass(frozen=True)
 class Batch:
-    """Size of a step of the main algorithm, and the ranks that make it."""
+    """Size of a step of the main algorithm, and its ranks."""
 
     num_prompts: int
-    """Prompts of a step, over all ranks."""
+    """Number of prompts of a step, over all ranks."""
     samples_per_prompt: int
     nodes: tuple[str, ...]
     """Name of the node of each rank."""
 
     @property
     def num_completions(self) -> int:
-        """Completions of a step, over all ranks."""
+        """Number of completions of a step, over all ranks."""
         return self.num_prompts * self.samples_per_prompt
 
     @property
     def repeats_per_rank(self) -> float:
-        """Completions of one rank that have an earlier one of the same prompt beside them."""
+        """Number of one rank's completions preceded by another completion of the same prompt."""
         return self.num_prompts * (self.samples_per_prompt - 1) / len(self.nodes)
 
     @property
     def completions_per_rank(self) -> float:
-        """Completions of one rank."""
+        """Number of completions of one rank."""
         return self.num_completions / len(self.nodes)
 
 
 class Seen(Schema):
-    """The figures of one step that are kept."""
+    """Figures kept of one step."""
 
     step: int
     reward: float
@@ -71,7 +71,7 @@ class Seen(Schema):
     """Mean length of a completion in tokens."""
     length_correlation: float | None = None
     length_slope: float | None = None
-    """These and the next are None where the step does not have them."""
+    """This and the following fields are None if the step lacks them."""
     kl: float | None = None
     train_gap: float | None = None
     clipped: float | None = None
@@ -84,13 +84,13 @@ class Repetition(Schema):
     num_steps: int = 0
     ranks: tuple[int, ...] = ()
     nats: float = 0.0
-    """Surprise for one rank: minus the logarithm of the chance, added up over the steps."""
+    """Surprise for one rank: minus the logarithm of the probability, summed over the steps."""
     distinct: float = 0.0
-    """Different completions of such a rank over all its prompts, at most."""
+    """Largest number of distinct completions of such a rank over all its prompts."""
 
 
 class Level(Schema):
-    """The mean reward of some steps in a row."""
+    """Mean reward of some consecutive steps."""
 
     since_step: int
     mean: float
@@ -99,7 +99,7 @@ class Level(Schema):
 
 
 class HealthState(Schema):
-    """All that is known of the steps so far. Part of a checkpoint."""
+    """Everything known about the steps so far. Part of a checkpoint."""
 
     recent: tuple[Seen, ...] = ()
     """The last steps of the main algorithm, at most a window."""
@@ -126,7 +126,7 @@ class HealthState(Schema):
     first_step: int = 0
     """First step of the main algorithm that was seen."""
     frozen_since: int = 0
-    """First step of the present row of steps that changed nothing; 0 where the last one did."""
+    """First of the current consecutive steps that changed nothing; 0 if the last one changed something."""
     frozen_why: str = ""
     same_groups: Repetition = Repetition()
     """Ranks with the same completion throughout every group."""
@@ -141,22 +141,22 @@ class HealthState(Schema):
     seeds_repeated: float = 0.0
     """Share of the completions of such a rank that have the seed of another one, at most."""
     same_seeds_since: int = 0
-    """First step of the present row of steps that all had the same seeds; 0 where the last one had others."""
+    """First of the current consecutive steps that all had the same seeds; 0 if the last one had others."""
     seed_digest: float | None = None
     """Of the last step."""
     fingerprints: tuple[float, ...] = ()
     """Of the last step, by rank."""
     warned: tuple[tuple[str, int], ...] = ()
-    """Findings that were told as warnings, to the last step that had them."""
+    """Findings already reported as warnings, with the last step that had them."""
 
     def of_other_ranks(self) -> "HealthState":
-        """The same without what was observed of single ranks, for a run that goes on with another number of them."""
+        """Drop the observations of individual ranks, for a run that resumes with a different number of them."""
         parts = ("same_groups", "same_ranks", "same_steps", "fingerprints")
         return self.model_copy(update={name: getattr(HealthState(), name) for name in parts})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is kept of a step
+# Observation of a step
 
 
 def observe(
@@ -168,12 +168,12 @@ def observe(
     metrics: Mapping[str, float],
     by_rank: Mapping[str, Sequence[float]],
 ) -> HealthState:
-    """The state after one more step.
+    """Return the state after one more step.
 
     Args:
-        samples: whether the loop samples completions; of one that does not, only gradient and weights are judged.
+        samples: whether the loop samples completions; otherwise only gradient and weights are judged.
         metrics: as in ``metrics.jsonl``.
-        by_rank: what every rank has its own of.
+        by_rank: per-rank metrics.
     """
     state = _observe_weights(state, step, samples, metrics)
     if not samples:
@@ -208,7 +208,7 @@ def observe(
 
 def _observe_weights(state: HealthState, step: int, samples: bool, metrics: Mapping[str, float]) -> HealthState:
     why = ""
-    # Equal rewards give no gradient, and are judged by themselves.
+    # Equal rewards give no gradient, and are judged separately.
     has_signal = not samples or metrics["rollout/zero_std_groups"] < 1
     if metrics["train/grad_norm"] == 0:
         why = "the gradient is exactly 0 although there is something to learn from" if has_signal else ""
@@ -219,7 +219,8 @@ def _observe_weights(state: HealthState, step: int, samples: bool, metrics: Mapp
 
 
 def _observe_blocks(state: HealthState, spec: HealthSpec, batch: Batch) -> HealthState:
-    """The first and the best block of steps: a quarter of a window, so that a peak before a sudden fall counts."""
+    """Update the first and the best block of steps, each a quarter of a window, so that a peak before a sudden drop
+    counts."""
     size = block_steps(spec)
     if state.num_steps < size:
         return state
@@ -254,7 +255,7 @@ def _observe_repetitions(
         update={
             "fingerprints": fingerprints,
             "same_groups": _repeated(state.same_groups, seen.step, same, nats * batch.repeats_per_rank, distinct),
-            # Of two ranks that are the same, one is no surprise.
+            # If two ranks are the same, only one of them is a surprise.
             "same_ranks": _repeated(
                 state.same_ranks, seen.step, twins, nats * batch.completions_per_rank / 2, distinct
             ),
@@ -285,7 +286,7 @@ def _observe_seeds(
 def _repeated(
     before: Repetition, step: int, ranks: Sequence[int], nats: float, distinct: Sequence[float]
 ) -> Repetition:
-    """Go on with the ranks that were repeated before and are again; begin anew where there is none."""
+    """Keep the ranks that are repeated again; start afresh if there are none."""
     kept = [rank for rank in before.ranks if rank in set(ranks)]
     start = before if kept else Repetition(since_step=step)
     kept = kept or list(ranks)
@@ -301,15 +302,15 @@ def _repeated(
 
 
 def block_steps(spec: HealthSpec) -> int:
-    """Steps of a block: a quarter of a window."""
+    """Number of steps in a block: a quarter of a window."""
     return max(1, spec.window_steps // 4)
 
 
 def mean_reward(state: HealthState, steps: Sequence[Seen], batch: Batch) -> Level:
-    """Mean reward with a standard error that does not trust a few steps to vary as much as they might.
+    """Mean reward with a conservative standard error, since a few steps may vary too little by chance.
 
-    A reward between floor and top with mean m varies by at most (m - floor)(top - m); prompts, not completions, are
-    what is drawn.
+    A reward between floor and top with mean m has a variance of at most (m - floor)(top - m); the independent draws are
+    prompts, not completions.
     """
     rewards = [seen.reward for seen in steps]
     mean = fmean(rewards)

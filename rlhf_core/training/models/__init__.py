@@ -1,2 +1,2 @@
-"""Models: causal language models and reward models loaded or built, adapters, merging, whole weights of a split model,
-and the log-probabilities of tokens."""
+"""Models: loading and building of causal language models and reward models, adapters, merging, gathering the weights of
+a sharded model, and token log-probabilities."""

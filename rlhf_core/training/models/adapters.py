@@ -1,7 +1,7 @@
-"""LoRA adapters through peft: put into a model, switched off for its reference, saved, loaded and merged.
+"""LoRA adapters through peft: insertion into a model, reference without the adapter, saving, loading and merging.
 
-LoRA (Hu et al. 2021, arXiv 2106.09685, eq. 3) leaves a layer's weights ``W`` as they are and learns a product of two
-narrow matrices beside them, ``h = W x + alpha / r * B A x``; with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732) the
+LoRA (Hu et al. 2021, arXiv 2106.09685, eq. 3) leaves a layer's weights ``W`` unchanged and learns the product of two
+narrow matrices added to them, ``h = W x + alpha / r * B A x``; with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732) the
 factor is ``alpha / sqrt(r)``. ``B`` is 0 at first, so that training starts from the base model. The layers are replaced
 in place: a model with an adapter is the same transformers model, for sampling, scoring and ZeRO alike.
 """
@@ -26,24 +26,24 @@ from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 from rlhf_core.training.models.gathering import weights_of_first
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""File of a folder that holds an adapter (LoRA and the like) and no whole model."""
+"""File that identifies a folder with an adapter (LoRA or similar) instead of a full model."""
 _TRAINED, _REFERENCE = "default", "reference"
 _PREFIX = "base_model.model."
-"""Beginning of the names in peft's files."""
+"""Prefix of the names in peft's files."""
 _METADATA = {"format": "pt"}
 _HEAD = "score"
-"""Head of a reward model, which is trained whole."""
+"""Head of a reward model, which is trained in full."""
 _BASE_FILES = ("config.json", "*.safetensors", "*.bin")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Making
+# Creation
 
 
 def add_adapter(model: nn.Module, lora: LoraSpec, seed: int) -> None:
-    """Freeze ``model`` and put an adapter into it, whose first weights follow from ``seed`` alone.
+    """Freeze ``model`` and add an adapter, whose initial weights depend only on ``seed``.
 
-    The head of a reward model is trained whole beside it.
+    The head of a reward model is trained in full as well.
 
     Raises:
         BadConfig: peft is missing, a target matches no linear layer, or it is an embedding or the output layer.
@@ -65,7 +65,7 @@ def _config(lora: LoraSpec, targets: Iterable[str], *, has_head: bool) -> Any:
 
 
 def add_reference(model: nn.Module, folder: Path) -> None:
-    """Put a second, frozen adapter beside the trained one: that of an earlier checkpoint, in ``folder``."""
+    """Add a second, frozen adapter next to the trained one: that of an earlier checkpoint, in ``folder``."""
     trained: Any = model.peft_config
     values = trained[_TRAINED].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     _inject(model, type(trained[_TRAINED])(**values), _REFERENCE, seed=0)
@@ -78,7 +78,7 @@ def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
     before = {id(parameter) for parameter in model.parameters()}
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is an adapter already: the reference's is the second
+        warnings.simplefilter("ignore", UserWarning)  # about an existing adapter: the reference's is the second
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=name)
     for parameter in model.parameters():
@@ -87,10 +87,10 @@ def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
 
 
 def target_modules(model: nn.Module, lora: LoraSpec) -> tuple[str, ...]:
-    """Last parts of the names of the linear layers that get an adapter, as in ``q_proj``.
+    """Last components of the names of the linear layers that get an adapter, as in ``q_proj``.
 
     Raises:
-        BadConfig: a name of ``model.lora.target_modules`` is that of no such layer; those that there are, are named.
+        BadConfig: a name in ``model.lora.target_modules`` matches no such layer; the message lists the available ones.
     """
     found = linear_names(model)
     if lora.target_modules == (ALL_LINEAR,):
@@ -106,7 +106,7 @@ def target_modules(model: nn.Module, lora: LoraSpec) -> tuple[str, ...]:
 
 
 def linear_names(model: nn.Module) -> tuple[str, ...]:
-    """Last parts of the names of the linear layers of a model, without its output layer or head."""
+    """Last components of the names of a model's linear layers, without its output layer or head."""
     from transformers.pytorch_utils import Conv1D
 
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -129,10 +129,11 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 class AdapterReference:
-    """The policy as it was when its loop began, without a second model: with its adapter off, or with an earlier one.
+    """The policy as it was at the start of its loop, without a second model: with its adapter off, or with an earlier
+    one.
 
-    Called like the policy. The layers then compute what they would compute without the trained adapter, operation by
-    operation, so that the numbers are those of a second model to the last bit.
+    Called like the policy. The layers then perform the same operations as without the trained adapter, so the results
+    equal those of a second model bit for bit.
     """
 
     def __init__(self, policy: nn.Module, model: PreTrainedModel, earlier: Path | None) -> None:
@@ -140,7 +141,7 @@ class AdapterReference:
 
         Args:
             model: the model with the adapter, which ``policy`` wraps.
-            earlier: folder of the adapter that the loop began with; None where it began with the base model.
+            earlier: folder of the adapter that the loop began with; None if it began with the base model.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -149,11 +150,11 @@ class AdapterReference:
         self._policy = policy
         self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self._has_adapter = earlier is not None
-        self._switch_back()  # peft makes the adapter that was added last the active one
+        self._switch_back()  # peft activates the most recently added adapter
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass of the reference; keeps nothing for a backward pass."""
+        """Run the forward pass of the reference, without gradient."""
         with self._switched():
             return self._policy(*args, **kwargs)
 
@@ -180,9 +181,9 @@ class AdapterReference:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, base: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write the trained adapter as peft does, with the checksums of its base model beside it.
+    """Write the trained adapter in peft's format, together with the checksums of its base model.
 
-    Collective where the model is split: the trained weights are gathered, the base model's are not. Rank 0 writes.
+    Collective if the model is split: the trained weights are gathered, those of the base model are not. Rank 0 writes.
 
     Args:
         base: folder of the base model.
@@ -210,11 +211,11 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: Path, is_first: boo
 
 
 def write_adapter(folder: Path, lora: LoraSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors of an adapter of a language model as peft does, without its base model.
+    """Write the tensors of a language model's adapter in peft's format, without its base model.
 
     Args:
         folder: an empty folder.
-        tensors: by their names in the model that is trained.
+        tensors: tensors by their names in the trained model.
 
     Raises:
         OSError, SafetensorError: they cannot be written.
@@ -229,14 +230,14 @@ def write_adapter(folder: Path, lora: LoraSpec, tensors: Iterable[tuple[str, Ten
 
 
 def load_adapter(model: nn.Module, folder: Path, name: str = _TRAINED) -> None:
-    """Read the weights of an adapter that :func:`save_adapter` wrote into that of ``model``.
+    """Load the weights of an adapter written by :func:`save_adapter` into the adapter of ``model``.
 
     Raises:
-        ResumeMismatch: they are of other layers.
+        ResumeMismatch: they belong to other layers.
     """
     weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
     if hasattr(model, _HEAD):
-        # An adapter of a language model has no head for a reward model: that keeps the one it has.
+        # A language model's adapter has no reward head, so a reward model keeps its own.
         weights = {**_head_weights(model, name), **weights}
     result: Any = _peft().set_peft_model_state_dict(model, weights, adapter_name=name)
     missing = [key for key in result.missing_keys if f".lora_A.{name}." in key or f".lora_B.{name}." in key]
@@ -254,17 +255,17 @@ def _head_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter and no whole model."""
+    """True if a folder holds an adapter instead of a full model."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def base_of(folder: Path) -> Path:
-    """Folder of the base model as an adapter names it."""
+    """Folder of the base model recorded in an adapter."""
     return Path(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or "")
 
 
 def merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """A base model with the adapter of ``folder`` merged into its weights: ``W + alpha / r * B A``.
+    """Merge the adapter of ``folder`` into the weights of a base model: ``W + alpha / r * B A``.
 
     Raises:
         BadConfig: peft is missing.
@@ -278,7 +279,7 @@ def merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def base_files(base: Path, beat: Callable[[], None] = lambda: None) -> dict[str, FileChecksum]:
-    """Checksums of the configuration and the weights of a base model; each file is read once in a process."""
+    """Checksums of the configuration and the weights of a base model; each file is read once per process."""
     found = {}
     for path in sorted(path for pattern in _BASE_FILES for path in base.glob(pattern) if path.is_file()):
         facts = path.stat()
@@ -289,14 +290,14 @@ def base_files(base: Path, beat: Callable[[], None] = lambda: None) -> dict[str,
 
 @functools.lru_cache(maxsize=1024)
 def _checksum(path: Path, size: int, modified_ns: int) -> FileChecksum:
-    """Checksum of a file, kept for as long as it has this size and time."""
+    """Checksum of a file, cached while its size and modification time stay the same."""
     return checksum(path)
 
 
 def require_base(folder: Path, base: Path) -> None:
-    """Refuse an adapter whose base model is not the one that it was trained on: the sum of both would be neither.
+    """Refuse an adapter whose base model is not the one it was trained on: their sum would be meaningless.
 
-    Nothing is refused where no record lies beside the adapter, which another program wrote.
+    An adapter without such a record, written by another program, is accepted.
 
     Raises:
         ResumeMismatch: a file of the base model differs.
@@ -316,10 +317,10 @@ def require_base(folder: Path, base: Path) -> None:
 
 
 def _peft() -> Any:
-    """The library.
+    """Import peft.
 
     Raises:
-        BadConfig: it is not installed.
+        BadConfig: peft is not installed.
     """
     try:
         import peft

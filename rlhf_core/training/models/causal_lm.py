@@ -1,4 +1,4 @@
-"""Language models: built from a configuration or loaded from a folder, and wrapped for training."""
+"""Language models: building from a configuration, loading from a folder, and a wrapper for training."""
 
 import contextlib
 import difflib
@@ -50,10 +50,10 @@ __all__ = [
 
 
 def prepare_initial_model(spec: RunSpec, run_dir: RunDir, rows: Iterable[Row]) -> Path:
-    """The folder of the model that training starts from. Call on rank 0 only, before the others load it.
+    """Return the folder of the initial model, building it if needed. Call on rank 0 only, before the others load it.
 
     A model given by ``model.path`` stays where it is. Otherwise a tokenizer and a model with random weights are built
-    into ``run_dir.initial_model``, which appears whole by one rename; a restart finds it there and builds nothing.
+    in ``run_dir.initial_model``, which appears atomically by a rename; a restart reuses it.
 
     Args:
         rows: training rows; a ``bpe`` tokenizer is trained on their prompts and targets.
@@ -83,7 +83,7 @@ def prepare_initial_model(spec: RunSpec, run_dir: RunDir, rows: Iterable[Row]) -
 
 
 def tokenizer_folder(spec: RunSpec, model_path: Path) -> Path:
-    """Folder of the tokenizer of the model in ``model_path``: that of the model, unless the spec names another folder.
+    """Folder of the tokenizer for the model in ``model_path``: the model's own, unless the spec names another.
 
     Raises:
         BadConfig: the spec asks for a tokenizer to be built for a model that already exists, or the folder is missing.
@@ -99,7 +99,7 @@ def tokenizer_folder(spec: RunSpec, model_path: Path) -> Path:
 
 
 def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A causal language model with random weights that follow from ``seed`` alone.
+    """Build a causal language model with random weights that depend only on ``seed``.
 
     The vocabulary is the tokenizer's, rounded up to a multiple of 64; padding and end token are the tokenizer's too.
 
@@ -107,7 +107,7 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
         config: ``model_type`` and arguments of that type's transformers configuration.
 
     Raises:
-        BadConfig: unknown model type or argument, or values that make no model.
+        BadConfig: unknown model type or argument, or values that give no valid model.
     """
     arguments = dict(config)
     model_type = str(arguments.pop("model_type"))
@@ -123,7 +123,7 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
             torch.manual_seed(seed)
             built = _without_dropout(AutoConfig.for_model(model_type, **arguments))
             model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
-    except Exception as error:  # transformers raises many types here; each of them means a bad value
+    except Exception as error:  # transformers raises many types here, all of which mean a bad value
         raise BadConfig(
             f"model.config makes no {model_type} model: {type(error).__name__}: {_first_lines(error)}"
         ) from error
@@ -139,12 +139,12 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
 def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrainedModel:
     """Load a causal language model from a folder, in training's number format and with all dropout off.
 
-    Dropout is off because the sampled and the trained distribution have to be the same one. An adapter is merged into
-    its base model.
+    Dropout is off because the sampled and the trained distribution have to be the same. An adapter is merged into its
+    base model.
 
     Args:
         dtype: ``float32`` or ``bfloat16``.
-        base: folder of the base model of an adapter, where it is not the one that the adapter names.
+        base: folder of an adapter's base model, if it is not the one recorded in the adapter.
 
     Raises:
         BadConfig: there is no such folder, or no model in it.
@@ -165,10 +165,10 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
 
 
 def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
-    """The model that a folder describes, with random weights: for an engine, which is given its weights.
+    """Build the model that a folder describes, with random weights: for an engine that receives its weights.
 
     Raises:
-        BadConfig: there is no configuration of a causal language model.
+        BadConfig: the folder has no configuration of a causal language model.
     """
     try:
         config = dropout_free_config(folder)
@@ -191,8 +191,7 @@ def _existing_folder(path: Path, key: str) -> Path:
 
 
 def _check_config(model_type: str, arguments: Mapping[str, JsonValue]) -> None:
-    """Transformers takes any argument and forgets the unknown ones: a typo would train another model than was asked
-    for."""
+    """Reject unknown arguments, which transformers silently ignores: a typo would train a different model."""
     if model_type not in CONFIG_MAPPING:
         raise BadConfig(
             f'model.config.model_type = "{model_type}" is unknown to this transformers'
@@ -217,10 +216,10 @@ def _first_lines(error: BaseException, limit: int = 400) -> str:
 
 
 def dropout_free_config(folder: Path) -> PreTrainedConfig:
-    """Configuration of a model, with all dropout off.
+    """Load the configuration of a model, with all dropout off.
 
     Raises:
-        OSError, ValueError: there is none that transformers knows.
+        OSError, ValueError: there is none that transformers supports.
     """
     return _without_dropout(AutoConfig.from_pretrained(str(folder), local_files_only=True))
 
@@ -242,7 +241,8 @@ class _Head(Protocol):
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Have a model compute without dropout, so that it draws no random number; then put each of its parts back."""
+    """Turn off dropout within the block, so that the model draws no random numbers; then restore the mode of each
+    module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -253,11 +253,11 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that answers with log-probabilities instead of logits.
+    """A causal language model that returns log-probabilities instead of logits.
 
     The logits over the whole vocabulary exist for one chunk of tokens at a time, forward and backward: for 32 thousand
-    tokens and a vocabulary of 152 thousand they would be 20 GB. Of sequences that are padded on the right, only tokens
-    that something is predicted from go through the layers, and what several begin with goes once (``packing.py``).
+    tokens and a vocabulary of 152 thousand they would be 20 GB. Of right-padded sequences, only tokens used for a
+    prediction go through the layers, and common prefixes go through once (``packing.py``).
     """
 
     def __init__(self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS) -> None:
@@ -267,14 +267,14 @@ class PolicyModel(nn.Module):
             chunk_elements: the largest number of logits that may exist at once.
 
         Raises:
-            BadConfig: the model does something else than apply its head to its last hidden state.
+            BadConfig: the model does not simply apply its head to its last hidden state.
         """
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_elements = chunk_elements
         self._check_head()
         self.packs = can_pack(causal_lm)
-        """True if no padding goes through the layers; otherwise it pays to cut micro-batches of like lengths."""
+        """True if no padding goes through the layers; otherwise micro-batches of similar lengths are worthwhile."""
 
     def forward(
         self,
@@ -283,15 +283,14 @@ class PolicyModel(nn.Module):
         target_mask: Tensor | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each token given those before it.
+        """Compute the log-probability of each token given the preceding ones.
 
         Args:
             input_ids: ``[B, T]`` int64.
             attention_mask: ``[B, T]``, 1 for real tokens; positions are counted over them. Not needed (and slower)
                 when padding is on the right only.
-            target_mask: ``[B, T-1]`` bool: which predictions are wanted; all where it is left out. Only their logits
-                are computed.
-            temperature: the logits are divided by it.
+            target_mask: ``[B, T-1]`` bool: predictions to compute, all if omitted. Only their logits are computed.
+            temperature: divisor of the logits.
 
         Returns:
             Two ``[B, T-1]`` tensors in float32 (float64 for a float64 model), zero where ``target_mask`` is false:
@@ -312,7 +311,7 @@ class PolicyModel(nn.Module):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The model that is saved."""
+        """The underlying model, which is saved."""
         return self.causal_lm
 
     def enable_gradient_checkpointing(self) -> None:
@@ -341,8 +340,8 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Some models scale or cap their logits after the head; training on other logits than are sampled from is
-        wrong."""
+        """Reject models that scale or cap their logits after the head: training and sampling must use the same
+        logits."""
         device = self.causal_lm.device
         probe = torch.arange(1, 5, device=device)[None]
         own = self.causal_lm(input_ids=probe, use_cache=False).logits

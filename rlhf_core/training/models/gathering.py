@@ -1,7 +1,7 @@
-"""Whole weights of a model, whether ZeRO 3 has split its parameters over the ranks or not.
+"""Full weights of a model, whether or not ZeRO 3 has split its parameters over the ranks.
 
-ZeRO 3 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5) leaves a rank 1/N of each parameter, and an empty tensor
-in the parameter's place. Checkpoints, evaluation and other engines take whole ones from here.
+ZeRO 3 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5) leaves each rank 1/N of every parameter, and an empty
+tensor in the parameter's place. Checkpoints, evaluation and other engines get full weights from here.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
 
 SHARD_BYTES = 4_000_000_000
-"""Largest file of weights."""
+"""Maximum size of a weights file in bytes."""
 WEIGHTS_METADATA = {"format": "pt"}
-"""Metadata of a file of weights, as transformers expects it."""
+"""Metadata of a weights file, as transformers expects it."""
 _HOOKS = "zero_hooks_owner"
 
 
@@ -31,20 +31,20 @@ def is_split(model: nn.Module) -> bool:
 
 
 def whole_shape(parameter: Tensor) -> Size:
-    """Shape of a parameter when it is whole."""
+    """Shape of the full parameter."""
     shape: Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """Elements of a parameter that this rank has at all times, flat: its share under ZeRO 3 (padded), otherwise all."""
+    """Elements of a parameter that this rank always holds, flattened: its padded share under ZeRO 3, otherwise all."""
     part: Tensor = getattr(parameter, "ds_tensor", parameter)
     return part.detach().flatten()
 
 
 def whole_bytes(model: nn.Module) -> int:
-    """Bytes of what a checkpoint has of ``model``, as if this rank had it whole: of weights and buffers, or of the
-    trained weights where the others are frozen."""
+    """Size of ``model`` in a checkpoint, in bytes, as if it were not split: weights and buffers, or only the trained
+    weights if others are frozen."""
     trained = [one for one in model.parameters() if one.requires_grad]
     saved = [*model.parameters(), *model.buffers()] if is_trained_whole(model) else trained
     return sum(whole_shape(one).numel() * one.element_size() for one in saved)
@@ -58,17 +58,17 @@ def is_trained_whole(model: nn.Module) -> bool:
 def gathered_weights(
     model: nn.Module, bucket_elements: int = REDUCE_BUCKET_ELEMENTS, *, trained_only: bool = False
 ) -> Iterator[dict[str, Tensor]]:
-    """Whole weights bucket by bucket: besides its own share, a rank holds one bucket at a time.
+    """Yield the full weights bucket by bucket: besides its own share, a rank holds one bucket at a time.
 
-    Collective where the model is split: every rank goes through to the end, whatever it does with the weights.
+    Collective if the model is split: every rank must iterate to the end, whatever it does with the weights.
 
     Args:
-        bucket_elements: most elements at once; a larger parameter is a bucket of its own.
-        trained_only: leave out what is frozen, and buffers.
+        bucket_elements: maximum number of elements at once; a larger parameter gets its own bucket.
+        trained_only: leave out frozen weights and buffers.
 
     Yields:
-        Tensors by name, valid until the next bucket. A tied weight comes once, under its first name; buffers that are
-        saved with the model come last.
+        Tensors by name, valid until the next bucket. A tied weight appears once, under its first name; buffers saved
+        with the model come last.
     """
     bucket: dict[str, Tensor] = {}
     room = bucket_elements
@@ -93,27 +93,28 @@ def gathered_weights(
 def named_weights(
     model: nn.Module, beat: Callable[[], None], *, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights of :func:`gathered_weights` one by one, with a beat after each bucket. Collective likewise."""
+    """Yield the weights of :func:`gathered_weights` one by one, with a heartbeat after each bucket. Also collective."""
     for bucket in gathered_weights(model, trained_only=trained_only):
         yield from bucket.items()
         beat()
 
 
 def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write a model that is split over the ranks as a Hugging Face folder, one file of weights after the other.
+    """Write a model split over the ranks as a Hugging Face folder, one weights file at a time.
 
     Collective: every rank gathers, rank 0 writes and holds one file of ``SHARD_BYTES`` in main memory. A model whose
-    names on the disk are not those in memory (experts that are stored one by one) is whole in rank 0's main memory.
+        weights have other names on disk than in memory (experts stored individually) is held entirely in rank 0's main
+        memory.
 
     Raises:
-        OSError, SafetensorError: rank 0 could not write; raised when all ranks have gone through all buckets.
+        OSError, SafetensorError: rank 0 could not write; raised after all ranks have gone through all buckets.
     """
     writer = _FolderWriter(model, folder) if is_first else None
     failure: Exception | None = None
     for bucket in gathered_weights(model):
         beat()
         if writer is None or failure is not None:
-            continue  # the others gather still: a rank that stopped here would leave them waiting
+            continue  # the others are still gathering: a rank that stopped here would leave them waiting
         try:
             writer.add(bucket)
         except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
@@ -125,9 +126,9 @@ def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat:
 
 
 def save_weights(model: nn.Module, path: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write the weights of any model into one file of safetensors; rank 0 has them whole in main memory meanwhile.
+    """Write the weights of any model into one safetensors file; rank 0 holds all of them in main memory meanwhile.
 
-    Of a model that is frozen in part, the trained weights alone.
+    For a partly frozen model, only the trained weights.
 
     Collective where the model is split.
 
@@ -143,7 +144,7 @@ def save_weights(model: nn.Module, path: Path, is_first: bool, beat: Callable[[]
 def weights_of_first(
     model: nn.Module, is_first: bool, beat: Callable[[], None], *, trained_only: bool
 ) -> dict[str, Tensor]:
-    """Whole weights of a model in rank 0's main memory, by name; none on the other ranks. Collective where the model is
+    """Full weights of a model in rank 0's main memory, by name; none on the other ranks. Collective if the model is
     split."""
     weights: dict[str, Tensor] = {}
     for bucket in gathered_weights(model, trained_only=trained_only):
@@ -154,7 +155,7 @@ def weights_of_first(
 
 
 class _FolderWriter:
-    """Collects weights in their order and writes each file as soon as it is full."""
+    """Collects weights in order and writes each file as soon as it is full."""
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self._model = model
@@ -165,7 +166,7 @@ class _FolderWriter:
         self._left = list(self._files.items())
 
     def add(self, weights: dict[str, Tensor]) -> None:
-        """Take over the weights of one bucket."""
+        """Add the weights of one bucket."""
         for name, tensor in weights.items():
             self._waiting[name] = tensor.to("cpu", copy=True).contiguous()
             if not self._converts and len(self._waiting) == len(self._left[0][1]):
@@ -175,7 +176,7 @@ class _FolderWriter:
                 self._waiting = {}
 
     def finish(self) -> None:
-        """Write what goes with the weights."""
+        """Write the files that accompany the weights."""
         if self._converts:
             self._model.save_pretrained(self._folder, state_dict=self._waiting, max_shard_size=SHARD_BYTES)
         else:
@@ -183,12 +184,12 @@ class _FolderWriter:
 
 
 def keeps_names(model: PreTrainedModel) -> bool:
-    """True if the names of the weights on the disk are those in memory."""
+    """True if the weights have the same names on disk as in memory."""
     return not get_model_conversion_mapping(model, add_legacy=False)
 
 
 def weight_shapes(model: nn.Module, *, trained_only: bool = False) -> dict[str, tuple[dtype, Size]]:
-    """Types and shapes of the whole weights, by name, in the order of :func:`gathered_weights`."""
+    """Types and shapes of the full weights, by name, in the order of :func:`gathered_weights`."""
     if trained_only:
         return {name: (one.dtype, whole_shape(one)) for name, one in model.named_parameters() if one.requires_grad}
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -197,7 +198,7 @@ def weight_shapes(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 
 def weight_files(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the weights by file, in their order; no file is larger than ``SHARD_BYTES`` unless one weight is."""
+    """Names of the weights by file, in order; no file exceeds ``SHARD_BYTES`` unless a single weight does."""
     parts: list[list[str]] = [[]]
     room = SHARD_BYTES
     for name, (kind, shape) in weight_shapes(model).items():
@@ -213,10 +214,10 @@ def weight_files(model: nn.Module) -> dict[str, list[str]]:
 
 
 def write_model_texts(model: PreTrainedModel, folder: Path) -> None:
-    """Write what makes a Hugging Face folder of files of weights: configuration, generation settings, index.
+    """Write the files that turn weights files into a Hugging Face folder: configuration, generation settings, index.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: a file cannot be written.
     """
     config: Any = model.config
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -235,11 +236,11 @@ def write_model_texts(model: PreTrainedModel, folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_model(model: nn.Module) -> Iterator[None]:
-    """Have all weights of a split model in place meanwhile, and its modules free of DeepSpeed's hooks.
+    """Within the block, put all weights of a split model in place and remove DeepSpeed's hooks from its modules.
 
-    With the hooks, each module would gather its weights when it is called: a rank whose completions end early makes
-    fewer calls, and the others would wait for it for ever. Collective at its beginning and end only; nothing happens
-    where the model is not split.
+    With the hooks, each module would gather its weights when called: a rank whose completions end early makes fewer
+        calls, and the others would wait for it forever. Collective only at its beginning and end; does nothing if the
+        model is not split.
     """
     if not is_split(model):
         yield
@@ -249,13 +250,13 @@ def whole_model(model: nn.Module) -> Iterator[None]:
 
 
 def note_hooks(wrapper: nn.Module, offload: Any) -> None:
-    """Remember with a split model, and with what it wraps, who has set the hooks (``DeepSpeedZeRoOffload``)."""
+    """Store the owner of the hooks (``DeepSpeedZeRoOffload``) on a split model and on the model it wraps."""
     for module in (wrapper, *wrapper.children()):
         setattr(module, _HOOKS, offload)
 
 
 def unsplit(model: nn.Module) -> None:
-    """Give every rank the whole of each parameter again, as a plain one. Collective."""
+    """Turn each split parameter back into a full, plain one on every rank. Collective."""
     plain: dict[int, nn.Parameter] = {}
     parameters = list(model.parameters())
     for parameter in parameters:
@@ -265,14 +266,14 @@ def unsplit(model: nn.Module) -> None:
         own = {
             name: None if parameter is None else plain[id(parameter)] for name, parameter in module._parameters.items()
         }
-        module._parameters = own  # DeepSpeed has put a table of its own there
+        module._parameters = own  # DeepSpeed has put its own table there
         if hasattr(module, _HOOKS):
             delattr(module, _HOOKS)
 
 
 @contextlib.contextmanager
 def _gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
-    # DeepSpeed has given these methods to each split parameter. All ranks gather in the order of its numbers.
+    # DeepSpeed adds these methods to each split parameter. All ranks gather in the order of its parameter numbers.
     split: dict[int, Any] = {one.ds_id: one for one in parameters if hasattr(one, "ds_id")}
     in_order = [split[number] for number in sorted(split)]
     if not in_order:

@@ -1,9 +1,8 @@
-"""Merged models: what others load of a run that trained an adapter, written by the evaluator for promotion.
+"""Merged models: the loadable result of a run that trained an adapter, written by the evaluator for promotion.
 
 merged/step-000040/
     model/            weights with the adapter merged into them, configuration and tokenizer
-    model/adapter/    the adapter itself, as the checkpoint has it
-    COMPLETE          checksums of all of the above, written last
+    model/adapter/ the adapter itself, as in the checkpoint COMPLETE checksums of all of the above, written last
 """
 
 import shutil
@@ -27,15 +26,15 @@ def write_merged(
     tokenizer: PreTrainedTokenizerBase,
     beat: Callable[[], None],
 ) -> CheckpointDir:
-    """Write the merged model of a checkpoint; one that is there is replaced, since training may have gone back.
+    """Write the merged model of a checkpoint; an existing one is replaced, since training may have rolled back.
 
     Args:
         model: base model with the adapter of ``checkpoint`` merged into it.
         beat: called for every file.
 
     Raises:
-        DiskFull: there is no room for it. Nothing of it is left.
-        WorkerError: it could not be written for another reason, likewise.
+        DiskFull: there is no room for it. No partial files are left.
+        WorkerError: it could not be written for another reason; likewise.
     """
     final = run_dir.merged(checkpoint.step)
     partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), checkpoint.step)

@@ -1,10 +1,9 @@
-"""Forward passes over the tokens that a loss needs, each of them once: no padding, and no prefix twice.
+"""Packed forward passes over only the tokens that a loss needs, each of them once: no padding, no repeated prefix.
 
-Under causal attention the state of a token follows from the tokens before it alone. So what two sequences of a
-micro-batch begin with has to go through the model once: the prompt of a group of samples, or of a pair of completions
-(prefix sharing as in Liu et al. 2025, arXiv 2506.05433). Padding is left out, and so are last tokens, which predict
-nothing. All other tokens follow each other in one row; only attention sees the sequences as such, in blocks of like
-length.
+Under causal attention the state of a token depends only on the tokens up to it. So a prefix that sequences of a
+micro-batch share goes through the model once: the prompt of a group of samples, or of a pair of completions (prefix
+sharing as in Liu et al. 2025, arXiv 2506.05433). Padding is left out, and so are last tokens, which predict nothing.
+All other tokens are concatenated in one row; only attention sees separate sequences, in blocks of similar length.
 """
 
 from collections.abc import Sequence
@@ -18,21 +17,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "packed_sdpa"
-"""Name of the attention of packed models. Outside of packed passes it is ``sdpa``."""
+"""Name of the attention implementation of packed models. Outside packed passes it is ``sdpa``."""
 _LEAST_FILL = 3 / 4
-"""Least length of a sequence, relative to the longest one of its block: less padding against more calls."""
+"""Minimum length of a sequence relative to the longest in its block; trades padding against calls."""
 _IGNORED = (1, 1, 1, 1)
-"""Shape of a mask that stands for none: transformers makes no mask of its own where it is given one of four axes."""
+"""Shape of a placeholder mask: given a mask with four axes, transformers builds none of its own."""
 
 
 @dataclass(frozen=True)
 class _AttentionBlock:
-    """Sequences of like length that attention sees together."""
+    """Sequences of similar length that attention processes together."""
 
     source: Tensor
-    """``[b * w]`` place of each token in the row; of padding 0."""
+    """``[b * w]`` position of each token in the row; 0 for padding."""
     shape: tuple[int, int]
-    """``(b, w)``: sequences, and tokens of the longest one."""
+    """``(b, w)``: number of sequences, and tokens of the longest one."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class Packing:
     tokens: Tensor
     """``[1, N]`` int64."""
     positions: Tensor
-    """``[1, N]`` index of each in its sequence."""
+    """``[1, N]`` index of each token in its sequence."""
     source: Tensor
-    """``[B, T]`` place in the row of each token of each sequence; 0 where it is not needed."""
+    """``[B, T]`` position in the row of each token of each sequence; 0 where it is not needed."""
     blocks: Sequence[_AttentionBlock]
-    """Sequences as attention sees them."""
+    """Blocks of sequences, as attention sees them."""
     back: Tensor
-    """``[N]`` place of each token of the row in the outputs of all blocks, one after the other."""
+    """``[N]`` position of each token of the row in the concatenated outputs of all blocks."""
 
 
 def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
@@ -59,14 +58,14 @@ def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
         target_mask: ``[B, T]`` bool: true at ``t`` where the prediction of token ``t+1`` is wanted.
     """
     needed = target_mask.flip(1).cumsum(1).flip(1) > 0
-    needed[0, 0] = True  # at least one token: every rank makes its passes, whatever it has sampled
+    needed[0, 0] = True  # at least one token: every rank runs its passes, whatever it sampled
     lengths: list[int] = needed.sum(1).tolist()
     rows = [row[:length] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
     source = torch.zeros(target_mask.shape, dtype=torch.int64)
     tokens: list[int] = []
     positions: list[int] = []
     owners: list[int] = []
-    # In the order of a dictionary, no sequence shares more with any before it than with the last one.
+    # In lexicographic order, no sequence shares a longer prefix with any earlier one than with the previous one.
     before = -1
     for index in sorted(range(len(rows)), key=rows.__getitem__):
         row = rows[index]
@@ -90,7 +89,7 @@ def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
 
 
 def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor) -> Tensor:
-    """Last hidden states ``[N, H]`` from which the tokens are predicted that ``target_mask`` asks for, row after row.
+    """Last hidden states ``[N, H]`` that predict the tokens selected by ``target_mask``, row by row.
 
     Args: as for :func:`pack`. ``body`` is of a model that :func:`can_pack`.
     """
@@ -106,10 +105,10 @@ def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor) -
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """True if ``model`` gives the same states packed as padded; from then on it can be called in both ways.
+    """True if ``model`` gives the same states packed as padded; afterwards it can be called both ways.
 
-    Models with windows, with states that are carried along, or with an attention that transformers does not let us
-    choose are not packed.
+    Models with sliding windows, with recurrent states, or whose attention implementation transformers cannot replace
+    are not packed.
     """
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -123,7 +122,7 @@ def can_pack(model: PreTrainedModel) -> bool:
         model.set_attn_implementation(ATTENTION)
         if _agrees(model.base_model, model.device):
             return True
-    except (TypeError, ValueError, AttributeError):  # a model that hands nothing on to its attention
+    except (TypeError, ValueError, AttributeError):  # a model that passes nothing on to its attention
         pass
     model.set_attn_implementation("sdpa")
     return False
@@ -131,7 +130,7 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _agrees(body: nn.Module, device: torch.device) -> bool:
-    """Compare packed and padded states of sequences with what packing has to get right: a prefix, and padding."""
+    """Compare packed and padded states of sequences with the hard cases of packing: a shared prefix and padding."""
     ids = torch.tensor([[1, 2, 3, 4, 5, 0], [1, 2, 3, 5, 0, 0], [3, 2, 1, 0, 0, 0]], device=device)
     mask = torch.arange(5, device=device) < torch.tensor([[4], [3], [2]], device=device)
     padded = body(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][mask]
@@ -139,13 +138,13 @@ def _agrees(body: nn.Module, device: torch.device) -> bool:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
 def _blocks(source: Tensor, lengths: Sequence[int]) -> tuple[list[_AttentionBlock], list[int]]:
-    """Sequences in blocks of like length, and where each begins in the outputs of all blocks."""
+    """Group sequences into blocks of similar length; also return the offset of each in the outputs of all blocks."""
     left = sorted((index for index, length in enumerate(lengths) if length), key=lengths.__getitem__, reverse=True)
     blocks: list[_AttentionBlock] = []
     begins, end = [0] * len(lengths), 0

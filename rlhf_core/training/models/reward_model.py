@@ -1,4 +1,4 @@
-"""Reward models: a head with one output on top of a language model, loaded from its folder or from their own."""
+"""Reward models: a language model with a scalar head, loaded from the language model's folder or from their own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +15,16 @@ from rlhf_core.training.models.causal_lm import dropout_free_config
 def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Path | None = None) -> PreTrainedModel:
     """Load a model with one output from a folder, in training's number format and with all dropout off.
 
-    Of a causal language model the decoder is taken, and the head follows from ``seed`` alone. An adapter is merged into
-    its base model.
+    From a causal language model it takes the decoder, with a head that depends only on ``seed``. An adapter is merged
+    into its base model.
 
     Args:
         dtype: ``float32`` or ``bfloat16``.
-        pad_id: padding token, behind which nothing is scored.
-        base: folder of the base model of an adapter, where it is not the one that the adapter names.
+        pad_id: padding token, after which nothing is scored.
+        base: folder of an adapter's base model, if it is not the one recorded in the adapter.
 
     Raises:
-        BadConfig: there is no model in the folder, or none of its kind that has such a head.
+        BadConfig: the folder holds no model, or its architecture has no such head.
     """
     if is_adapter(folder):
         return merged(load_reward_model(base or base_of(folder), dtype, seed, pad_id), folder)
@@ -47,21 +47,21 @@ def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Pa
 
 
 def is_reward_model(model: PreTrainedModel) -> bool:
-    """True for a model with a head for sequences instead of one for tokens."""
+    """True for a model with a sequence head instead of a token head."""
     return isinstance(getattr(model, "score", None), nn.Module)
 
 
 class RewardModel(nn.Module):
-    """A model with one output that answers with one reward per sequence."""
+    """A model with one output that returns one reward per sequence."""
 
     packs = False
-    """See :class:`PolicyModel`: of a padded sequence transformers finds the end."""
+    """See :class:`PolicyModel`; not packed, because transformers finds the end of a padded sequence."""
 
     def __init__(self, classifier: PreTrainedModel) -> None:
         """Wrap ``classifier``.
 
         Raises:
-            BadConfig: its head is not where models of this kind have it.
+            BadConfig: its head is not where such models usually have it.
         """
         super().__init__()
         if not is_reward_model(classifier):
@@ -70,7 +70,7 @@ class RewardModel(nn.Module):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The model that is saved."""
+        """The underlying model, which is saved."""
         return self.classifier
 
     def enable_gradient_checkpointing(self) -> None:
@@ -78,14 +78,14 @@ class RewardModel(nn.Module):
         self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Reward of each sequence, at its last token that is no padding, as transformers takes it.
+        """Compute the reward of each sequence at its last non-padding token, as transformers does.
 
-        A padding token that ends sequences too is passed over wherever it stands, as in training: the reward is taken
-        at the token before. A model without a padding token is scored at the very last token.
+        A padding token that is also the end token is always skipped, as in training: the reward is taken at the token
+            before it. A model without a padding token is scored at the very last token.
 
         Args:
             input_ids: ``[B, T]`` int64, padded on the right.
-            attention_mask: ``[B, T]``, 1 for the tokens of each sequence; where it is left out, the padding token says.
+            attention_mask: ``[B, T]``, 1 for the tokens of each sequence; derived from the padding token if omitted.
 
         Returns:
             ``[B]`` in float32 (float64 for a float64 model).
@@ -93,7 +93,7 @@ class RewardModel(nn.Module):
         masked = {} if attention_mask is None else {"attention_mask": attention_mask}
         hidden: Tensor = self.classifier.base_model(input_ids=input_ids, use_cache=False, **masked).last_hidden_state
         last = _last_places(input_ids, attention_mask, self.classifier.config.pad_token_id)
-        # The head is called as a whole, over the last states alone: elsewhere nothing is scored.
+        # The whole head is called, but only on the last states: nothing is scored elsewhere.
         chosen = hidden[torch.arange(len(input_ids), device=input_ids.device), last]
         head: Callable[[Tensor], Tensor] = self.classifier.score  # a module, checked above
         scores = head(chosen).squeeze(-1)
@@ -101,7 +101,7 @@ class RewardModel(nn.Module):
 
 
 def _last_places(input_ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Tensor:
-    """``[B]`` index of the token that each sequence is scored at."""
+    """``[B]`` index of the token at which each sequence is scored."""
     is_token = torch.ones_like(input_ids, dtype=torch.bool) if pad_id is None else input_ids != pad_id
     if attention_mask is not None:
         is_token &= attention_mask.bool()

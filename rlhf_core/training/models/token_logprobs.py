@@ -1,11 +1,11 @@
-"""Log-probabilities of tokens from their logits, in little memory.
+"""Memory-efficient log-probabilities of tokens from their logits.
 
 With ``z`` the logits, ``p = softmax(z)`` and ``y`` the token
 
     log p(y) = z_y - logsumexp(z)        d log p(y) / dz = 1[y] - p        entropy = - sum p log p
 
-Besides the logits there is one tensor of their size at a time: the log-probabilities in the forward pass, which are
-kept, and the gradient in the backward pass. Automatic differentiation of the same makes four.
+Besides the logits only one tensor of their size exists at a time: the log-probabilities in the forward pass, which are
+kept, and the gradient in the backward pass. Automatic differentiation of the same would create four.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 _ENTROPY_ELEMENTS = 1 << 20
-"""Probabilities that exist at once for the entropy: 4 MiB in float32."""
+"""Number of probabilities that exist at once for the entropy: 4 MiB in float32."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy.
+    """Compute log-probability and entropy.
 
     Args:
         logits: ``[N, V]`` in float32 or float64.

@@ -1,1 +1,1 @@
-"""Looks and measurements before training: a node and its links, rows and tokens of the data, reward functions."""
+"""Checks before training: a node and its links, rows and tokens of the data, reward functions."""

@@ -1,4 +1,4 @@
-"""A look at the data itself before any node is taken: rows, tokenizer, lengths, rewards. Bounded in time and memory.
+"""Check of the data before any node is allocated: rows, tokenizer, lengths, rewards. Bounded in time and memory.
 
 Runs in the compute interpreter, where tokenizers and reward functions can be imported, on the machine that starts the
 run. It answers with a :class:`ContentReport`; preflight judges it.

@@ -1,12 +1,12 @@
-"""Measures a node before training: its devices, its links, and whether collectives give the right result.
+"""Measurement of a node before training: its devices, its links, and the correctness of collectives.
 
-One process per rank, each for itself: what hangs here hangs alone, and its agent ends it at the deadline. Every step
-that is done is one line on standard output, so that what a rank reached is known even when it got stuck.
+One independent process per rank: a hang affects only that process, and its agent ends it at the deadline. Every
+completed step prints one line, so that a rank's progress is known even if it gets stuck.
 
-Nodes speak in pairs first, each pair in a process group of its own, so that a link that is slow or dead has two names.
-Two rounds in a ring give every node two partners; one that is slow with both is to blame (the pairwise check of
-DLRover, https://github.com/intelligent-machine-learning/dlrover). Then all ranks meet. All is measured twice and the
-better counts: what was slow once may have been chance.
+Nodes first communicate in pairs, each with its own process group, so that a slow or dead link identifies two nodes. Two
+rounds in a ring give every node two partners; one that is slow with both is to blame (the pairwise check of DLRover,
+https://github.com/intelligent-machine-learning/dlrover). Then all ranks communicate. Everything is measured twice and
+the better result counts, since one slow result may be chance.
 """
 
 import json

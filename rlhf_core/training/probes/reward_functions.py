@@ -1,7 +1,7 @@
-"""Reward functions tried on real rows, each in a process of its own that cannot take the machine down with it.
+"""Trial of reward functions on real rows, each in its own process that cannot take the machine down.
 
-User code may loop for ever, take all memory or kill its process. It runs in a fork with limits, and whoever started it
-waits no longer than a deadline. Imports no torch; the process must not have started threads before.
+User code may loop forever, exhaust memory or kill its process. It runs in a fork with limits, and the parent waits only
+until a deadline. Does not import torch; the process must not have started threads before.
 """
 
 import contextlib

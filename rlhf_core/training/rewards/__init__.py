@@ -1,7 +1,7 @@
-"""Rewards of completions: functions and reward models, the process that functions run in, and the scorer that joins
+"""Rewards of completions: functions, reward models, the process that runs the functions, and the scorer that combines
 them.
 
-The functions that a config may name are here: ``rlhf_core.training.rewards:exact_match`` and ``:gsm8k_answer``.
+The built-in functions for configs are exported here: ``rlhf_core.training.rewards:exact_match`` and ``:gsm8k_answer``.
 """
 
 from rlhf_core.training.rewards.functions import exact_match, gsm8k_answer

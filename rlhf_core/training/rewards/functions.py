@@ -1,9 +1,9 @@
-"""Worth of completions: reward functions, and how they are loaded and called. Imports no torch.
+"""Reward functions, and their loading and calling. Does not import torch.
 
 A reward function is called as ``function(prompts=, completions=, answer=, **columns)`` with one list entry per
 completion and returns one finite number per completion (the convention of TRL). ``answer`` is always the reference
-answer of the row; ``columns`` are the columns of the data under their own names. It must take ``**columns`` for those
-it does not use.
+answer of the row; ``columns`` are the columns of the data under their own names. The function must accept ``**columns``
+for those it does not use.
 """
 
 import importlib
@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadConfig, RewardFailed
 
-if TYPE_CHECKING:  # the process that reward functions run in starts in a tenth of the time without it
+if TYPE_CHECKING:  # without it, the process of the reward functions starts in a tenth of the time
     from rlhf_core.training.types import Row
 
 RewardFunction = Callable[..., Sequence[float]]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
 _LONGEST_ANSWER = 64
-"""Characters. A longer answer is no number that a grade-school problem has."""
-# What the parser may see: sums, products, fractions and percentages. Powers and factorials could take for ever and
-# cannot be interrupted, because Python computes a big integer without looking at signals.
+"""Maximum length in characters. No answer to a grade-school problem is a longer number."""
+# Input allowed to the parser: sums, products, fractions and percentages. Powers and factorials could take forever and
+# cannot be interrupted, because Python computes big integers without checking for signals.
 _HARMLESS = re.compile(r"(?:[\d\s.,+\-*/()%$]|\\[dt]?frac|\\cdot|\\times|[{}])*", re.ASCII)
 
 
@@ -40,21 +40,20 @@ _HARMLESS = re.compile(r"(?:[\d\s.,+\-*/()%$]|\\[dt]?frac|\\cdot|\\times|[{}])*"
 def exact_match(
     *, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1 where the completion is the reference answer, white space around both left aside; 0 otherwise."""
+    """Return 1 if the completion equals the reference answer, ignoring surrounding white space; 0 otherwise."""
     return [float(found.strip() == expected.strip()) for found, expected in zip(completions, answer, strict=True)]
 
 
 def gsm8k_answer(
     *, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1 where the completion's final number equals the reference answer's; 0 otherwise (Cobbe et al. 2021, arXiv
+    """Return 1 if the completion's final number equals the reference answer's; 0 otherwise (Cobbe et al. 2021, arXiv
     2110.14168).
 
-    The reference is what stands after ``####`` (the whole answer where there is no ``####``). The completion's answer
-    is what stands after its last ``####``, up to the first word that is no mathematics, or else its last number. They
-    are compared as numbers by math-verify, so ``72``, ``$72.00`` and ``\\frac{144}{2}`` are the same. Whatever the
-    completion holds, a call ends quickly: anything but a short sum, product, fraction or percentage is wrong without
-    being computed.
+    The reference is the text after ``####`` (the whole answer if there is no ``####``). The completion's answer is the
+    text after its last ``####``, up to the first non-mathematical word, or else its last number. math-verify compares
+    them as numbers, so ``72``, ``$72.00`` and ``\\frac{144}{2}`` are equal. Every call ends quickly, whatever the
+    completion: anything but a short sum, product, fraction or percentage counts as wrong without being computed.
     """
     return [
         float(_same_number(_completion_answer(found), _tidy(expected.rpartition("####")[2])))
@@ -73,7 +72,7 @@ def _completion_answer(text: str) -> str:
 
 
 def _tidy(answer: str) -> str:
-    """Without thousands separators, dollar signs, a plus in front, and the dot of a sentence."""
+    """Remove thousands separators, dollar signs, a leading plus, and a final full stop."""
     return (
         re.sub(r"(?<=\d),(?=\d{3})", "", answer)
         .replace("\\$", "")
@@ -90,7 +89,7 @@ def _is_harmless(answer: str) -> bool:
 
 @lru_cache(maxsize=65_536)
 def _same_number(found: str, expected: str) -> bool:
-    """True if two final answers are the same number. Pure, so that repeated answers cost nothing."""
+    """True if two final answers are the same number. Pure and cached, so that repeated answers cost nothing."""
     if not found or not _is_harmless(found):
         return False
     if found == expected:
@@ -99,7 +98,7 @@ def _same_number(found: str, expected: str) -> bool:
     from math_verify import parse, verify
 
     # Its own time limit is an alarm signal: it works in the main thread only and disturbs other users of the alarm.
-    # What is harmless ends by itself.
+    # Harmless input ends by itself.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sympy warns about the odd expressions that an untrained model writes
         parsed = [parse(text, parsing_timeout=None) for text in (expected, found)]
@@ -133,8 +132,8 @@ def load_reward(path: str) -> RewardFunction:
 
 
 def reward_names(paths: Sequence[str]) -> dict[str, str]:
-    """Names that the metrics of reward functions have, to their paths: the function's name, or the whole path where two
-    share it."""
+    """Metric names of reward functions, mapped to their paths: the function's name, or the full path if two share
+    it."""
     repeated = Counter(path.partition(":")[2] for path in paths)
     return {(path if repeated[name] > 1 else name): path for path, name in ((p, p.partition(":")[2]) for p in paths)}
 
@@ -144,19 +143,19 @@ class RewardCall:
     """The answer of one reward function to one call."""
 
     values: list[float] = field(default_factory=list)
-    """One per completion; 0 where :attr:`problems` has one."""
+    """One reward per completion; 0 for those in :attr:`problems`."""
     problems: dict[int, str] = field(default_factory=dict)
-    """Answer that came instead of a number for a completion, by its index: ``returned nan``."""
+    """Description of an invalid result, by index of the completion: ``returned nan``."""
     failure: str = ""
-    """Reason why there is no answer at all, as the end of a sentence (``raised KeyError: 'level'``); else empty."""
+    """Reason for having no result at all, as the end of a sentence (``raised KeyError: 'level'``); otherwise empty."""
     error: Exception | None = None
-    """Exception that it raised, in this process."""
+    """Exception that it raised, if called in this process."""
     trace: str = ""
-    """Stack of what it raised in a process of its own."""
+    """Traceback of its exception, if called in its own process."""
 
 
 def call_reward(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]) -> RewardCall:
-    """Call a reward function in this process. Whatever it raises is part of the answer.
+    """Call a reward function in this process. Any exception becomes part of the result.
 
     Args:
         arguments: of :func:`reward_arguments`.
@@ -187,7 +186,7 @@ def rewards_of(name: str, function: RewardFunction, rows: Sequence["Row"], compl
     """Rewards by one function, called in this process without a time limit.
 
     Raises:
-        RewardFailed: it raised, or returned something else than one finite number per completion.
+        RewardFailed: the function raised, or did not return one finite number per completion.
     """
     called = call_reward(function, reward_arguments(rows, completions))
     if called.failure:
@@ -201,14 +200,14 @@ def rewards_of(name: str, function: RewardFunction, rows: Sequence["Row"], compl
 
 
 def _told(error: BaseException) -> str:
-    """An exception with the line that raised it, as far as it is not ours."""
+    """Format an exception with the line that raised it, unless the line is ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"raised {type(error).__name__}: {error}{place}"
 
 
 def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
-    """One finite float per completion, or what came instead."""
+    """Check for one finite float per completion; describe anything else."""
     expected = f"expected a list of {len(completions)} numbers"
     try:
         values = list(returned)  # type: ignore[call-overload]
@@ -230,6 +229,6 @@ def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as a message shows it."""
+    """Format a value for a message."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,8 +1,8 @@
-"""A process for reward functions, from the side of the trainer: started once, held to a time limit, replaced.
+"""The trainer's side of the reward process: starting it once, enforcing time limits, replacing it.
 
-A reward function is code of the user over text of a model. It may never return, end its process, or leave processes
-behind; in the trainer's own process each of these would take the rank along. Here it costs one answer: what exceeds
-its limit is killed with everything it has started, and the next call finds a new process.
+A reward function is user code applied to model output. It may never return, kill its process, or leave processes
+behind; in the trainer's own process each of these would take down the rank. Here it costs one result: a function that
+exceeds its limit is killed with everything it started, and the next call uses a new process.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from rlhf_core.training.rewards.functions import RewardCall
 from rlhf_core.training.rewards.worker import HEADER, CallRequest
 
 POLL_INTERVAL_S = 0.2
-"""Seconds between two signs of life while a function runs."""
+"""Heartbeat interval while a function runs, in seconds."""
 LOAD_TIMEOUT_S = 600.0
 """Longest import of a reward function, in seconds: from a cold file system torch alone takes a minute."""
 KILL_TIMEOUT_S = 10.0
-"""Longest wait for the end of what a function has started, in seconds."""
+"""Longest wait for processes started by a function to end, in seconds."""
 MARK_VARIABLE = "RLHF_REWARD_PROCESS"
-"""Environment variable by which the descendants of such a process are found, also those that have left its session."""
+"""Environment variable that identifies all descendants of such a process, even those that left its session."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -41,11 +41,11 @@ _START = (
 
 
 class RewardProcess:
-    """Calls reward functions in a process of their own. For the main thread alone: the process dies with the thread
-    that has started it."""
+    """Calls reward functions in a separate process. Main thread only: the process dies with the thread that started
+    it."""
 
     def __init__(self, paths: Sequence[str], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """Start it; it imports the functions while the caller goes on.
+        """Start the process, which imports the functions while the caller continues.
 
         Args:
             paths: ``module:function`` of each function that it will be asked for.
@@ -77,7 +77,7 @@ class RewardProcess:
         Args:
             path: one of ``paths``.
             arguments: of :func:`rlhf_core.training.rewards.functions.reward_arguments`.
-            seed: of the global generators of Python, NumPy and torch, so that a call can be repeated.
+            seed: seed of the global generators of Python, NumPy and torch, so that a call is reproducible.
             timeout_s: longest wait for the answer, in seconds.
             beat: called at least every ``POLL_INTERVAL_S`` seconds.
 
@@ -95,7 +95,7 @@ class RewardProcess:
         """Wait until all functions are imported.
 
         Raises:
-            BadConfig: one of them cannot be.
+            BadConfig: one of them cannot be imported.
         """
         if self._process is None:
             self._start()
@@ -111,7 +111,7 @@ class RewardProcess:
             del self._unread[0]
 
     def close(self) -> None:
-        """End the process with all that its functions have started."""
+        """End the process with everything its functions started."""
         if self._process is not None:
             _end_with_descendants(self._process, self._mark)
             self._process = None
@@ -138,7 +138,8 @@ class RewardProcess:
             own.sendall(_packed(CallRequest(path)))
 
     def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any] | str:
-        """The answer to a request, or why there is none; then the process has been ended."""
+        """Send a request and return the answer, or the reason for having none, in which case the process has been
+        ended."""
         assert self._connection is not None
         deadline, left = time.monotonic() + timeout_s, memoryview(_packed(request))
         while left:
@@ -184,7 +185,7 @@ class RewardProcess:
         return bytes(found)
 
     def _wait(self, deadline: float, timeout_s: float, beat: Callable[[], None], *, for_writing: bool = False) -> str:
-        """Wait until the connection is ready; why it will never be, if so."""
+        """Wait until the connection is ready; return the reason if it never will be."""
         assert self._connection is not None
         assert self._process is not None
         mine = [self._connection]
@@ -195,7 +196,7 @@ class RewardProcess:
             readable, writable, _ = select.select([] if for_writing else mine, mine if for_writing else [], [], wait_s)
             if readable or writable:
                 return ""
-            # A process that it has forked keeps the connection open after its end.
+            # A process that it forked keeps the connection open after its end.
             if self._process.poll() is not None:
                 return self._died()
             if left <= 0:
@@ -224,8 +225,7 @@ def _packed(request: CallRequest) -> bytes:
 def _end_with_descendants(process: "subprocess.Popen[bytes]", mark: str) -> None:
     """Kill a process and everything it ever started, and wait until all are gone.
 
-    What it has started is frozen before it is killed: otherwise something that forks for ever would be followed for
-    ever.
+    Descendants are frozen before they are killed: otherwise a process that keeps forking would be chased forever.
     """
     frozen: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S

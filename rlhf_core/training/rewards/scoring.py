@@ -1,9 +1,8 @@
-"""Rewards of a rank's completions: functions with weights, each held to its time limit, and what becomes of a failure.
+"""Rewards of a rank's completions: weighted functions with time limits, and the handling of failures.
 
-A function is called once for all completions. Where that fails, the completions are halved again and again until the
-one is found that it fails for: an error that names it can be repeated in a second, and the others need not suffer from
-it. A part of the completions has the same part of the time, and never less than a sixteenth, so that one endless
-completion costs little more than the time limit once again.
+A function is called once for all completions. If that fails, bisection finds the completion that it fails for: an error
+that names it is quick to reproduce, and the others are unaffected. A part of the completions gets the same fraction of
+the time limit, but at least a sixteenth, so that one endless completion costs little more than the time limit again.
 """
 
 import math
@@ -29,7 +28,7 @@ from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, 
 from rlhf_core.training.types import Row
 
 LEAST_SHARE = 1 / 16
-"""Least part of the time limit that a part of the completions has."""
+"""Smallest fraction of the time limit for a part of the completions."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,16 @@ class Scores:
     num_failed: int
     """Completions for which at least one function failed, and counts as 0."""
     warnings: list[str]
-    """Failures of a kind that was not told before, as sentences."""
+    """Failures of a kind not reported before, as sentences."""
 
     def take(self, indices: Sequence[int]) -> "Scores":
-        """Those of some of the completions, without failures."""
+        """Select the scores of some completions, without failures."""
         by_function = {name: [values[index] for index in indices] for name, values in self.by_function.items()}
         return Scores([self.total[index] for index in indices], by_function, 0, [])
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Several as one, in their order."""
+        """Concatenate several, in order."""
         return cls(
             [value for part in parts for value in part.total],
             {name: [value for part in parts for value in part.by_function[name]] for name in parts[0].by_function},
@@ -63,11 +62,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class _FunctionScores:
-    """Rewards by one function, and what went wrong."""
+    """Rewards by one function, and its failures."""
 
     values: list[float]
     problems: dict[int, RewardCall | str]
-    """By index: why there is no reward."""
+    """Reason for a missing reward, by index."""
     as_one: RewardCall | None
     """Failure of the call for all completions at once."""
 
@@ -76,7 +75,7 @@ class RewardScorer:
     """Scores completions by the reward functions of a run, and by the scorer of its evaluations."""
 
     def __init__(self, spec: RunSpec, rank: int = 0) -> None:
-        """Start the process of the functions, if they have one.
+        """Start the process of the functions, if they need one.
 
         Args:
             rank: rank in the role's process group; part of the seed of what functions draw at random.
@@ -92,7 +91,7 @@ class RewardScorer:
         self._models: ScoringModels | None = None
 
     def use(self, models: ScoringModels) -> None:
-        """From here on, score by these reward models too."""
+        """Also score by these reward models from now on."""
         self._models = models
 
     @property
@@ -101,7 +100,7 @@ class RewardScorer:
         return dict(self._models.states) if self._models is not None else {}
 
     def close(self) -> None:
-        """End the process with all that functions have started."""
+        """End the process with everything its functions started."""
         if self._process is not None:
             self._process.close()
 
@@ -126,15 +125,15 @@ class RewardScorer:
         sampling_round: int = 0,
         finished: Sequence[bool] = (),
     ) -> Scores:
-        """Weighted rewards by ``reward.functions`` and ``reward.models``. Collective where a model normalises.
+        """Compute weighted rewards by ``reward.functions`` and ``reward.models``. Collective if a model normalises.
 
         Args:
             rows: the row of each completion (a row comes once per sample).
             completions: texts, as many.
-            step: optimizer step; functions that draw at random draw the same when it is made again.
+            step: optimizer step; random functions draw the same when it is repeated.
             beat: called before and after each function, and every fraction of a second while one runs.
-            sampling_round: round of the step, where it samples several times.
-            finished: False for each completion that was cut off; all are finished where it is left out.
+            sampling_round: round of the step, if it samples several times.
+            finished: False for each truncated completion; all count as finished if omitted.
 
         Raises:
             BadConfig: a function cannot be imported.
@@ -176,7 +175,7 @@ class RewardScorer:
     def _unusable(
         self, name: str, scores: ModelScores, rows: Sequence[Row], completions: Sequence[str]
     ) -> dict[int, RewardCall | str]:
-        """Completions whose score is no finite number, and what it is."""
+        """Completions whose score is not a finite number, with that score."""
         problems: dict[int, RewardCall | str] = {
             index: f"gives {value}" for index, value in enumerate(scores.raw) if not math.isfinite(value)
         }
@@ -202,14 +201,14 @@ class RewardScorer:
         return told
 
     def evaluate(self, rows: Sequence[Row], completions: Sequence[str], beat: Callable[[], None]) -> list[float]:
-        """Scores by ``evaluate.scorer``. A failure ends the run whatever ``reward.on_failure`` is: a measurement with
-        zeros in it would be none.
+        """Score by ``evaluate.scorer``. A failure ends the run whatever ``reward.on_failure`` says: zeros would
+        invalidate the measurement.
 
         Args: as for :meth:`score`.
 
         Raises:
             BadConfig: the scorer cannot be imported.
-            RewardFailed: it failed.
+            RewardFailed: the scorer failed.
         """
         ((name, path),) = self._evaluation.items()
         return self._found(name, path, rows, completions, self._seed(0, 0), beat, stops=True).values
@@ -324,7 +323,7 @@ class RewardScorer:
 
 @contextmanager
 def reward_scorer(spec: RunSpec, rank: int) -> Iterator[RewardScorer]:
-    """A scorer whose process ends with the block."""
+    """Create a scorer whose process ends with the block."""
     scorer = RewardScorer(spec, rank)
     try:
         yield scorer

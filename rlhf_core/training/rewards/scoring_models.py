@@ -1,10 +1,10 @@
-"""Reward models that score completions: loaded beside the policy, in every rank's own process.
+"""Reward models that score completions, loaded next to the policy in every rank's process.
 
-A reward model reads tokens of its own. Texts are tokenised anew by its tokenizer, in the form that it was trained on:
-prompt, completion and, where the policy has ended it, the end token, or what its chat template makes of them. Its score
-is taken where its own forward pass takes it, at the last token that is no padding.
+A reward model has its own tokens. Its tokenizer re-tokenizes the texts in the form that it was trained on: prompt,
+completion and, if the policy ended it, the end token, or their rendering by its chat template. The score is taken where
+its own forward pass takes it, at the last non-padding token.
 
-No rank waits for another while it scores: ranks may have completions of other lengths, or none.
+No rank waits for another while scoring: ranks may have completions of different lengths, or none.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class SampledText(NamedTuple):
     row: Row
     text: str
     finished: bool
-    """True if the policy has ended it; otherwise it was cut off at the longest length."""
+    """True if the policy ended it; otherwise it was truncated at the maximum length."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class ModelScores:
     """Scores of a rank's completions by one reward model."""
 
     raw: list[float]
-    """As the model gives them; NaN or infinite where it overflows."""
+    """Raw scores of the model; NaN or infinite if it overflows."""
     num_cut: int
-    """Sequences whose beginning was left out, because they are longer than the model reads."""
+    """Number of sequences truncated at the beginning because they exceed the model's maximum length."""
     counted: list[float] = field(default_factory=list)
-    """As they count in the sum: on the scale that the settings ask for."""
+    """Scores as they enter the sum, on the configured scale."""
 
 
 class ScoringModel:
@@ -57,16 +57,16 @@ class ScoringModel:
     def __init__(
         self, name: str, settings: ScoringModelSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Put the parts together.
+        """Combine model and tokenizer.
 
         Args:
-            name: of the model in the run.
-            model: with one output; its weights are frozen.
+            name: name of the model in the run.
+            model: model with one output; its weights are frozen.
         """
         self.name = name
         self._settings = settings
         self._model = model.requires_grad_(False).eval()
-        # Decoders are scored at one token by a head of their own; others (encoders) as they do it themselves.
+        # Decoders are scored at one token by their head; other models (encoders) by their own forward pass.
         self._decoder = RewardModel(model) if is_reward_model(model) else None
         self._tokenizer = tokenizer
         positions = getattr(model.config, "max_position_embeddings", 0) or 0
@@ -74,7 +74,7 @@ class ScoringModel:
 
     @torch.no_grad()
     def scores(self, made: Sequence[SampledText], beat: Callable[[], None]) -> ModelScores:
-        """Score completions, those of like length together.
+        """Score completions, batching those of similar length.
 
         Args:
             beat: called after every batch.
@@ -109,17 +109,17 @@ class ScoringModel:
         """Tokens of prompt and completion, in the form that the model was trained on."""
         scored = self._rendered(made)
         if self._decoder is None:
-            # Encoders read two texts, with tokens of their own around them.
+            # Encoders read text pairs, with special tokens around them.
             pair: list[int] = self._tokenizer(scored.prompt, scored.target)["input_ids"]
             return pair
         prompt = prompt_tokens(scored, self._tokenizer)
         if made.finished:
             return [*prompt, *completion_tokens(scored.target, scored, self._tokenizer)]
-        # Of what was cut off nothing says that it has ended.
+        # A truncated completion gets no end token.
         return [*prompt, *self._tokenizer.encode(scored.target, add_special_tokens=False)]
 
     def _rendered(self, made: SampledText) -> Row:
-        """A row whose target is the completion, as text or as this model's chat template has it."""
+        """Build a row whose target is the completion, as text or rendered by this model's chat template."""
         row, template = made.row, self._settings.template
         if template == "text" or (template == "data" and row.chat is None):
             return dataclasses.replace(row, target=made.text, chat=None)
@@ -134,7 +134,7 @@ class ScoringModel:
 
 @dataclass
 class ScoringModels:
-    """All reward models of a run on one rank, and what they have scored so far."""
+    """All reward models of a run on one rank, with running statistics of their scores."""
 
     settings: Mapping[str, ScoringModelSpec]
     models: Sequence[ScoringModel]
@@ -142,7 +142,8 @@ class ScoringModels:
     ranks: Ranks
 
     def score(self, made: Sequence[SampledText], beat: Callable[[], None]) -> dict[str, ModelScores]:
-        """Scores by each model. Collective where a model normalises: ranks bring any number of completions."""
+        """Score completions by each model. Collective if a model normalises; ranks may have any number of
+        completions."""
         found = {model.name: model.scores(made, beat) for model in self.models}
         self._count(found)
         return {
@@ -151,7 +152,7 @@ class ScoringModels:
         }
 
     def _count(self, found: Mapping[str, ModelScores]) -> None:
-        """Add this step's scores of all ranks to the running sums, for the models that are normalised."""
+        """Add this step's scores of all ranks to the running sums of the normalised models."""
         names = [name for name in found if self.settings[name].normalise != "none"]
         if not names:
             return
@@ -179,7 +180,7 @@ class ScoringModels:
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float, float]:
-    """Number, sum and sum of squares of the finite values."""
+    """Count, sum and sum of squares of the finite values."""
     finite = [value for value in values if math.isfinite(value)]
     return float(len(finite)), math.fsum(finite), math.fsum(value * value for value in finite)
 
@@ -197,17 +198,17 @@ def load_scoring_models(
     *,
     has_conversations: bool = False,
 ) -> ScoringModels:
-    """Load the reward models of a run, and hold them against what a checkpoint knows of them. Collective.
+    """Load the reward models of a run, and check them against a checkpoint. Collective.
 
     Args:
-        policy_tokenizer: it is said where a model has another one.
-        before: of the checkpoint that is gone on from; empty from the beginning.
+        policy_tokenizer: the policy's; the log notes a model with a different one.
+        before: states from the checkpoint being resumed from; empty for a fresh start.
         has_conversations: True if rows are conversations, which a chat template has to render.
 
     Raises:
         BadConfig: a folder holds no reward model, the nodes hold different ones, or there is no chat template where one
             is needed.
-        ResumeMismatch: a model has other weights than those that the checkpoint was trained by.
+        ResumeMismatch: a model's weights differ from those that scored the training of the checkpoint.
     """
     models, states = [], {}
     for name, one in settings.items():
@@ -242,7 +243,7 @@ def load_scoring_model(
 
     Raises:
         BadConfig: the folder holds no sequence classifier with one output, or not all of its weights: transformers
-            would draw the rest by lot.
+            would initialise the rest at random.
     """
     folder, setting = Path(settings.path), f"reward.models.{name}"
     if not folder.is_dir():
@@ -275,7 +276,7 @@ def load_scoring_model(
 
 
 def _same_everywhere(name: str, settings: ScoringModelSpec, ranks: Ranks) -> str:
-    """Fingerprint of a model's folder, which every rank has found alike."""
+    """Fingerprint of a model's folder, checked to be the same on every rank."""
     found = ranks.gather(fingerprint(Path(settings.path)))
     if len(set(found)) > 1:
         told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))

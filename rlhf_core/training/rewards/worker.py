@@ -1,7 +1,7 @@
-"""Process in which reward functions run: it imports them, calls them, and answers. Imports no torch of its own.
+"""Process of the reward functions: imports and calls them, and returns the results. Does not itself import torch.
 
-Messages go over a socket, each after its length. What the trainer sends is pickled: it comes from the trainer alone.
-What goes back is JSON, so that nothing that a reward function returns is ever executed by the trainer.
+Messages go over a socket, each preceded by its length. Requests are pickled, since only the trainer can send them.
+Responses are JSON, so that the trainer never executes anything that a reward function returns.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.training.rewards.functions import RewardCall, RewardFunction, call_reward, load_reward
 
 HEADER = struct.Struct("!Q")
-"""Length of a message in bytes, in front of it."""
+"""Prefix of a message: its length in bytes."""
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
@@ -35,7 +35,7 @@ _SEEDED = ("numpy", "torch")
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A message of the trainer: import a function, and call it if there are arguments."""
+    """A request of the trainer: import a function, and call it if there are arguments."""
 
     path: str
     """``module:function``."""
@@ -57,23 +57,23 @@ def serve(descriptor: int, parent: int) -> NoReturn:
     while request := _receive(connection):
         answer = json.dumps(_answer(pickle.loads(request), functions)).encode()
         if os.getpid() != own:
-            os._exit(0)  # a copy that the function has forked and let return
+            os._exit(0)  # a forked child of the function that returned here
         with contextlib.suppress(OSError, ValueError):  # closed by the function
             sys.stdout.flush()
         try:
             connection.sendall(HEADER.pack(len(answer)) + answer)
         except OSError:  # closed by the function, or the trainer is gone
             os._exit(1)
-    os._exit(0)  # threads that a function has left do not hold it up
+    os._exit(0)  # threads left over by a function do not delay the exit
 
 
 def _prepare(parent: int) -> None:
-    """Make this process one that ends with its trainer, not with the job, and before others when memory runs out."""
+    """Make this process end with its trainer instead of the job, and be the first victim when memory runs out."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    # A scheduler may send it to every process of a job; the trainer decides when this one ends. A handler, for what
-    # is ignored stays ignored in programs that user code starts.
+    # A scheduler may send it to every process of a job, but the trainer decides when this one ends. A handler, because
+    # ignored signals stay ignored in programs that user code starts.
     signal.signal(signal.SIGTERM, _leave_it_to_the_trainer)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
@@ -81,11 +81,11 @@ def _prepare(parent: int) -> None:
 
 
 def _leave_it_to_the_trainer(number: int, frame: FrameType | None) -> None:
-    """The trainer ends this process."""
+    """Ignore the signal: the trainer ends this process."""
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """The next message; empty once the trainer has closed the connection."""
+    """Receive the next message; empty once the trainer has closed the connection."""
     header = _receive_exactly(connection, HEADER.size)
     return _receive_exactly(connection, HEADER.unpack(header)[0]) if header else b""
 
@@ -118,8 +118,8 @@ def _answer(request: CallRequest, functions: dict[str, RewardFunction]) -> dict[
 
 
 def _call(function: RewardFunction, arguments: Mapping[str, Sequence[Any]], seed: int) -> RewardCall:
-    """Call with seeded generators. A call that was the first to import NumPy or torch is made again: what it drew from
-    their generators could not be repeated."""
+    """Call the function with seeded generators. A call that is the first to import NumPy or torch is repeated, because
+    its draws from their unseeded generators are not reproducible."""
     while True:
         seeded = _seed_generators(seed)
         called = call_reward(function, arguments)
@@ -128,7 +128,7 @@ def _call(function: RewardFunction, arguments: Mapping[str, Sequence[Any]], seed
 
 
 def _seed_generators(seed: int) -> set[str]:
-    """Seed all that are imported; their names."""
+    """Seed the generators of all imported libraries; return their names."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % (1 << 32))

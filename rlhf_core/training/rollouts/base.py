@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, and how one token is drawn from logits."""
+"""The protocol of rollout engines, and the sampling of one token from logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from rlhf_core.training.types import Completion
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the completions of one call."""
+    """Sampling settings of one call."""
 
     max_new_tokens: int
-    """Longest completion; one that reaches it without an end token is not ``finished``."""
+    """Maximum length of a completion; one that reaches it without an end token is not ``finished``."""
     temperature: float
-    """Divisor of the logits; 0 always takes the likeliest token and ignores the seeds."""
+    """Divisor of the logits; 0 always takes the most likely token and ignores the seeds."""
     batch_size: int
     """Sequences generated at once by this rank."""
 
@@ -31,53 +31,52 @@ class WeightTransfer:
     """Transfer of one version of the weights into engines, as one rank of the trainer saw it."""
 
     transport: str
-    """Way that the weights went, for instance ``in_process``."""
+    """Transport of the weights, for instance ``in_process``."""
     bytes: int
-    """Bytes that this rank has moved."""
+    """Bytes that this rank moved."""
     wire_s: float
     """Seconds on the wire; 0 where the weights stay in the process."""
     apply_s: float
-    """Seconds in which engines took the weights over."""
+    """Seconds in which engines loaded the weights."""
     acknowledged: int = 1
-    """Engines that have told this rank that the version is in force."""
+    """Number of engines that have confirmed the version to this rank."""
     limit_gb_per_s: float | None = None
-    """Limit of the link of this rank; None where it is not known."""
+    """Bandwidth limit of this rank's link; None if unknown."""
 
 
 class Ahead(Protocol):
-    """Sampling that goes on while the trainer trains: one rollout at a time, with the weights in force at its start.
+    """Sampling in parallel to training: one rollout at a time, with the weights current at its start.
 
-    The engine may be given the next version meanwhile: it waits for the rollout first.
+    Loading the next version meanwhile is allowed: it waits for the rollout first.
     """
 
     def begin(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
     ) -> None:
-        """Begin to sample, as ``RolloutEngine.sample`` does. Not collective.
+        """Begin sampling as ``RolloutEngine.sample`` does. Not collective.
 
         Raises:
             StaleWeights, ValueError: as there.
         """
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until what can be answered is; returns at once where nothing was begun.
+        """Wait until all prompts that can be answered are; returns at once if nothing was begun.
 
         Args:
-            beat: called whenever an engine is seen to make progress.
+            beat: called whenever an engine makes progress.
 
         Raises:
-            EnginesLost: no engine serves, and none came back in time.
+            EnginesLost: no engine is serving, and none came back in time.
         """
 
     def stop(self) -> None:
-        """Have it end soon, and wait for that."""
+        """Stop the rollout soon, and wait for its end."""
 
     def peek(self) -> Mapping[int, list[Completion]]:
-        """Completions that are there once it has ended, by the index of the prompt."""
+        """Completions available once the rollout has ended, by index of the prompt."""
 
     def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
-        """Wait, and sample with the version in force by now what was left: its engines had to be started again.
-        Collective.
+        """Wait, then sample the prompts left over by restarted engines with the version now current. Collective.
 
         Returns:
             One list per prompt with one completion per seed, in the order given.
@@ -90,32 +89,32 @@ class Ahead(Protocol):
 class RolloutEngine(Protocol):
     """Samples completions of prompts with one version of the weights.
 
-    The completion of one prompt under one seed depends on the weights, the prompt and that seed, and on nothing else
-    but the rounding of floating-point numbers: not on the other sequences, their order, or how they are batched. The
-    same seeds give other completions on another kind of engine.
+    Apart from floating-point rounding, the completion of a prompt depends only on the weights, the prompt and the seed:
+    not on the other sequences, their order or their batching. The same seeds give different completions on a different
+    kind of engine.
     """
 
     @property
     def version(self) -> int | None:
-        """Version of the weights in force; None before the first."""
+        """Version of the current weights; None before the first."""
 
     @property
     def ahead(self) -> Ahead | None:
-        """Sampling beside training; None for an engine in the trainer's process, which has no time for both."""
+        """Sampling in parallel to training; None for an engine in the trainer's process, which cannot do both."""
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
-        """Take over the weights of ``model``. Collective over the ranks of the trainer.
+        """Load the weights of ``model``. Collective over the trainer's ranks.
 
-        A version comes into force as a whole or not at all: an engine that fails meanwhile has none afterwards.
+        Loading is all or nothing: an engine that fails meanwhile has no version afterwards.
 
         Args:
-            model: causal language model; its weights, mode and gradients are left as they are.
-            version: number of optimizer steps of the run that the weights have behind them.
+            model: causal language model; its weights, mode and gradients stay unchanged.
+            version: number of optimizer steps of the run behind the weights.
             beat: called after every bucket of weights.
 
         Returns:
-            What was moved; None where nothing was, because the version is in force or the engine has no weights of its
-            own.
+            The transfer; None if there was none, because the version is already current or the engine has no weights of
+            its own.
         """
 
     def sample(
@@ -126,37 +125,37 @@ class RolloutEngine(Protocol):
         version: int,
         beat: Callable[[], None],
     ) -> list[list[Completion]]:
-        """Sample ``len(seeds[i])`` completions of ``prompts[i]``. Collective over the ranks, if only with no prompts.
+        """Sample ``len(seeds[i])`` completions of ``prompts[i]``. Collective over the ranks, even without prompts.
 
         Args:
             prompts: ``P`` token lists, none of them empty.
             seeds: ``P`` lists, one seed per completion (``seeds.sample_seed``).
-            version: version that the completions are to be made with.
+            version: version of the weights to sample with.
             beat: called after every generated token position.
 
         Returns:
             One list per prompt with one completion per seed, in the order given.
 
         Raises:
-            StaleWeights: the engine has another version in force.
+            StaleWeights: the engine's current version is a different one.
             ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
         """
 
     def take_counts(self) -> Mapping[str, float]:
-        """Metrics of this rank's calls since the last time: by name, added up over the ranks."""
+        """Return the metrics of this rank's calls since the last call, by name; they are summed over the ranks."""
 
     def sleep(self) -> None:
-        """Give memory back that only sampling needs. The next thing asked of the engine may be to load a version."""
+        """Release the memory that only sampling needs. The next call may load a version."""
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release the engine's resources."""
 
 
 def require_version(found: int | None, expected: int) -> None:
-    """Refuse to sample with other weights than those that are asked for.
+    """Refuse to sample with weights other than those requested.
 
     Raises:
-        StaleWeights: they are.
+        StaleWeights: the versions differ.
     """
     if found != expected:
         raise StaleWeights(
@@ -166,7 +165,7 @@ def require_version(found: int | None, expected: int) -> None:
 
 
 def require_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> None:
-    """Refuse what cannot be sampled.
+    """Refuse prompts that cannot be sampled.
 
     Raises:
         ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
@@ -183,11 +182,11 @@ def completion_of(
     """Turn sampled tokens into a completion.
 
     Args:
-        tokens: with the end token where it was sampled.
+        tokens: sampled tokens, with the end token if it was sampled.
         finished: True if it was.
         logprobs: one per token.
     """
-    # Special tokens stay visible: a reward function must see every token that the model chose to write.
+    # Special tokens stay visible: a reward function must see every token that the model generated.
     text = tokenizer.decode(
         tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -197,13 +196,13 @@ def completion_of(
 def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Draw one token per sequence by inverting the cumulative distribution at a seeded uniform number.
 
-    Each sequence has its own noise, so what it gets does not depend on its neighbours.
+    Each sequence has its own noise, so its tokens do not depend on its neighbours.
 
     Args:
         logits: ``[B, V]``.
         seeds: ``[B]`` int64.
         position: index of the token in the completion, from 0.
-        temperature: 0 takes the likeliest token.
+        temperature: 0 takes the most likely token.
 
     Returns:
         Tokens ``[B]`` int64 and their log-probabilities ``[B]`` float32 at ``temperature`` (at 1 for temperature 0).

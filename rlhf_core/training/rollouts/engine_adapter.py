@@ -1,9 +1,8 @@
-"""Adapters as rollout engines see them: a base model that each engine has read itself, and the LoRA tensors of every
-version beside it.
+"""Adapters in rollout engines: each engine reads the base model itself and receives the LoRA tensors of every version.
 
-Of a model with an adapter a version is the trained tensors alone. They stay beside the base in the engine too, as in
-the trainer: merged into weights of bfloat16, the small changes of a few steps would be rounded away (decision 0041).
-Nothing is added up from version to version, so nothing can drift.
+A version of a model with an adapter consists of the trained tensors only. The engine keeps them separate from the base
+model, as the trainer does: merging into bfloat16 weights would round away the small changes of a few steps (decision
+0041). Nothing accumulates from version to version, so nothing can drift.
 """
 
 import hashlib
@@ -22,12 +21,12 @@ from rlhf_core.training.models.gathering import named_weights, weight_shapes
 
 
 def given_shapes(model: nn.Module) -> dict[str, tuple[dtype, Size]]:
-    """Types and shapes of what a version brings to engines: the adapter of ``model``, or all its weights."""
+    """Types and shapes of the tensors of a version: the adapter of ``model``, or all its weights."""
     return weight_shapes(model, trained_only=has_adapter(model))
 
 
 def given_weights(model: nn.Module, beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of :func:`given_shapes`, in that order. Collective where the model is split."""
+    """Yield the full tensors of :func:`given_shapes`, in that order. Collective if the model is split."""
     return named_weights(model, beat, trained_only=has_adapter(model))
 
 
@@ -38,10 +37,10 @@ def base_digest(folder: Path, beat: Callable[[], None]) -> str:
 
 
 def adapted_causal_lm(folder: Path, dtype: str, lora: LoraSpec) -> PreTrainedModel:
-    """A base model for an engine, with an adapter whose first weights are those of no version.
+    """Load a base model for an engine, with an adapter whose initial weights belong to no version.
 
     Raises:
-        BadConfig: there is no model in ``folder``, or no layer that the adapter is for.
+        BadConfig: ``folder`` holds no model, or the model has no layer for the adapter.
     """
     model = load_causal_lm(folder, dtype)
     add_adapter(model, lora, seed=0)
@@ -59,6 +58,6 @@ def count_differing(given: Iterable[tuple[str, Tensor]], held: Mapping[str, Tens
     """Number of tensors of a version that an engine's model does not hold bit for bit.
 
     Args:
-        held: tensors as they are in the model, on any device.
+        held: the tensors in the engine's model, on any device.
     """
     return sum(name not in held or not torch.equal(held[name].cpu(), tensor.cpu()) for name, tensor in given)

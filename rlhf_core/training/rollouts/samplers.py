@@ -1,6 +1,6 @@
-"""Sampling in the process of an engine: requests come and go while it works.
+"""Sampling in an engine's process, where requests come and go during decoding.
 
-A sampler is the engine's side of what ``base.RolloutEngine`` is for a trainer. It is used by one thread.
+A sampler is the engine-side counterpart of the trainer's ``base.RolloutEngine``. Only one thread uses it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +25,7 @@ from rlhf_core.training.types import Completion
 
 @dataclass(frozen=True)
 class SamplerRequest:
-    """One prompt, its completions to be made, and the number by which they are known."""
+    """One prompt, the completions to generate, and their key."""
 
     key: int
     prompt: Sequence[int]
@@ -42,26 +42,26 @@ class Sampler(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of a process that it needs and that has ended, negative for a signal; None while all live."""
+        """Exit code of a required process that has ended, negative for a signal; None while all live."""
 
     @property
     def pids(self) -> Sequence[int]:
-        """Other processes that compute for this one at every step."""
+        """Other processes that take part in every step."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Take a version over. Called while there are no requests.
+        """Load a version. Called while there are no requests.
 
         Args:
-            tensors: names and tensors of all weights, tied ones once; of an adapter those that it consists of.
+            tensors: names and tensors of all weights, tied ones once; only the adapter's for an adapter.
             beat: called after every tensor.
 
         Raises:
-            StaleWeights: these are not the weights of this model. It may hold a part of them then.
+            StaleWeights: they are not weights of this model, which may then hold a part of them.
         """
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Number of tensors of an adapter that the model does not hold bit for bit; 0 where whole weights are taken
-        over, which may be in another layout."""
+        """Number of adapter tensors that the model does not hold bit for bit; 0 for full weights, whose layout may
+        differ."""
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first."""
@@ -70,13 +70,13 @@ class Sampler(Protocol):
         """Take a request."""
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
-        """Work on the requests for a while.
+        """Process the requests for a while.
 
         Args:
             beat: called after every decoding step.
 
         Returns:
-            Completions of the requests that are done, by key.
+            Completions of the finished requests, by key.
         """
 
     def cancel(self, keys: Collection[int]) -> None:
@@ -84,7 +84,7 @@ class Sampler(Protocol):
 
 
 class TransformersSampler:
-    """transformers' model with our own decode loop; a batch is made to its end before the next one begins."""
+    """transformers' model with our own decode loop; each batch is finished before the next one begins."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TransformersSampler:
         device: torch.device,
         lora: LoraSpec | None = None,
     ) -> None:
-        """Build the model with random weights, or read it where versions are those of an adapter.
+        """Build the model with random weights, or read it if versions are those of an adapter.
 
         Args:
             folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
@@ -111,7 +111,7 @@ class TransformersSampler:
 
     @property
     def exit_code(self) -> int | None:
-        """None: it samples in this process."""
+        """Always None: it samples in this process."""
         return None
 
     @property
@@ -149,7 +149,7 @@ class TransformersSampler:
         self._waiting[request.key] = request
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
-        """Make the completions of one batch."""
+        """Generate the completions of one batch."""
         batch = self._next_batch()
         if not batch:
             return []
@@ -185,7 +185,7 @@ class TransformersSampler:
 
 
 class OpenPrompts:
-    """Prompts of which some completions are not made: the bookkeeping of samplers that make each by itself."""
+    """Prompts with unfinished completions: bookkeeping for samplers that generate each completion separately."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -193,7 +193,7 @@ class OpenPrompts:
 
     @property
     def num_waiting(self) -> int:
-        """Completions that are not made. May be asked for in any thread."""
+        """Number of unfinished completions. Callable from any thread."""
         return sum(completion is None for group in list(self._made.values()) for completion in group)
 
     def add(self, request: SamplerRequest) -> None:
@@ -201,14 +201,14 @@ class OpenPrompts:
         self._made[request.key] = [None] * len(request.seeds)
 
     def put(self, key: int, place: int, completion: Completion) -> list[Completion] | None:
-        """Take a completion; that of a request that was cancelled is dropped.
+        """Store a completion; one of a cancelled request is dropped.
 
         Args:
             key: of the request.
             place: index of its seed.
 
         Returns:
-            All completions of the request once they are made, in the order of its seeds.
+            All completions of the request once they are finished, in the order of its seeds.
         """
         group = self._made.get(key)
         if group is None:
@@ -224,6 +224,6 @@ class OpenPrompts:
         """Drop a request.
 
         Returns:
-            Places of its completions that are not made; none where it is not open.
+            Indices of its unfinished completions; none if it is not open.
         """
         return [place for place, one in enumerate(self._made.pop(key, [])) if one is None]

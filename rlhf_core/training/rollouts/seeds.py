@@ -1,9 +1,9 @@
-"""Sampling seeds that follow from what is sampled, never from who samples it.
+"""Sampling seeds derived from the sample, never from the rank or engine that samples it.
 
-A seed built from a rank, an engine or a server index repeats itself in some layout of the cluster, and then whole
-groups of completions are identical (ms-swift #3745, #7219; vLLM #50440). Here the seed of a completion is a hash of
-the run's seed, the step, the prompt and the sample's index: different for every completion, the same on every layout,
-and unchanged by restarts. Imports no torch.
+A seed built from a rank, engine or server index repeats in some cluster layout, which makes whole groups of completions
+identical (ms-swift #3745, #7219; vLLM #50440). Here the seed of a completion is a hash of the run's seed, the step, the
+prompt and the sample's index: different for every completion, the same on every layout, and unchanged by restarts.
+Does not import torch.
 """
 
 from hashlib import blake2b
@@ -25,14 +25,14 @@ def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) ->
 
     Args:
         run_seed: ``seed`` of the run.
-        step: optimizer step that the completion is made for, from 1 and counted over the whole run.
+        step: optimizer step that the completion is for, counted from 1 over the whole run.
         prompt_uid: ``Row.uid``.
         sample_index: index within the prompt's group, from 0.
 
     Returns:
         63 bits, uniform: an int that fits a torch ``int64`` and is not negative.
     """
-    # The lengths are in the text, so that no two different sets of arguments give the same bytes.
+    # The lengths are included, so that different arguments never give the same bytes.
     text = f"{run_seed}|{step}|{sample_index}|{len(prompt_uid)}|{prompt_uid}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -61,7 +61,7 @@ def _mix(state: "Tensor") -> "Tensor":
 
 
 def _shift_right(state: "Tensor", bits: int) -> "Tensor":
-    """Logical shift: torch's own keeps the sign."""
+    """Shift logically: torch's own shift keeps the sign."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,7 +1,7 @@
-"""Tensors in memory that processes of one host share: mapped files, and the names by which others find a tensor there.
+"""Tensors in memory shared by processes of one host: mapped files, and references by which others find a tensor.
 
-The engine's process stages weights in such memory where several processes compute for it (``vllm/worker.py``): they
-read them where they lie, and no copy is made between processes.
+The process of a split engine stages weights in such memory (``vllm/worker.py``): its workers read them in place,
+without a copy between processes.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Starts the rollout engine that a run asks for."""
+"""Start of the rollout engine of a run."""
 
 import functools
 from pathlib import Path
@@ -18,7 +18,7 @@ from rlhf_core.training.worker_events import write_event
 def start_engine(
     context: WorkerContext, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> RolloutEngine:
-    """Start the engine of ``rollout.engine``, without weights, or join those of the group. Collective.
+    """Start the engine of ``rollout.engine`` without weights, or connect to the engines of the group. Collective.
 
     Args:
         folder: Hugging Face folder with the configuration of the model that is to sample, in the trainer the one that

@@ -1,8 +1,8 @@
 """Sampling in the trainer's own process, with transformers' KV cache.
 
-Our own decode loop, because transformers' ``generate`` draws all sequences from one random stream: what a sequence gets
-would depend on its place in the batch. Here each prompt is read once, its cache repeated over its samples, and
-sequences that have ended leave the batch as soon as that saves work.
+It has its own decode loop because transformers' ``generate`` draws all sequences from one random stream, so that a
+sequence would depend on its position in the batch. Here each prompt is prefilled once, its cache repeated over its
+samples, and finished sequences leave the batch as soon as that saves work.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_token
 from rlhf_core.training.types import Completion
 
 _KEEP_SHARE = 0.75
-"""Ended sequences are taken out of the batch when no more than this share is still going: copying the cache costs time
+"""Finished sequences are removed from the batch once at most this share is still active: copying the cache takes time
 too."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """One completion to be made, and where it belongs."""
+    """One completion to generate, and its position in the result."""
 
     prompt: int
     sample: int
@@ -32,7 +32,7 @@ class _Slot:
 
 
 class TransformersEngine:
-    """The trainer's own model as an engine: nothing is copied, so no version can be stale."""
+    """An engine that samples with the trainer's own model: nothing is copied, so no version can be stale."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -68,14 +68,14 @@ class TransformersEngine:
         return [[replace(completion, weight_version=version) for completion in group] for group in groups]
 
     def take_counts(self) -> Mapping[str, float]:
-        """None: an engine of this process is not lost alone."""
+        """No counts: an in-process engine cannot fail separately."""
         return {}
 
     def sleep(self) -> None:
-        """Nothing to give back: the cache goes with every batch."""
+        """Do nothing: the cache is freed after every batch."""
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._model, self.version = None, None
 
 
@@ -93,8 +93,8 @@ def generate(
 ) -> list[list[Completion]]:
     """Sample ``len(seeds[i])`` completions of ``prompts[i]``, ``batch_size`` sequences at once.
 
-    Of a model that ZeRO 3 has split, every rank has the whole weights meanwhile: collective then at its beginning and
-    end, so that every rank calls it equally often, if only with no prompts.
+    If ZeRO 3 has split the model, every rank holds the full weights meanwhile. The call is then collective at its
+        beginning and end, so every rank has to call it equally often, even without prompts.
 
     Raises:
         ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
@@ -116,7 +116,7 @@ def generate(
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a completion: the tokenizer's and those that the model's generation settings name."""
+    """Tokens that end a completion: the tokenizer's and those of the model's generation settings."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in (tokenizer.eos_token_id, *listed) if token is not None)
@@ -125,7 +125,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def _batches(
     prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], batch_size: int
 ) -> Iterator[list[_Slot]]:
-    """Completions in batches; prompts of like length go together, and the samples of a prompt stay side by side."""
+    """Group completions into batches; prompts of similar length go together, and samples of a prompt stay adjacent."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     slots = [
         _Slot(index, sample, seed)
@@ -145,8 +145,8 @@ def _decode_batch(
     temperature: float,
     beat: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of ``B`` completions, ``[B, max_new_tokens]`` each; after an end token they mean
-    nothing."""
+    """Tokens and log-probabilities of ``B`` completions, ``[B, max_new_tokens]`` each; values after an end token are
+    meaningless."""
     device = model.device
     logits, cache, mask = _prefill(model, prompts, slots, device)
     ends = torch.tensor(sorted(end_ids), device=device)
@@ -178,7 +178,7 @@ def _decode_batch(
 def _prefill(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], slots: Sequence[_Slot], device: torch.device
 ) -> tuple[Tensor, Cache, Tensor | None]:
-    """Read each prompt once and repeat what was read over its samples.
+    """Prefill each prompt once and repeat the result over its samples.
 
     Returns:
         Logits of the first token ``[B, V]``, the cache over ``B`` sequences, and the attention mask ``[B, T]`` of the
@@ -218,7 +218,7 @@ def _forward(
 def _completions(
     tokenizer: PreTrainedTokenizerBase, tokens: Tensor, logprobs: Tensor, end_ids: frozenset[int]
 ) -> list[Completion]:
-    """Cut each row after its first end token and turn it into text."""
+    """Cut each row after its first end token and decode it."""
     ended = torch.isin(tokens, torch.tensor(sorted(end_ids), device=tokens.device))
     finished = ended.any(-1)
     lengths = torch.where(finished, ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()

@@ -1,4 +1,4 @@
-"""Ledger of the weights that rollout engines were given: one entry a sync, written before it begins and after."""
+"""Ledger of the weights given to rollout engines: each sync is recorded before it begins and after it ends."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,12 @@ from rlhf_core.training.types import Completion
 
 
 class RecordedEngine:
-    """A rollout engine whose changes of weights are in the ledger of the run.
+    """A rollout engine whose weight syncs are recorded in the run's ledger.
 
     Args:
         path: file of the ledger, which rank 0 appends to.
-        num_engines: engines that take over each version, those of all ranks.
-        on_loss: called with a sentence if the file was deleted or truncated while it was written.
+        num_engines: number of engines that load each version, over all ranks.
+        on_loss: called with a message if the file was deleted or truncated during writing.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RecordedEngine:
 
     @property
     def ahead(self) -> Ahead | None:
-        """Sampling beside training, of an engine that can."""
+        """Sampling in parallel to training, if the engine supports it."""
         return self._engine.ahead
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
@@ -94,7 +94,7 @@ class RecordedEngine:
 
 
 def _numbers(transfer: WeightTransfer | None, seconds: float) -> list[float]:
-    """One rank's part; a rank that sends nothing and has no engine brings zeros. A limit of 0 is one not known."""
+    """One rank's part; all zeros for a rank that sends nothing and has no engine. A limit of 0 is an unknown one."""
     if transfer is None:
         return [0, 0, seconds, 0.0, 0.0, 0.0]
     limit = transfer.limit_gb_per_s or 0.0
@@ -102,7 +102,7 @@ def _numbers(transfer: WeightTransfer | None, seconds: float) -> list[float]:
 
 
 def _over_ranks(transfer: WeightTransfer | None, answered: Sequence[Sequence[float]]) -> dict[str, object]:
-    """The answers as one: engines, bytes and limits of links add up, of seconds the slowest rank's count."""
+    """Combine the ranks' parts: engines, bytes and link limits are summed, and the slowest rank's seconds count."""
     acknowledged, sizes, seconds, wire_s, apply_s, limits = zip(*answered, strict=True)
     senders = [limit for limit, size in zip(limits, sizes, strict=True) if size]
     return {

@@ -1,4 +1,4 @@
-"""Log-probabilities of a few tokens, by which an engine shows that it computes with the weights of the trainer."""
+"""Probe of an engine's weights: log-probabilities of a few tokens, compared with those of the trainer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,20 +11,20 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.training.models.gathering import whole_model
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of a log-probability that rounding and other kernels explain, by number format of the weights.
+"""Largest log-probability difference explained by rounding and different kernels, by number format of the weights.
 Wrong weights differ by nats."""
 PROBE_TOKENS = 16
-"""Tokens that an engine is probed with, or one less than it takes at most."""
+"""Number of probe tokens, unless the engine's limit, less one, is smaller."""
 
 
 class WeightProbe(BaseModel):
-    """Log-probabilities that show which weights an engine computes with."""
+    """Log-probabilities that identify the weights of an engine."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of every token but the first, as the trainer computes them."""
+    """Log-probability of every token but the first, as the trainer computes it."""
     tolerance: float
-    """Largest difference that rounding and other kernels explain."""
+    """Largest difference explained by rounding and different kernels."""
 
 
 def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe:
@@ -58,18 +58,18 @@ def probe_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def require_same(name: str, found: Sequence[float], probe: WeightProbe, advice: str = "") -> None:
-    """Refuse an engine that computes other log-probabilities than the trainer.
+    """Refuse an engine whose log-probabilities differ from the trainer's.
 
     Args:
         name: name of the engine.
-        found: what it computes for the tokens of the probe.
+        found: its log-probabilities of the probe's tokens.
         advice: end of the message.
 
     Raises:
-        StaleWeights: by more than rounding explains.
+        StaleWeights: they differ by more than rounding explains.
     """
     differences = [abs(one - other) for one, other in zip(found, probe.logprobs, strict=True)]
-    if not all(one <= probe.tolerance for one in differences):  # not any(>): what is no number is refused too
+    if not all(one <= probe.tolerance for one in differences):  # not any(>): NaN is refused too
         raise StaleWeights(
             f"{name} and the trainer compute different log-probabilities with the same weights, by up to "
             f"{max(differences):.3g}; expected at most {probe.tolerance}. The engine has not taken over all "

@@ -61,8 +61,8 @@ class Saving:
         return "failed" if self._writer.has_failed() else self._reporter.request()
 
     def times(self) -> dict[str, float]:
-        """Seconds since the last call: the step waited, it waited for the previous checkpoint, and a checkpoint was
-        written."""
+        """Seconds accumulated since the last call: waiting of steps in all, waiting for the previous checkpoint, and
+        writing."""
         found = {
             "checkpoint": self._waited_s,
             "checkpoint_wait": self._wait_s,

@@ -1,1 +1,1 @@
-"""Checkpoints in the main memory of the nodes: a copy on the own node, one on the next, and the restart from them."""
+"""In-memory checkpoints: a copy on the rank's own node, one on the next node, and restarts from them."""

@@ -1,14 +1,13 @@
-"""Copy of the newest checkpoint in the main memory of the nodes, from which a restart goes on.
+"""Copy of the newest checkpoint in the nodes' main memory, from which a restart resumes.
 
     <folder>/trainer_state/rank-00000.safetensors   files as in the checkpoint: those of the ranks of this node
     <folder>/model/ ...                             those of rank 0, on its node
-    <folder>/parts/rank-00000.json                  checksums of what each rank has there, written last (`MemoryPart`)
-    <folder>/COMPLETE                               written by a restart that goes on from it
-    <folder>/peer/ ...                              the same of ranks of the node before, with `memory = "peer"`
+    <folder>/parts/rank-00000.json checksums of each rank's files there, written last (`MemoryPart`) <folder>/COMPLETE
+    written by a restart that resumes from it <folder>/peer/ ... the same for ranks of the previous node, with `memory =
+    "peer"`
 
-The files are the memory of the snapshot itself, in a file system in memory: they cost nothing beyond it, and outlive
-the ranks, until the agent of the node ends. A copy that a kill has left half overwritten
-has no part, and does not count.
+The files are the memory of the snapshot itself, in an in-memory file system: they take no extra memory, and outlive the
+ranks until the node's agent ends. A copy that a kill left half overwritten has no part file and is ignored.
 """
 
 import functools
@@ -26,20 +25,20 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum,
 from rlhf_core.training.checkpoints.background_save import Content
 
 PEER = "peer"
-"""Folder of the parts that a node keeps for the one before it."""
+"""Folder of the parts that a node keeps for the previous node."""
 PLACES = ("", PEER)
-"""Folders in which a part may lie."""
+"""Folders that may hold a part."""
 
 
 class MemoryPart(Schema):
     """Files of one rank in memory."""
 
     save: Label
-    """Identity of the save: its parts have the same."""
+    """Identity of the save, shared by all of its parts."""
     attempt: Int32
     """Attempt of the run that wrote it."""
     step: Int32
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     loop: Label
     """Algorithm of the loop that wrote it."""
     loop_finished: bool
@@ -47,15 +46,15 @@ class MemoryPart(Schema):
     rank: Int32
     """Rank that wrote it."""
     num_ranks: Int32
-    """Ranks that wrote with it."""
+    """Number of ranks that wrote the save."""
     spec_hash: Label
     """Hash of the settings that training depends on."""
     files: dict[FileName, FileChecksum] = Field(default_factory=dict)
-    """Its files, by their path."""
+    """Checksums of its files, by path."""
 
 
 class MemoryCopy:
-    """Copy of one rank, on its node."""
+    """In-memory copy of one rank's part, on its node."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.folder = folder
@@ -63,15 +62,15 @@ class MemoryCopy:
         self._part = _part_file(folder, rank)
 
     def invalidate(self) -> None:
-        """Have it count no more: its files are about to change."""
+        """Invalidate the copy, because its files are about to change."""
         self._part.unlink(missing_ok=True)
         (self.folder / "COMPLETE").unlink(missing_ok=True)
 
     def keep(self, part: MemoryPart, content: Content) -> None:
-        """Have it count: its large files are there already.
+        """Complete and publish the copy, whose large files are already in place.
 
         Raises:
-            OSError: there is no room for the small ones.
+            OSError: there is no room for the small files.
         """
         for name, data in content.items():
             if isinstance(data, bytes):
@@ -83,7 +82,7 @@ class MemoryCopy:
         self.publish(part)
 
     def publish(self, part: MemoryPart) -> None:
-        """Have it count: all its files are there."""
+        """Publish the copy, whose files are all in place."""
         make_folder(self._part.parent)
         write_model(self._part, part, FILE_MODE)
 
@@ -93,15 +92,15 @@ def _part_file(folder: Path, rank: int) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Going on from it
+# Resuming
 
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """A checkpoint that the nodes have in memory, together."""
+    """A checkpoint held in the memory of the nodes together."""
 
     parts: Sequence[MemoryPart]
-    """Of all ranks, in their order."""
+    """Parts of all ranks, in rank order."""
 
     @property
     def attempt(self) -> int:
@@ -110,7 +109,7 @@ class MemoryCheckpoint:
 
     @functools.cached_property
     def manifest(self) -> CheckpointManifest:
-        """As its ``COMPLETE`` would be."""
+        """Manifest that its ``COMPLETE`` would hold."""
         first = self.parts[0]
         files = {name: found for part in self.parts for name, found in part.files.items()}
         return CheckpointManifest(
@@ -124,25 +123,25 @@ class MemoryCheckpoint:
         )
 
     def needed(self, ranks: Sequence[int]) -> list[str]:
-        """Files that a node needs: the states of its ranks, and what belongs to all."""
+        """Files that a node needs: the states of its ranks and the shared files."""
         own = {name for rank in ranks for name in self.parts[rank].files}
         states = {name for part in self.parts for name in part.files if name.startswith("trainer_state/rank-")}
         return [name for name in self.manifest.files if name in own or name not in states]
 
 
 def parts_here(folder: Path) -> list[MemoryPart]:
-    """Parts in the memory of this node, its own and those that it keeps for another one."""
+    """Parts in this node's memory, its own and those kept for another node."""
     paths = [path for place in PLACES for path in sorted((folder / place / "parts").glob("rank-*.json"))]
     return [part for path in paths if (part := read_model(path, MemoryPart)) is not None]
 
 
 def newest_in_memory(parts: Iterable[MemoryPart], num_ranks: int, hash_of_spec: str) -> MemoryCheckpoint | None:
-    """The newest checkpoint that all ranks have a part of, somewhere.
+    """Find the newest checkpoint of which every rank's part is in some node's memory.
 
     Args:
-        parts: those that the nodes have.
-        num_ranks: ranks that are to go on.
-        hash_of_spec: hash of their settings.
+        parts: parts found on the nodes.
+        num_ranks: number of ranks that resume.
+        hash_of_spec: hash of the settings of this run.
     """
     by_save: dict[str, dict[int, MemoryPart]] = {}
     for part in parts:

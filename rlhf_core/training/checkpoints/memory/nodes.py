@@ -1,4 +1,4 @@
-"""Memory of the nodes, as their ranks use it together when they start again."""
+"""The nodes' in-memory checkpoints, as their ranks use them together at a restart."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,23 +24,23 @@ from rlhf_core.training.checkpoints.memory.peer_transfer import PeerRefused, rec
 from rlhf_core.training.distributed import Ranks
 
 CHUNK_BYTES = 64 << 20
-"""Bytes of a file that are sent to the other nodes at a time."""
+"""Chunk size for sending a file to the other nodes, in bytes."""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """Outcome of bringing a checkpoint into the memory of every node; the same on every rank."""
+    """Result of bringing a checkpoint into the memory of every node; the same on every rank."""
 
     checkpoint: CheckpointDir | None
-    """None where a file is damaged, or gone, on all nodes that had it."""
+    """None if a file is damaged or missing on all nodes that had it."""
     problem: str = ""
-    """Reason for that."""
+    """Reason for the failure."""
     num_from_peers: int = 0
-    """Files that were lost or damaged on their own node, and came from the copy on its peer."""
+    """Files that were lost or damaged on their own node and restored from its peer's copy."""
 
 
 class NodeMemory:
-    """Memory of this node. All ranks call its methods together."""
+    """In-memory checkpoints of this node. All ranks call the methods together."""
 
     def __init__(self, folder: Path, node: str, ranks: Ranks, beat: Callable[[], None]) -> None:
         self._folder = folder
@@ -53,14 +53,14 @@ class NodeMemory:
         return self._ranks.rank == self._here[0]
 
     def find(self, hash_of_spec: str) -> MemoryCheckpoint | None:
-        """The newest checkpoint in the memory of all nodes; the same on every rank. Collective."""
+        """Find the newest checkpoint in the memory of all nodes; the same on every rank. Collective."""
         own = parts_here(self._folder) if self._is_first_here else []
         told = self._ranks.gather([part.model_dump(mode="json") for part in own])
         parts = [MemoryPart.model_validate(part) for of_node in told for part in of_node]
         return newest_in_memory(parts, self._ranks.num_ranks, hash_of_spec)
 
     def bring(self, found: MemoryCheckpoint) -> Brought:
-        """Have all files that the ranks of each node need in its memory, checked. Collective."""
+        """Bring all files that each node's ranks need into its memory and verify them. Collective."""
         expected = found.manifest.files
         lacking = self._lacking(found) if self._is_first_here else {}
         lacking_of = self._ranks.gather(lacking)
@@ -84,12 +84,12 @@ class NodeMemory:
         return Brought(CheckpointDir(self._folder, found.manifest.step), num_from_peers=num_from_peers)
 
     def _lacking(self, found: MemoryCheckpoint) -> dict[str, str]:
-        """Files that the ranks of this node need and that are not here as they should be, with the reason."""
+        """Files that this node's ranks need and that are missing or damaged here, with the reason."""
         problems = {name: self._damage("", name, found.manifest.files) for name in found.needed(self._here)}
         return {name: problem for name, problem in problems.items() if problem}
 
     def _offers(self, wanted: Sequence[str], expected: Mapping[str, FileChecksum]) -> dict[str, str]:
-        """Folders of this node that have the files which are wanted."""
+        """Folders of this node that hold the wanted files."""
         places = {
             name: next((place for place in PLACES if not self._damage(place, name, expected)), None) for name in wanted
         }
@@ -104,12 +104,12 @@ class NodeMemory:
         return "" if is_right else "does not match its checksum"
 
     def _send(self, name: str, expected: FileChecksum, owner: int, place: str, *, receives: bool) -> str:
-        """Send a file by the group of all ranks; what is wrong with it here."""
+        """Broadcast a file over the group of all ranks; return the problem with it here."""
         source = self._folder / place / name if self._ranks.rank == owner else None
         pieces = self._broadcast(source, expected.bytes, owner)
         if not (receives and self._is_first_here):
             for _ in pieces:
-                pass  # this rank takes part for the others
+                pass  # this rank participates for the others' sake
             return ""
         problem = ""
         try:
@@ -117,18 +117,18 @@ class NodeMemory:
         except (OSError, PeerRefused) as error:
             problem = str(error)
         for _ in pieces:
-            pass  # the others go on: so does this rank
+            pass  # the others continue, so this rank must too
         return problem
 
     def _broadcast(self, source: Path | None, num_bytes: int, owner: int) -> Iterator[memoryview]:
-        """Pieces of a file of the owner, on every rank; all of them must be asked for."""
+        """Yield the chunks of the owner's file on every rank; the caller must consume all of them."""
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(source.open("rb")) if source is not None else None
             for begin in range(0, num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, num_bytes - begin)
                 data = torch.zeros(size, dtype=torch.uint8)
                 if file is not None:
-                    read = file.read(size)  # a file that is too short shows by its checksum
+                    read = file.read(size)  # the checksum reveals a file that is too short
                     data[: len(read)] = torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else data[:0]
                 data = data.to(self._ranks.device)
                 with self._ranks.reporter.collective():
@@ -138,6 +138,6 @@ class NodeMemory:
 
 
 def _owner(name: str, offers_of: Sequence[Mapping[str, str]]) -> int | None:
-    """First rank of a node that offers a file, its own before that of a peer."""
+    """First rank of a node that offers a file; the file's own node comes before a peer."""
     own = [rank for rank, offers in enumerate(offers_of) if offers.get(name) == ""]
     return next(iter(own + [rank for rank, offers in enumerate(offers_of) if name in offers]), None)

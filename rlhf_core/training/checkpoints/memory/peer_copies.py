@@ -1,8 +1,8 @@
-"""Copy of each rank's part of a checkpoint on the next node, so that a restart can do without the memory of one node.
+"""Copy of each rank's part of a checkpoint on the next node, so that a restart survives losing one node's memory.
 
-The nodes form a ring: each sends to the next. A thread sends, a thread of the other rank receives
-(``peer_transfer.py``); no rank waits for it but for the buffers, before it takes the next snapshot. A transfer that
-fails, or does not go on, costs that copy and nothing else.
+The nodes form a ring: each sends to the next. One thread sends, a thread of the other rank receives
+(``peer_transfer.py``). A rank waits for a transfer only before its next snapshot, which reuses the buffers. A transfer
+that fails or stalls costs only that copy.
 """
 
 import os
@@ -20,14 +20,14 @@ from rlhf_core.training.types import WorkerContext
 
 
 class PeerCopies:
-    """Sends the parts of this rank, and keeps those of a rank of the node before."""
+    """Sends this rank's parts, and keeps those of a rank on the previous node."""
 
     def __init__(self, receiver: PartReceiver, address: tuple[str, int], peer: str, key: bytes) -> None:
-        """Take over what :func:`peer_copies` has made.
+        """Take over the parts made by :func:`peer_copies`.
 
         Args:
-            address: that of the rank which keeps the parts of this one.
-            peer: its node.
+            address: address of the rank that keeps this rank's parts.
+            peer: node of that rank.
         """
         self._receiver = receiver
         self._address = address
@@ -37,20 +37,20 @@ class PeerCopies:
 
     def begin(self, part: MemoryPart, content: Content) -> None:
         """Send a part in the background. Its buffers must stay as they are until :meth:`finish` returns."""
-        # A daemon: one that waits for another node must not keep the process from its end.
+        # A daemon: a thread waiting for another node must not keep the process from exiting.
         self._sending = threading.Thread(
             target=self._send, args=(part, content), name=f"peer-copy-{part.step}", daemon=True
         )
         self._sending.start()
 
     def finish(self) -> None:
-        """Wait until nothing is being sent: never longer than a transfer may stand still."""
+        """Wait until nothing is being sent; bounded, because a stalled transfer times out."""
         if self._sending is not None:
             self._sending.join()
             self._sending = None
 
     def close(self) -> None:
-        """Receive no more."""
+        """Stop receiving."""
         self._receiver.close()
 
     def _send(self, part: MemoryPart, content: Content) -> None:
@@ -61,9 +61,9 @@ class PeerCopies:
 
 
 def peer_copies(context: WorkerContext, ranks: Ranks) -> PeerCopies | None:
-    """Begin to receive, and find out where to send to; None, with a line of the log, where there is no other node.
+    """Start receiving and find the rank to send to; None, with a log line, if there is no other node.
 
-    Collective where the settings ask for it.
+    Collective if the settings enable peer copies.
     """
     if context.spec.checkpoint.memory != "peer":
         return None
@@ -85,13 +85,13 @@ def peer_copies(context: WorkerContext, ranks: Ranks) -> PeerCopies | None:
 
 
 def rank_on_next_node(nodes: Sequence[str], rank: int) -> int | None:
-    """The rank that keeps the parts of a rank: the one of the same place on the next node, after the last the first.
+    """Rank that keeps a rank's parts: the one at the same position on the next node, wrapping around.
 
     Args:
         nodes: node of each rank.
 
     Returns:
-        None where all ranks are on one node.
+        None if all ranks are on one node.
     """
     names = list(dict.fromkeys(nodes))
     if len(names) == 1:
@@ -103,12 +103,12 @@ def rank_on_next_node(nodes: Sequence[str], rank: int) -> int | None:
 
 
 def own_line(message: str) -> None:
-    """A line of the log of this rank."""
+    """Write a line to this rank's own log."""
     print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
 
 
 def _receiver(context: WorkerContext) -> tuple[PartReceiver | None, bytes, str]:
-    """Receiver of this rank and key of the attempt; or why there is none."""
+    """Create this rank's receiver and read the attempt's key, or return the reason for having none."""
     if context.memory is None:
         return None, b"", "no file system in memory"
     try:
@@ -119,12 +119,12 @@ def _receiver(context: WorkerContext) -> tuple[PartReceiver | None, bytes, str]:
 
 
 def _own_address() -> str:
-    """Address of the interface that leads to where the ranks meet.
+    """Address of the interface that routes to the rendezvous of the ranks.
 
     Raises:
-        OSError: none leads there.
+        OSError: no interface does.
     """
     family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the interface
+        probe.connect(address)  # sends nothing, only selects the interface
         return str(probe.getsockname()[0])

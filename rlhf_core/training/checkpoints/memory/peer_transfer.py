@@ -1,4 +1,4 @@
-"""Transfer of a rank's part of a checkpoint to a rank of another node: one TCP connection for each part.
+"""Transfer of a rank's part of a checkpoint to a rank on another node, over one TCP connection per part.
 
     sender     32 random bytes
     receiver   32 random bytes, and an HMAC (RFC 2104, SHA-256) over both
@@ -7,8 +7,8 @@
     sender     the files, in the order of the part, as they are
     receiver   a line: empty where the part counts from now on, else what was wrong with it
 
-The key of the HMACs is that of the attempt, which only the owner of the run may read: no other program gets a part, or
-brings one. The text has the checksums of the files, so that these are proven too. Nothing is encrypted.
+The HMACs use the key of the attempt, which only the owner of the run may read: no other program can receive or send a
+part. The JSON text holds the checksums of the files, so these are authenticated too. Nothing is encrypted.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart
 from rlhf_core.training.checkpoints.tensor_files import chunks
 
 STALL_S = 10.0
-"""Time after which a transfer is given up that does not go on, in seconds."""
+"""Time without progress after which a transfer is abandoned, in seconds."""
 MAX_TEXT_BYTES = 16 << 20
-"""Longest text of a part that is looked at."""
+"""Longest `MemoryPart` text accepted."""
 
 _CODE_BYTES = 32
 _LENGTH_BYTES = 8
@@ -43,15 +43,15 @@ _CHUNK_BYTES = 4 << 20
 
 
 class PeerRefused(Exception):
-    """A part that was not sent, or not kept; the message says why."""
+    """A part was not sent or not kept; the message gives the reason."""
 
 
 def send_part(address: tuple[str, int], key: bytes, part: MemoryPart, content: Content) -> None:
-    """Send the files of a part, and wait until it counts on the other node.
+    """Send the files of a part, and wait until it is valid on the other node.
 
     Raises:
-        PeerRefused: the other side is no rank of this attempt, has no room, or received something else.
-        OSError: it cannot be reached, or does not go on for ``STALL_S``.
+        PeerRefused: the other side is not a rank of this attempt, has no room, or received something else.
+        OSError: the other side cannot be reached, or stalls for ``STALL_S``.
     """
     with socket.create_connection(address, STALL_S) as connection:
         own = secrets.token_bytes(_CODE_BYTES)
@@ -69,19 +69,19 @@ def send_part(address: tuple[str, int], key: bytes, part: MemoryPart, content: C
 
 
 class PartReceiver:
-    """Takes the parts that ranks of another node send, one after the other, in a thread."""
+    """Receives parts from ranks of another node, one after the other, in a thread."""
 
     def __init__(self, folder: Path, key: bytes, host: str, log: Callable[[str], None]) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
             folder: folder in main memory for the parts.
             key: key of the attempt.
-            host: address of the interface to listen at; the port is any that is free.
-            log: told of every part of this attempt that was not kept.
+            host: address of the interface to listen on; any free port is used.
+            log: called for every part of this attempt that was not kept.
 
         Raises:
-            OSError: the address is not of this node.
+            OSError: the address does not belong to this node.
         """
         self._folder = folder
         self._key = key
@@ -92,8 +92,8 @@ class PartReceiver:
         threading.Thread(target=self._run, name="part-receiver", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
-        # Closing alone would not wake the thread that waits for a connection.
+        """Stop listening."""
+        # Closing alone would not wake the thread waiting for a connection.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -112,7 +112,7 @@ class PartReceiver:
             connection.settimeout(STALL_S)
             part = self._announced(connection)
         except (OSError, PeerRefused):
-            return  # any program may connect: what proves nothing leaves nothing
+            return  # any program may connect; one that does not authenticate leaves no trace
         try:
             self._take(connection, part)
             reason = ""
@@ -123,7 +123,7 @@ class PartReceiver:
             _tell(connection, reason)
 
     def _announced(self, connection: socket.socket) -> MemoryPart:
-        """The part that a rank of this attempt is about to send. All of it has to come within ``STALL_S``."""
+        """Receive the announcement of a part from a rank of this attempt; it has to arrive within ``STALL_S``."""
         until = time.monotonic() + STALL_S
         other, own = _received(connection, _CODE_BYTES, until), secrets.token_bytes(_CODE_BYTES)
         nonces = other + own
@@ -141,11 +141,11 @@ class PartReceiver:
             raise PeerRefused(f"found no part: {error}") from None
 
     def _take(self, connection: socket.socket, part: MemoryPart) -> None:
-        """Receive the files; the part counts once all are there and right.
+        """Receive the files; the part becomes valid once all have arrived intact.
 
         Raises:
-            PeerRefused: there is no room, or a file is not what its checksum says.
-            OSError: the connection broke, or did not go on.
+            PeerRefused: there is no room, or a file does not match its checksum.
+            OSError: the connection broke or stalled.
         """
         connection.settimeout(STALL_S)
         copy = MemoryCopy(self._folder, part.rank, part.attempt)
@@ -162,14 +162,14 @@ class PartReceiver:
 
 
 def receive_file(pieces: Iterable[bytes | memoryview], path: Path, expected: FileChecksum) -> None:
-    """Write a new file from its pieces.
+    """Write a new file from its chunks.
 
     Raises:
-        PeerRefused: it is not what its checksum says.
+        PeerRefused: it does not match its checksum.
         OSError: there is no room for it.
     """
     make_folder(path.parent)
-    path.unlink(missing_ok=True)  # never written over: a model may lie in the one that was there
+    path.unlink(missing_ok=True)  # never overwritten: a model may be mapped from the existing file
     path.touch(FILE_MODE)
     digest = hashlib.sha256()
     with path.open("r+b") as file:
@@ -196,11 +196,11 @@ def _pieces(data: mmap.mmap | bytes) -> Iterable[bytes | memoryview]:
 
 
 def _received(connection: socket.socket, num_bytes: int, until_s: float | None = None) -> bytes:
-    """So many bytes, all of them by a moment of the monotonic clock.
+    """Receive this many bytes before a deadline on the monotonic clock.
 
     Raises:
-        ConnectionError: the other side has ended before.
-        TimeoutError: they did not come in time.
+        ConnectionError: the other side closed the connection early.
+        TimeoutError: they did not arrive in time.
     """
     found = bytearray()
     while len(found) < num_bytes:

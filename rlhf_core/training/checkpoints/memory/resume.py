@@ -1,4 +1,4 @@
-"""Restart from the main memory of the nodes, where that holds a checkpoint at least as new as the disk's."""
+"""Restart from the nodes' main memory, if it holds a checkpoint at least as new as that on disk."""
 
 import contextlib
 import mmap
@@ -19,20 +19,20 @@ from rlhf_core.training.worker_events import write_event
 
 
 def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None) -> CheckpointDir | None:
-    """The checkpoint in memory that this start of the workers goes on from; None where the files are to be used.
+    """Find the in-memory checkpoint that this start of the workers resumes from; None to use the files.
 
-    One that a kill has kept from the disk is written there first: whatever comes later finds it as if it had been
-    complete in time. Which one was taken, and why not that in memory, is an event. Collective.
+    A checkpoint that a kill kept from reaching the disk is written there first, as if it had been completed in time. An
+        event records the choice, and the reason if the memory was not used. Collective.
 
     Args:
-        on_disk: step of the checkpoint that the disk has.
+        on_disk: step of the checkpoint on disk.
 
     Raises:
-        DiskFull, WorkerError: it could not be brought to the disk; raised by every rank.
+        DiskFull, WorkerError: the checkpoint could not be written to disk; raised by every rank.
     """
     if not _may_have_copies(context, on_disk):
         return None
-    without = ranks.sum([float(context.memory is None)])[0]  # of all: a node alone would wait for the others
+    without = ranks.sum([float(context.memory is None)])[0]  # over all ranks: a node alone would wait for the others
     if without or context.memory is None:
         return None
 
@@ -62,7 +62,7 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
 
 
 def _may_have_copies(context: WorkerContext, on_disk: int | None) -> bool:
-    """True for a restart in place; with copies on peers also for an attempt that goes on from a checkpoint."""
+    """True for a restart in place; with peer copies also for an attempt that resumes from a checkpoint."""
     kind = context.spec.checkpoint.memory
     return kind != "off" if context.restart > 0 else kind == "peer" and on_disk is not None
 
@@ -73,10 +73,10 @@ def refusal(
     on_disk: int | None,
     is_on_disk: Callable[[MemoryCheckpoint], bool],
 ) -> str:
-    """Reason not to use what is in memory; empty where there is none.
+    """Reason not to use the checkpoint in memory; empty if there is none.
 
     Args:
-        is_on_disk: whether the checkpoint that the disk has is the same, byte by byte.
+        is_on_disk: whether the checkpoint on disk is identical, byte for byte.
     """
     if found is None:
         return "the nodes have no copy in memory that all ranks have a part of"
@@ -86,13 +86,13 @@ def refusal(
     if context.run_dir.checkpoint(step).root.name in context.damaged:
         return f"the checkpoint of step {step} was found damaged"
     if found.attempt != context.attempt and not is_on_disk(found):
-        # The controller chose where this attempt goes on, perhaps further back: only the same bytes will do.
+        # The controller chose the checkpoint of this attempt, perhaps an older one: only identical bytes will do.
         return f"the copy in memory is of step {step} of attempt {found.attempt}, and not what this one goes on from"
     return ""
 
 
 def _is_on_disk(context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, on_disk: int | None) -> bool:
-    """True if all files are those of the checkpoint of the disk, by their checksums. Rank 0 looks, for all."""
+    """True if the checksums of all files match the checkpoint on disk. Rank 0 checks for all ranks."""
     is_same = False
     if ranks.is_first and on_disk is not None:
         manifest = context.run_dir.checkpoint(on_disk).manifest()
@@ -103,7 +103,7 @@ def _is_on_disk(context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, o
 def _bring_to_disk(
     context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, source: CheckpointDir, beat: Callable[[], None]
 ) -> None:
-    """Finish a save that was interrupted: every rank writes what its place had written."""
+    """Finish an interrupted save: every rank writes the files that the same rank number wrote."""
     final = context.run_dir.checkpoint(source.step)
     partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), source.step)
     publication = CheckpointPublication(
@@ -135,7 +135,7 @@ def _mapped(source: CheckpointDir, name: str) -> Iterator[mmap.mmap | bytes]:
 
 
 def _tell(context: WorkerContext, ranks: Ranks, message: str) -> None:
-    """A line of the log and an event, once for all ranks."""
+    """Write a log line and an event, once for all ranks."""
     ranks.log(message)
     if not ranks.is_first:
         return

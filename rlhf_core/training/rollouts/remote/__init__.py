@@ -1,1 +1,1 @@
-"""Rollout engines from the side of the trainer: prompts dispatched over HTTP, completions awaited, weights sent."""
+"""The trainer's side of rollout engines: dispatching prompts over HTTP, awaiting completions, sending weights."""

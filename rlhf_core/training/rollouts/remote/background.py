@@ -1,4 +1,4 @@
-"""A rollout over the engines of the group that goes on while the trainer trains."""
+"""A background rollout over the engines of the group, in parallel to training."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from rlhf_core.training.types import Completion
 
 
 class RolloutAhead:
-    """Rollouts beside training, one at a time; see :class:`rlhf_core.training.rollouts.base.Ahead`."""
+    """Rollouts in parallel to training, one at a time; see :class:`rlhf_core.training.rollouts.base.Ahead`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RolloutAhead:
 
 
 class BackgroundRollout:
-    """A rollout in a thread of its own: it waits for the network most of the time, and computes nothing."""
+    """A rollout in its own thread, which mostly waits for the network and computes nothing."""
 
     def __init__(self, rollout: Callable[[Callable[[], None]], RemoteRollout]) -> None:
         """Begin it.
@@ -93,7 +93,7 @@ class BackgroundRollout:
         loop = asyncio.new_event_loop()
         self._end = asyncio.run_coroutine_threadsafe(self._rollout.run(), loop)
         self._end.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-        # A daemon: a rank that fails does not wait for the engines.
+        # A daemon: a failing rank does not wait for the engines.
         Thread(target=_run, args=(loop,), name="rollout", daemon=True).start()
 
     def wait(self, beat: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ JSON = {"content-type": "application/json"}
 
 
 class EngineUnusable(Exception):
-    """An engine is gone, hangs, or refuses what it is asked: others are asked then."""
+    """An engine is gone, hangs, or refuses a request; the request then goes to others."""
 
 
 def engine_name(rank: int) -> str:
@@ -36,7 +36,7 @@ def engine_name(rank: int) -> str:
 
 
 class EngineClient:
-    """Speaks with one start of an engine: with another one at the same place it fails."""
+    """Client of one start of an engine; calls fail if another start has replaced it."""
 
     def __init__(self, address: EngineAddress, token: bytes, answer_timeout_s: float) -> None:
         self.address = address
@@ -56,7 +56,7 @@ class EngineClient:
         """State of the engine.
 
         Raises:
-            EngineUnusable: it does not answer in time, or is another one.
+            EngineUnusable: it does not answer in time, or has been replaced.
         """
         try:
             answer = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
@@ -65,13 +65,13 @@ class EngineClient:
         return self._checked(answer)
 
     async def sample(self, http: httpx.AsyncClient, request: SampleRequest) -> AsyncIterator[SampledPrompt]:
-        """Completions of prompts, each as soon as it is made.
+        """Yield completions of prompts, each as soon as it is ready.
 
         Raises:
-            EngineUnusable: it refuses, or is lost on the way.
+            EngineUnusable: it refuses, or is lost meanwhile.
         """
         url, body = f"{self._url}/sample", request.model_dump_json()
-        # Without a limit: whether it still works is asked of its health.
+        # No timeout: the health checks detect an engine that no longer works.
         unlimited = httpx.Timeout(None, connect=self._timeout.connect)
         try:
             async with http.stream(
@@ -102,12 +102,12 @@ class EngineClient:
         """Control channel for the sync of one version.
 
         Args:
-            base: digest of the base model that an adapter is given for; empty for whole weights.
+            base: digest of the adapter's base model; empty for full weights.
         """
         return HttpEngineControl(self, http, weights, probe, base)
 
     def post(self, http: httpx.Client, path: str, body: str) -> str:
-        """Ask for something that may take a while, during which the engine gives signs of life.
+        """Send a request that may take a while, during which the engine sends heartbeats.
 
         Raises:
             OSError: the engine is gone or silent.
@@ -117,7 +117,7 @@ class EngineClient:
         return self._answer(lambda: http.post(url, content=body, headers=headers, timeout=self._timeout))
 
     def get(self, http: httpx.Client, path: str) -> str:
-        """Ask for something that is there.
+        """Send a request that is answered at once.
 
         Raises:
             OSError: the engine is gone or silent.
@@ -149,7 +149,7 @@ class HttpEngineControl:
         self._probe = probe
         self._base = base
         self.is_stale = False
-        """True if it has acknowledged weights that it does not compute with."""
+        """True if it acknowledged weights that its outputs do not match."""
 
     @property
     def name(self) -> str:
@@ -157,7 +157,7 @@ class HttpEngineControl:
         return self._client.name
 
     def receive(self, offer: Offer) -> Receipt:
-        """Have the engine receive. It gives up itself when nothing comes any more."""
+        """Have the engine receive. It gives up by itself when the transfer stalls."""
         return Receipt.model_validate_json(self._post("/weights/receive", offer))
 
     def is_ready(self, version: int) -> bool:
@@ -165,10 +165,10 @@ class HttpEngineControl:
         return bool(json.loads(self._client.get(self._http, f"/weights/ready?version={version}")))
 
     def commit(self, version: int) -> AppliedVersion:
-        """Have the engine load what it has staged, and let it serve once it is seen to compute with that.
+        """Have the engine load the staged weights, and let it serve once its outputs match them.
 
         Raises:
-            WeightSyncFailed: it computes with other weights than it was given; it does not serve.
+            WeightSyncFailed: its outputs do not match the weights; it does not serve.
         """
         request = CommitRequest(weights=self._weights, probe=self._probe.tokens)
         committed = Committed.model_validate_json(self._post("/weights/commit", request))
@@ -176,7 +176,7 @@ class HttpEngineControl:
             self._require_given(committed)
         except StaleWeights as error:
             self.is_stale = True
-            # One that is gone by now serves with nothing either.
+            # An engine that is gone by now does not serve either.
             with contextlib.suppress(OSError, WeightSyncFailed):
                 self._post("/weights/refuse", WeightsRefused(weights=self._weights, why=str(error)))
             raise WeightSyncFailed(str(error), self.name) from error
@@ -184,10 +184,10 @@ class HttpEngineControl:
         return AppliedVersion(receiver=self.name, version=version, apply_s=committed.apply_s)
 
     def _require_given(self, committed: Committed) -> None:
-        """Refuse an engine that does not compute with what it was given.
+        """Refuse an engine whose outputs do not match the weights it was given.
 
         Raises:
-            StaleWeights: it has another base model, another adapter, or computes something else.
+            StaleWeights: its base model, adapter or outputs differ.
         """
         if committed.base != self._base:
             raise StaleWeights(
@@ -203,7 +203,7 @@ class HttpEngineControl:
         require_same(self.name, committed.probe_logprobs, self._probe)
 
     def abort(self, version: int) -> None:
-        """Have the engine drop what it has staged."""
+        """Have the engine drop its staged weights."""
         self._client.post(self._http, "/weights/abort", str(version))
 
     def _post(self, path: str, message: BaseModel) -> str:
@@ -218,13 +218,13 @@ def _sampled(line: str, name: str) -> SampledPrompt:
 
 
 def _error_of(answer: httpx.Response) -> str:
-    """The error in an answer; empty if there is none."""
+    """Error message in a response; empty if there is none."""
     refusal = _refusal_of(answer)
     return "" if refusal is None else refusal.error
 
 
 def _refusal_of(answer: httpx.Response) -> EngineRefusal | None:
-    """The answer in place of the one that was asked for; None if there is none."""
+    """Refusal sent in place of the expected response; None if there is none."""
     with contextlib.suppress(ValueError):
         return EngineRefusal.model_validate_json(answer.content)
     return None if answer.status_code == httpx.codes.OK else EngineRefusal(error=f"HTTP status {answer.status_code}")

@@ -1,4 +1,4 @@
-"""Dealing prompts to engines: the longest first, to the engine with the least work; each is answered exactly once."""
+"""Dispatch of prompts to engines: the longest first, to the least loaded engine; each is answered exactly once."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ class PromptTask:
     """One prompt with the seeds of its completions."""
 
     index: int
-    """Its place among the prompts."""
+    """Index among the prompts."""
     prompt: Sequence[int]
     seeds: Sequence[int]
 
 
 class Dispatcher:
-    """The prompts of one rollout of a rank. Pure bookkeeping: who sends and receives asks it."""
+    """The prompts of one rollout of a rank. Pure bookkeeping, without any communication."""
 
     def __init__(self, tasks: Sequence[PromptTask], max_new_tokens: int, window: int, first: int = 0) -> None:
         """Args:
-        window: completions that an engine is asked for at once.
-        first: engine that comes first among equals: another one on every rank.
+        window: maximum number of completions requested of an engine at once.
+        first: engine preferred among equals, a different one on every rank.
         """
         self.made: dict[int, list[Completion]] = {}
         """Completions by prompt."""
         self.num_moved = 0
-        """Prompts that were asked for again, from another engine."""
+        """Number of prompts sent again, to another engine."""
         self.num_refused = 0
-        """Completions that came with other weights, or a second time."""
+        """Number of completions made with other weights or received twice."""
         self._max_new_tokens = max_new_tokens
         self._window = window
         self._first = first
@@ -49,11 +49,11 @@ class Dispatcher:
         return bool(self._pending)
 
     def outstanding(self, engine: int) -> frozenset[int]:
-        """Prompts that an engine was asked for and has not answered."""
+        """Prompts sent to an engine and not answered yet."""
         return frozenset(self._outstanding.get(engine, ()))
 
     def assign(self, engines: Collection[int]) -> dict[int, list[PromptTask]]:
-        """Deal the waiting prompts to the engines that are ready, as far as their windows have room.
+        """Assign the waiting prompts to ready engines, as far as their windows have room.
 
         An engine without work takes a prompt whatever its size.
         """
@@ -75,10 +75,10 @@ class Dispatcher:
         return dealt
 
     def answer(self, engine: int, index: int, completions: Sequence[Completion]) -> bool:
-        """Take the answer of an engine to one prompt.
+        """Record the answer of an engine to one prompt.
 
         Returns:
-            False if it is refused: the prompt was not asked of this engine, or is answered already.
+            False if it is refused: the prompt was not assigned to this engine, or is already answered.
         """
         if index not in self._outstanding.get(engine, ()):
             self.num_refused += len(completions)
@@ -88,15 +88,15 @@ class Dispatcher:
         return True
 
     def refuse(self, engine: int, index: int, num_completions: int) -> None:
-        """Take note of completions that were made with other weights; the prompt waits for an engine again."""
+        """Refuse completions made with other weights; the prompt waits for an engine again."""
         self.num_refused += num_completions
         self.give_back(engine, [index])
 
     def give_back(self, engine: int, indices: Collection[int] | None = None) -> None:
-        """Take prompts from an engine that does not answer them.
+        """Take prompts back from an engine that does not answer them.
 
         Args:
-            indices: the prompts; None for all that it was asked for.
+            indices: the prompts; None for all assigned to it.
         """
         own = self._outstanding.get(engine, set())
         back = own & set(own if indices is None else indices)
@@ -105,18 +105,18 @@ class Dispatcher:
         self._enqueue(back)
 
     def recall(self) -> None:
-        """Take back what no engine is asked for any more: it waits for another rollout."""
+        """Take back all assigned prompts, which then wait for another rollout."""
         back = set[int]().union(*self._outstanding.values())
         self._outstanding.clear()
         self._enqueue(back)
 
     @property
     def num_missing(self) -> int:
-        """Prompts that are not answered."""
+        """Number of unanswered prompts."""
         return len(self._tasks) - len(self.made)
 
     def results(self) -> list[list[Completion]]:
-        """Completions of all prompts, in their order."""
+        """Completions of all prompts, in order."""
         return [self.made[index] for index in sorted(self._tasks)]
 
     def counts(self) -> Mapping[str, int]:
@@ -127,7 +127,7 @@ class Dispatcher:
         self._pending = sorted([*self._pending, *indices], key=lambda index: (-self._cost(index), index))
 
     def _cost(self, index: int) -> int:
-        """Tokens of a prompt and its completions at most."""
+        """Maximum number of tokens of a prompt and its completions."""
         task = self._tasks[index]
         return len(task.prompt) + len(task.seeds) * self._max_new_tokens
 

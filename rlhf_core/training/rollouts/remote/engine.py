@@ -1,8 +1,8 @@
-"""Rollout engines of a group of their own, as a trainer rank uses them (``rollout.engines``).
+"""A trainer rank's view of the rollout engines, which form their own group (``rollout.engines``).
 
-Rank 0 gives the weights of every version to all engines that live, alone or with other ranks that send a share each;
-every rank sends its own prompts to all of them. An engine that fails loses what it was asked for to the others, is
-restarted by its agent, and serves again once rank 0 has given it the weights.
+Rank 0 sends the weights of every version to all live engines, alone or together with other ranks that send a share
+each; every rank sends its own prompts to all engines. When an engine fails, its prompts go to the others, its agent
+restarts it, and it serves again once rank 0 has sent it the weights.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.types import Completion, WorkerContext
 
 MAX_SYNCS = 3
-"""Times that a version is sent before it is given up: an engine may be lost in each."""
+"""Number of attempts to send a version: an engine may be lost in each."""
 POLL_S = 0.2
 COUNTS = (
     "rollout/moved_prompts",
@@ -44,7 +44,7 @@ COUNTS = (
 
 
 class RemoteEngines:
-    """The engines of the group behind the protocol of one engine; see ``base.RolloutEngine``."""
+    """All engines of the group behind the protocol of one engine; see ``base.RolloutEngine``."""
 
     def __init__(self, context: WorkerContext, ranks: Ranks) -> None:
         spec = context.spec
@@ -76,20 +76,20 @@ class RemoteEngines:
     # Weights
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
-        """Bring a version into force on all engines that live. Collective.
+        """Load a version into all live engines. Collective.
 
         Returns:
-            What rank 0 has sent; None on other ranks, and where the version is in force.
+            The transfer by rank 0; None on other ranks, and if the version is already current.
 
         Raises:
-            EnginesLost: there is none, and none came in time.
-            StaleWeights: every engine computes something else with the weights than the trainer does.
+            EnginesLost: there is no engine, and none came in time.
+            StaleWeights: with these weights, every engine's outputs differ from the trainer's.
         """
         if self.version == version:
             return None
         if self.ahead.is_begun:
             self.ahead.wait(beat)
-            self._ranks.barrier()  # another rank's prompts would be refused by engines with the next version
+            self._ranks.barrier()  # engines with the next version would refuse another rank's prompts
         self.version = None
         self._model = model
         self._probe = probe_of(model, self._max_tokens, self._dtype)
@@ -105,9 +105,9 @@ class RemoteEngines:
     def _send(
         self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
     ) -> tuple[str, WeightTransfer | None]:
-        """One try to give a version to engines: the problem that rank 0 had with it, and what it has sent. Collective.
+        """Try once to send a version to the engines; return rank 0's problem and its transfer. Collective.
 
-        The transfer is None on other ranks, and where there was a problem.
+        The transfer is None on other ranks, and if there was a problem.
         """
         sync = self._sync
         if self._share is not None:
@@ -137,10 +137,11 @@ class RemoteEngines:
         return problem, transfer
 
     def _living(self, beat: Callable[[], None]) -> list[EngineClient]:
-        """Engines that answer rank 0, on rank 0. All are waited for at first, later one of them. Collective.
+        """Engines that answer rank 0, on rank 0. Waits for all engines the first time, later for at least one.
+        Collective.
 
         Raises:
-            EnginesLost: none does in time.
+            EnginesLost: no engine answers in time.
         """
         found: list[EngineClient] = []
 
@@ -172,7 +173,7 @@ class RemoteEngines:
                 await asyncio.sleep(POLL_S)
 
     def _restore(self, beat: Callable[[], None], client: EngineClient) -> None:
-        """Give the weights in force to an engine that has come back meanwhile."""
+        """Send the current weights to an engine that has come back."""
         version = self.version
         assert self._sync is not None
         assert self._model is not None
@@ -218,9 +219,9 @@ class RemoteEngines:
         return Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, first=self._ranks.rank)
 
     def _run(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> None:
-        """Sample what is not answered, with the weights that are in force and in the model."""
+        """Sample the unanswered prompts with the current weights, which the model still holds."""
         self._num_rollouts += 1
-        if self._is_split():  # one rank alone cannot read the weights for an engine that comes back
+        if self._is_split():  # a single rank cannot read the weights for an engine that comes back
             rollout = self._background_rollout(dispatcher, sampling, beat)
         else:
             restore = partial(self._restore, beat) if self._ranks.is_first else None
@@ -232,7 +233,7 @@ class RemoteEngines:
     def _background_rollout(
         self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]
     ) -> RemoteRollout:
-        """A rollout during which no engine can be given weights."""
+        """Create a rollout during which no engine can be sent weights."""
         return self._rollout(dispatcher, sampling, beat, None, are_restored=False, may_leave=lambda: True)
 
     def _rollout(
@@ -245,7 +246,7 @@ class RemoteEngines:
         are_restored: bool,
         may_leave: Callable[[], bool],
     ) -> RemoteRollout:
-        assert self.version is not None  # required by _dispatcher
+        assert self.version is not None  # ensured by _dispatcher
         return RemoteRollout(
             dispatcher,
             WeightsInForce(start=self._start, version=self.version),
@@ -260,20 +261,20 @@ class RemoteEngines:
         )
 
     def _finish(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
-        """Completions of a rollout in the background that has ended, with what it had to leave. Collective."""
+        """Completions of a finished background rollout, after sampling its leftover prompts. Collective."""
         if self._is_answered(dispatcher):
             return self._results(dispatcher)
         return self._complete(dispatcher, sampling, beat)
 
     def _complete(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
-        """Sample what is not answered. Collective.
+        """Sample the unanswered prompts. Collective.
 
         Raises:
-            EnginesLost: no engine serves, or all were started again once too often.
+            EnginesLost: no engine is serving, or all were restarted too often.
         """
         for _ in range(MAX_SYNCS):
             self._run(dispatcher, sampling, beat)
-            # An engine that comes back is given the weights of a model that is not split while the rollout waits.
+            # If the model is not split, an engine that comes back gets the weights while the rollout waits.
             if not self._is_split() or self._is_answered(dispatcher):
                 return self._results(dispatcher)
             self._give_again(beat)
@@ -283,7 +284,7 @@ class RemoteEngines:
         )
 
     def _give_again(self, beat: Callable[[], None]) -> None:
-        """Give the version in force to the engines that live now. Collective."""
+        """Send the current version to the engines that are now alive. Collective."""
         model, version = self._model, self.version
         assert model is not None
         assert version is not None
@@ -303,7 +304,7 @@ class RemoteEngines:
         return self._model is not None and is_split(self._model)
 
     def take_counts(self) -> Mapping[str, float]:
-        """Prompts that were asked for again, completions refused, and what syncs took, since the last call."""
+        """Prompts sent again, completions refused, and figures of syncs, since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
         return counts
 
@@ -311,7 +312,7 @@ class RemoteEngines:
         self._counts[name] += value
 
     def _leave_together(self) -> Callable[[], bool]:
-        """Rank 0 stays until all ranks have their completions: it alone can give weights to an engine that returns."""
+        """Keep rank 0 until all ranks have their completions: only it can send weights to an engine that comes back."""
         key, store, num_ranks = f"rollout-{self._num_rollouts}", self._ranks.store, self._ranks.num_ranks
         told = False
 
@@ -328,10 +329,10 @@ class RemoteEngines:
     # -----------------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """The engines have memory of their own."""
+        """Do nothing: the engines have their own memory."""
 
     def close(self) -> None:
-        """Give back what the sync of weights holds; the engines end with their group."""
+        """Release the resources of the weight sync; the engines end with their group."""
         self.ahead.stop()
         self.version = None
         for sends in (self._sync, self._share):
@@ -339,13 +340,13 @@ class RemoteEngines:
                 sends.close()
 
     def _clients(self) -> list[EngineClient]:
-        """The engines that have registered, as they are now."""
+        """The currently registered engines."""
         found = (read_model(self._attempt.engine(rank), EngineAddress) for rank in range(self._spec.engines))
         timeout_s = self._spec.remote.answer_timeout_s
         return [EngineClient(address, self._token, timeout_s) for address in found if address is not None]
 
     def _from_first(self, act: Callable[[], object]) -> str:
-        """Have rank 0 do something, and tell all ranks the problem that it had; empty for none. Collective."""
+        """Run a function on rank 0 and return its problem on all ranks; empty if there was none. Collective."""
         problem = ""
         if self._ranks.is_first:
             try:
@@ -356,7 +357,7 @@ class RemoteEngines:
 
 
 def _raise(problem: str) -> None:
-    """Raise on every rank what rank 0 was told."""
+    """Raise rank 0's problem on every rank."""
     if problem:
         name, message = json.loads(problem)
         kinds = {kind.__name__: kind for kind in (EnginesLost, StaleWeights, WeightSyncFailed)}

@@ -1,4 +1,4 @@
-"""One rollout of a rank over the engines of the group: asks, watches, and asks others when one is lost."""
+"""One rollout of a rank over the engines of the group: sends requests, watches engines, and re-routes after a loss."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.2
-"""Interval at which engines are asked for their health."""
+"""Interval of the engines' health checks."""
 MAX_MOVES = 8
-"""Engines that may fail at one prompt before it is given up."""
+"""Number of engines that may fail on one prompt before the rollout gives up."""
 
 
 @dataclass
 class _Progress:
-    """Last step forward of an engine that was seen."""
+    """Last observed progress of an engine."""
 
     count: int
     at_s: float
@@ -39,7 +39,7 @@ class _Progress:
 
 
 class RemoteRollout:
-    """Runs until every prompt of the dispatcher is answered, or no engine can answer them any more."""
+    """Runs until every prompt of the dispatcher is answered, or no engine can answer the rest."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class RemoteRollout:
         may_leave: Callable[[], bool],
     ) -> None:
         """Args:
-        clients: the engines as they are registered now.
-        beat: called whenever an engine is seen to make progress.
-        restore: gives an engine that came back the weights; None where this rank cannot.
-        are_restored: True if a rank gives them the weights while the rollout goes on; False where none can.
-        may_leave: asked once all prompts are answered; False while other ranks may need this one.
+        clients: returns the currently registered engines.
+        beat: called whenever an engine makes progress.
+        restore: sends the weights to an engine that came back; None if this rank cannot.
+        are_restored: True if some rank sends them the weights during the rollout; False if none can.
+        may_leave: called once all prompts are answered; False while other ranks may need this one.
         """
         self._dispatcher = dispatcher
         self._weights = weights
@@ -83,15 +83,15 @@ class RemoteRollout:
         self._wake = asyncio.Event()
 
     def stop(self) -> None:
-        """Have it end soon, from another thread; what is answered by then stays with the dispatcher."""
+        """Stop the rollout soon, from another thread; prompts answered by then stay with the dispatcher."""
         self._is_stopped = True
 
     async def run(self) -> None:
-        """Have every prompt answered. Some are left where it is stopped, or where all engines came back with other
-        weights and cannot be given these.
+        """Have every prompt answered. Some are left over if the rollout is stopped, or if all engines came back with
+        other weights and cannot be sent these.
 
         Raises:
-            EnginesLost: no engine serves for too long, or all fail at one prompt.
+            EnginesLost: no engine served for too long, or all failed on one prompt.
         """
         watchers: dict[int, asyncio.Task[None]] = {}
         async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
@@ -115,7 +115,7 @@ class RemoteRollout:
                 self._dispatcher.recall()
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
-        """True if every engine is known to have other weights, and stays so."""
+        """True if every engine has other weights and will keep them."""
         others = bool(clients) and all(_start_of(client) in self._others for client in clients)
         return others and not self._are_restored
 
@@ -123,7 +123,7 @@ class RemoteRollout:
     # Watching
 
     async def _watch(self, http: httpx.AsyncClient, client: EngineClient) -> None:
-        """Follow one start of an engine for as long as it answers."""
+        """Monitor one start of an engine as long as it responds."""
         rank = client.address.rank
         while True:
             try:
@@ -153,7 +153,7 @@ class RemoteRollout:
         elif not busy and not seen.is_stalled:
             seen.at_s = now_s
         elif now_s - seen.at_s > self._settings.stall_timeout_s:
-            seen.is_stalled = True  # until it makes a step again
+            seen.is_stalled = True  # until it makes progress again
             self._lose(rank, f"{client.name} has made no step for {now_s - seen.at_s:.0f} s")
             return
         if rank not in self._ready:
@@ -161,7 +161,7 @@ class RemoteRollout:
             self._wake.set()
 
     def _lose(self, rank: int, why: str) -> None:
-        """An engine that does not serve: what it was asked for waits for another one."""
+        """Mark an engine as lost: its prompts wait for another one."""
         self._last_loss = why
         lost = self._dispatcher.outstanding(rank)
         for task in self._asked.pop(rank, ()):
@@ -194,7 +194,7 @@ class RemoteRollout:
             )
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Asking
+    # Requests
 
     def _deal(self, http: httpx.AsyncClient) -> None:
         for rank, tasks in self._dispatcher.assign(self._ready).items():
@@ -229,7 +229,7 @@ class RemoteRollout:
             self._wake.set()
 
     def _take(self, rank: int, made: SampledPrompt) -> None:
-        """Accept what was made with the right weights, once."""
+        """Accept completions made with the right weights, once per prompt."""
         if any(one.weights != self._weights for one in made.completions):
             self._dispatcher.refuse(rank, made.index, len(made.completions))
         else:

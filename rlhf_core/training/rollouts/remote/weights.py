@@ -1,4 +1,4 @@
-"""The way of the weights from the trainer to the engines of the group."""
+"""Transfer of the weights from the trainer to the engines of the group."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ class WeightPublisher:
     """Sends versions of the weights to engines; for trainer rank 0."""
 
     def __init__(self, context: WorkerContext, group: SenderGroup | None) -> None:
-        """Listen for the engines.
+        """Start listening for the engines.
 
         Args:
-            group: of several senders, as :func:`join_senders` gives it.
+            group: group of several senders, from :func:`join_senders`.
 
         Raises:
-            WeightSyncFailed: the way is not there.
+            WeightSyncFailed: the transport is not available.
         """
         settings = context.spec.rollout.sync
         delta = DeltaEncoder(settings.full_every) if settings.delta else None
@@ -48,7 +48,7 @@ class WeightPublisher:
 
     @property
     def way(self) -> str:
-        """Way of the last version, for the ledger."""
+        """Transport of the last version, for the ledger."""
         over = f" over {self._outgoing.backend}" if isinstance(self._outgoing, BroadcastOutgoing) else ""
         return f"{self._transport}{over}"
 
@@ -65,11 +65,11 @@ class WeightPublisher:
         ranks call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless this one ``is_alone``.
 
         Returns:
-            Account of the sync. Engines that were lost at their commit are named in it; one at least was not.
+            Report on the sync. It names engines lost at their commit; at least one was not.
 
         Raises:
-            WeightSyncFailed: the version came into force on no engine.
-            StaleWeights: and this is because all that took it over compute something else with it.
+            WeightSyncFailed: no engine loaded the version.
+            StaleWeights: the outputs of all engines that loaded it differ from the trainer's.
         """
         tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
         with httpx.Client(limits=httpx.Limits(max_connections=None)) as http:
@@ -108,10 +108,10 @@ class FurtherPublisher:
 
 
 def join_senders(context: WorkerContext, ranks: Ranks) -> SenderGroup | None:
-    """Have the ranks that send (``rollout.sync.senders``) find each other. Collective where there are several.
+    """Connect the sending ranks (``rollout.sync.senders``). Collective if there are several.
 
     Returns:
-        This rank's view of them; None where it does not send, or where rank 0 sends alone.
+        This rank's view of the group; None if it does not send, or if rank 0 sends alone.
     """
     count = min(context.spec.rollout.sync.senders, ranks.num_ranks)
     if count == 1:

@@ -1,16 +1,14 @@
-"""The HTTP side of an engine's process, in a thread of its own: the main thread samples and beats.
+"""The HTTP server of an engine's process, in its own thread: the main thread samples and sends heartbeats.
 
     GET  /health            EngineHealth
     POST /sample            SampleRequest -> SampledPrompt or EngineRefusal, one a line, as they are made
     POST /weights/receive   Offer -> Receipt, once the weights are staged and verified
-    GET  /weights/ready     ?version=: true if that version is staged
-    POST /weights/commit    CommitRequest -> Committed
-    POST /weights/confirm   WeightsInForce: the probe was right, they are in force
-    POST /weights/refuse    WeightsRefused: it was wrong; an engine that hears this time after time ends
-    POST /weights/abort     version
+    GET /weights/ready ?version=: true if this version is staged POST /weights/commit CommitRequest -> Committed POST
+    /weights/confirm WeightsInForce: the probe matched, they become current POST /weights/refuse WeightsRefused: it did
+    not match; an engine refused repeatedly exits POST /weights/abort version
 
-Every request carries the token of the attempt (``Authorization: Bearer``). It listens on the address of its node in the
-allocation only; what is sent is not encrypted, like the weights and the messages of the agents.
+Every request carries the token of the attempt (``Authorization: Bearer``). The server listens only on its node's
+address in the allocation. Traffic is not encrypted, like the weights and the messages of the agents.
 """
 
 import asyncio
@@ -48,24 +46,24 @@ from rlhf_core.weight_sync.receiver import Receiver
 Answer = TypeVar("Answer")
 
 BACKLOG = 1024
-"""Connections that may wait to be accepted."""
+"""Maximum number of connections waiting to be accepted."""
 ALIVE_INTERVAL_S = 1.0
-"""Interval of the signs of life in an answer that takes long."""
+"""Heartbeat interval within a slow response."""
 MAX_BODY_BYTES = 256 << 20
-"""Longest request that is read."""
+"""Longest request accepted."""
 
 
 class EngineServer:
-    """Serves one engine for as long as the block lasts."""
+    """Serves one engine for the duration of the block."""
 
     def __init__(self, worker: EngineWorker, receiver: Receiver, token: bytes, listen_at: str) -> None:
-        """Take a port.
+        """Bind a port.
 
         Args:
             listen_at: address of an interface; empty for all.
 
         Raises:
-            OSError: there is none to be had.
+            OSError: no port is available.
         """
         self._socket = socket.create_server((listen_at, 0), backlog=BACKLOG)
         app = _application(worker, receiver)
@@ -79,13 +77,13 @@ class EngineServer:
 
     @property
     def port(self) -> int:
-        """Port at which it listens."""
+        """Port on which it listens."""
         port: int = self._socket.getsockname()[1]
         return port
 
     @property
     def is_alive(self) -> bool:
-        """True while its thread works."""
+        """True while its thread runs."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Self:
@@ -100,7 +98,7 @@ class EngineServer:
 
 
 class _Guard:
-    """Answers those alone that know the token of the attempt."""
+    """Rejects clients without the token of the attempt."""
 
     def __init__(self, app: ASGIApp, token: bytes) -> None:
         self._app = app
@@ -140,7 +138,7 @@ def _application(worker: EngineWorker, receiver: Receiver) -> Starlette:
 
 
 class _Handlers:
-    """Answers to requests; what touches the model is done by the main thread."""
+    """Request handlers; the main thread does everything that touches the model."""
 
     def __init__(self, worker: EngineWorker, receiver: Receiver) -> None:
         self._worker = worker
@@ -167,11 +165,11 @@ class _Handlers:
             for _ in keys:
                 yield (await lines.get()).model_dump_json().encode() + b"\n"
         finally:
-            self._worker.call(partial(self._worker.drop, keys))  # also where the one who asked has gone
+            self._worker.call(partial(self._worker.drop, keys))  # also if the client is gone
 
     async def receive(self, request: Request) -> Response:
         offer = Offer.model_validate_json(await request.body())
-        # In a thread of its own: it waits for the weights, and the engine samples on meanwhile.
+        # In its own thread, because it waits for the weights while the engine keeps sampling.
         receiving = asyncio.to_thread(self._receiver.receive, offer, _no_beat)
         return _while_alive(_receipt(receiving))
 
@@ -205,7 +203,7 @@ async def _receipt(receiving: Awaitable[StagedVersion]) -> Receipt:
 
 
 def _while_alive(answer: Awaitable[BaseModel]) -> Response:
-    """Answer with empty lines until there is an answer: an engine that is stopped is told from one that is at work."""
+    """Send empty lines until the answer is ready, so that a stopped engine can be told from a busy one."""
 
     async def lines() -> AsyncIterator[bytes]:
         working = asyncio.ensure_future(answer)
@@ -240,4 +238,4 @@ def _json(model: BaseModel, code: int = 200) -> Response:
 
 
 def _no_beat() -> None:
-    """Beats are for the main thread, which is free meanwhile."""
+    """Do nothing: only the main thread sends heartbeats, and it is free meanwhile."""

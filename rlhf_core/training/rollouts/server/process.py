@@ -1,4 +1,4 @@
-"""Role ``rollout``: an engine in a process of its own, restarted alone (``rollout.engines``)."""
+"""Role ``rollout``: an engine in its own process, restarted independently (``rollout.engines``)."""
 
 import os
 import shutil
@@ -67,7 +67,7 @@ def run_engine(context: WorkerContext) -> RoleResult:
 
 
 def _die_like(exit_code: int | None) -> None:
-    """End by the signal that ended a process which the sampler needs, for the agent to see what it was."""
+    """Die by the signal that killed a process of the sampler, so that the agent sees the cause."""
     if exit_code is None or exit_code >= 0:
         return
     number = signal.Signals(-exit_code)
@@ -78,7 +78,7 @@ def _die_like(exit_code: int | None) -> None:
 
 
 def _model_folder(context: WorkerContext) -> Path:
-    """Folder of the model, which trainer rank 0 may be building."""
+    """Folder of the model, which trainer rank 0 may still be building."""
     folder = initial_folder(context.spec, context.run_dir)
     while not folder.is_dir():
         context.reporter.beat(Phase.SETUP, 0)
@@ -88,7 +88,7 @@ def _model_folder(context: WorkerContext) -> Path:
 
 def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampler:
     spec, on_gpu = context.spec, context.spec.resources.gpus_per_node > 0
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent shows it one GPU
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # the agent makes one GPU visible to it
     if spec.rollout.engine == "transformers":
         make_deterministic(device)
         return TransformersSampler(folder, tokenizer, spec.model.dtype, device, spec.model.lora)
@@ -98,7 +98,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
     from rlhf_core.training.rollouts.vllm.sampler import VllmSampler
 
     if spec.rollout.gpus_per_engine == 1:
-        # vLLM takes a process group that is there, and opens a port for one otherwise.
+        # vLLM uses an existing process group, and otherwise opens a port for one.
         dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     return VllmSampler(
         folder,
@@ -112,7 +112,7 @@ def _sampler(context: WorkerContext, folder: Path, tokenizer: PreTrainedTokenize
 
 
 def _receiver(context: WorkerContext) -> Receiver:
-    """Staging area, in memory of this process, or in memory that the processes of a split engine share."""
+    """Staging area in memory of this process, or in memory shared by the processes of a split engine."""
     name = engine_name(context.rank)
     if context.spec.rollout.gpus_per_engine == 1:
         return Receiver(name)
@@ -120,7 +120,7 @@ def _receiver(context: WorkerContext) -> Receiver:
 
 
 def _scratch(context: WorkerContext) -> Path:
-    """A new folder, in main memory where the agent gives some: what this engine had there before is removed."""
+    """Create a scratch folder, in main memory if the agent provides some; an earlier one of this engine is removed."""
     if context.memory is None:
         return Path(tempfile.mkdtemp(prefix="rlhf-engine-"))
     folder = context.memory / f"engine-{context.rank}"

@@ -1,6 +1,6 @@
-"""The main thread of an engine's process: samples, takes weights over, and beats, also while there is nothing to do.
+"""The main thread of an engine's process, which samples, loads weights and sends heartbeats, even when idle.
 
-What comes over the network is handed to it by the thread of the server (``app.py``).
+The server thread (``app.py``) passes it the requests from the network.
 """
 
 import itertools
@@ -31,25 +31,25 @@ from rlhf_core.weight_sync.base import StagedVersion
 from rlhf_core.weight_sync.receiver import Receiver
 
 IDLE_BEAT_S = 0.1
-"""Interval of the signs of life of an engine without work."""
+"""Heartbeat interval of an idle engine."""
 MAX_REFUSED = 2
-"""Syncs in a row after which an engine ends that does not compute with what it is given. One may be chance; after two,
-only a new start can help."""
+"""Consecutive syncs after which an engine exits because its outputs do not match the weights. One may be chance; after
+two, only a restart can help."""
 
 Answer = TypeVar("Answer")
 Deliver = Callable[[SampledPrompt | EngineRefusal], None]
-"""Takes a line of an answer; from any thread, without waiting."""
+"""Accepts a line of a response, from any thread, without blocking."""
 
 
 @dataclass
 class _Call(Generic[Answer]):
-    """A function that the main thread is to call."""
+    """A function for the main thread to call."""
 
     function: Callable[[], Answer]
     future: "Future[Answer]" = field(default_factory=Future)
 
     def run(self) -> None:
-        """Call it, and hand on what it returns or raises."""
+        """Call it and pass on its result or exception."""
         try:
             self.future.set_result(self.function())
         except Exception as error:  # noqa: BLE001 - raised where the future is waited for
@@ -58,22 +58,22 @@ class _Call(Generic[Answer]):
 
 @dataclass(frozen=True)
 class _PendingPrompt:
-    """A prompt of a request that is at work."""
+    """A prompt of an active request."""
 
     index: int
     deliver: Deliver
 
 
 class EngineWorker:
-    """One engine: a sampler, the weights in force, and the requests at work."""
+    """One engine: a sampler, the current weights and the active requests."""
 
     def __init__(
         self, rank: int, generation: int, sampler: Sampler, receiver: Receiver, reporter: Reporter, base: str = ""
     ) -> None:
-        """Have no weights yet.
+        """Start without weights.
 
         Args:
-            base: digest of the base model of the adapter that is taken over; empty for whole weights.
+            base: digest of the base model of the adapters to load; empty for full weights.
         """
         self._rank = rank
         self._generation = generation
@@ -93,10 +93,10 @@ class EngineWorker:
     # From any thread
 
     def health(self) -> EngineHealth:
-        """State, as it is just now.
+        """Current state.
 
         Raises:
-            StaleWeights: it is about to end, for the reason of :meth:`serve`.
+            StaleWeights: the engine is about to exit, for the reason given at :meth:`serve`.
         """
         self._require_use()
         return EngineHealth(
@@ -117,10 +117,10 @@ class EngineWorker:
     # In the main thread
 
     def serve(self, is_served: Callable[[], bool]) -> None:
-        """Work for as long as the server lives.
+        """Work as long as the server lives.
 
         Raises:
-            StaleWeights: it does not compute with the weights of :data:`MAX_REFUSED` syncs in a row.
+            StaleWeights: its outputs did not match the weights of :data:`MAX_REFUSED` syncs in a row.
         """
         while is_served():
             self._require_use()
@@ -131,18 +131,18 @@ class EngineWorker:
             except queue.Empty:
                 pass
             else:
-                continue  # all that has come is taken before the next batch begins
+                continue  # all pending requests are accepted before the next batch begins
             if busy:
                 self._sample()
 
     def begin(self, request: SampleRequest, deliver: Deliver) -> list[int]:
-        """Take a request.
+        """Accept a request.
 
         Returns:
-            Keys of its prompts, by which they can be dropped.
+            Keys of its prompts, for dropping them.
 
         Raises:
-            StaleWeights: it asks for other weights than those in force.
+            StaleWeights: it asks for weights other than the current ones.
         """
         if request.weights != self._weights:
             raise StaleWeights(
@@ -159,18 +159,18 @@ class EngineWorker:
         return keys
 
     def drop(self, keys: list[int]) -> None:
-        """Forget prompts that are no longer wanted: who asked for them is gone."""
+        """Drop prompts whose client is gone."""
         self._sampler.cancel(keys)
         for key in keys:
             self._wanted.pop(key, None)
 
     def commit(self, request: CommitRequest) -> Committed:
-        """Take the staged weights over, and show what is computed with them. They are in force once the trainer has
-        confirmed that.
+        """Load the staged weights and return the probe computed with them. They become current once the trainer
+        confirms it.
 
         Raises:
-            WeightSyncFailed: they are not staged; the old ones stay in force.
-            StaleWeights: they are not those of this model; there are none in force then.
+            WeightSyncFailed: they are not staged; the old ones stay current.
+            StaleWeights: they are not weights of this model; the engine then has no current weights.
         """
         staged = self._receiver.commit(request.weights.version)
         self._refuse_all(f"{_shown(request.weights)} comes into force")
@@ -196,7 +196,7 @@ class EngineWorker:
         )
 
     def confirm(self, weights: WeightsInForce) -> None:
-        """Have the weights that were taken over in force.
+        """Make the loaded weights current.
 
         Raises:
             StaleWeights: others were taken over last.
@@ -206,7 +206,7 @@ class EngineWorker:
         self._refusals = []
 
     def refuse(self, refusal: WeightsRefused) -> None:
-        """Have no weights in force, because the trainer has seen that it computes something else.
+        """Drop the current weights, because the trainer found that the engine's outputs do not match them.
 
         Raises:
             StaleWeights: others were taken over last.
@@ -228,7 +228,7 @@ class EngineWorker:
 
     def _sample(self) -> None:
         weights = self._weights
-        assert weights is not None  # requests at work are refused before it changes
+        assert weights is not None  # active requests are refused before it changes
         for key, completions in self._sampler.step(self._progressed):
             wanted = self._wanted.pop(key, None)
             if wanted is not None:

@@ -1,1 +1,1 @@
-"""SGLang as an engine: its server as a child process, and the sampler over it."""
+"""SGLang as an engine: its server as a child process, and the sampler that uses it."""

@@ -1,7 +1,7 @@
-"""Sampling with a server of SGLang: requests join and leave its batch as they come.
+"""Sampling with an SGLang server, with continuous batching of requests.
 
-The weights of a version go through a folder in main memory (``/update_weights_from_disk``): that way is the same for
-every model and device. As SGLang's server, it was run against a stand-in only (``server.py``).
+The weights of a version go through a folder in main memory (``/update_weights_from_disk``): this works for every model
+and device. It was only run against a stand-in for SGLang (``server.py``).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""SGLang's own HTTP server in a process beside the engine's, on this host alone.
+"""SGLang's own HTTP server in a child process of the engine, reachable only from this host.
 
 Written against SGLang 0.5.23 (``srt/entrypoints/http_server.py``, ``srt/managers/io_struct.py``). It was never run with
 SGLang itself, which needs GPUs: the tests have a stand-in that answers in the same form.

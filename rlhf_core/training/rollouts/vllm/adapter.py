@@ -1,4 +1,4 @@
-"""The adapter of a vLLM engine: beside the base model that vLLM has read, through its own LoRA layers."""
+"""The adapter of a vLLM engine, applied to its base model through vLLM's own LoRA layers."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence

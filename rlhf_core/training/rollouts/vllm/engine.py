@@ -1,16 +1,16 @@
-"""Sampling with vLLM: in the trainer's own process (colocated), where every rank has an engine for its own prompts, and
-in the process of an engine of its own (``sampler.py``), which may be split over several GPUs.
+"""Sampling with vLLM: colocated in the trainer's process, where every rank has an engine for its own prompts, or in a
+separate engine process (``sampler.py``), which may be split over several GPUs.
 
-vLLM keeps weights of its own, in the layout of its kernels (projections joined, on CPU repacked), so each version is
-copied into it bucket by bucket, through vLLM's interface for that (``worker.py``). Three traps of it, each with a
+vLLM keeps its own weights in the layout of its kernels (fused projections, on CPU repacked), so each version is copied
+into it bucket by bucket, through vLLM's interface for weight transfer (``worker.py``). Three pitfalls, each with a
 test:
 
-- an update that is broken off leaves layers with a part of their weights, which the next one would take for its own;
+- an aborted update leaves layers partly loaded, which the next update would count as its own parts;
 - a tied ``lm_head`` keeps a repacked *copy* of the embedding on CPU, which no reload refreshes: outputs are wrong
   without an error. It is packed anew here;
-- prefixes that older weights have cached are dropped with each version.
+- prefixes cached under older weights are dropped with each version.
 
-Of an adapter (``model.lora``) vLLM reads the base model itself, and is given the adapter alone (``adapter.py``).
+With an adapter (``model.lora``), vLLM reads the base model itself and receives only the adapter (``adapter.py``).
 """
 
 import contextlib

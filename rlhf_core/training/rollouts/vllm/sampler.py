@@ -1,4 +1,4 @@
-"""vLLM in the process of an engine: requests join and leave its batch at every decoding step."""
+"""vLLM in an engine's process, where requests join and leave the batch at every decoding step."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
