@@ -52,8 +52,8 @@ def answer_promotion(
     """Approve or refuse the promotion of a completed run.
 
     While the promotion is waiting for an answer, the first answer counts. The run's controller acts on it; if no
-    controller is alive, this process does. After a refusal, an expired deadline or a full disk, whoever takes the lease
-    of the run decides.
+    controller is alive, this process does. After a refusal, an expired deadline or a full disk, the process that takes
+    the lease of the run decides.
 
     Raises:
         BadInput: the run is not completed, the promotion was already answered, or there is nothing to answer.
