@@ -298,8 +298,8 @@ class Agent:
     def _run_phase(self, number: int, phase: Sequence[GroupPlan]) -> Ending | None:
         """Run the groups of one phase concurrently, until they succeed (None) or the attempt ends.
 
-        The restarts of the attempt are those of the first group that restarts as a whole. The phase is over once all such
-        groups have succeeded; groups whose workers restart individually serve them until then.
+        The restarts of the attempt are those of the first group that restarts as a whole. The phase is over once all
+        such groups have succeeded; groups whose workers restart individually serve them until then.
         """
         together = [plan for plan in phase if plan.restart == "together"]
         main = together[0] if together else phase[0]

@@ -120,8 +120,8 @@ def _targets(spec: RunSpec, given: Mapping[Role, str]) -> Mapping[Role, str]:
 
 
 def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
-    """The node's place in the attempt, the contradiction with the plan if any (the node then stands alone), and whether it
-    is nevertheless the first of several nodes."""
+    """The node's place in the attempt, any contradiction with the plan (the node then stands alone), and whether the
+    node is nevertheless the first of several."""
     try:
         nodes = Nodes.of()
     except NodesError as error:

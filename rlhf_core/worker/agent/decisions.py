@@ -54,7 +54,7 @@ class GroupDecisions:
     def begin_start(self, plan: GroupPlan) -> AgreedStep:
         """Open a new store for one start of the workers: an older store holds addresses of dead processes.
 
-        The one before is closed only now, when all workers of it have ended on all nodes.
+        The previous store is closed only now that all its workers have exited on all nodes.
         """
         step = self.may_start()
         nodes = self._job.nodes
@@ -64,11 +64,11 @@ class GroupDecisions:
         return step
 
     def may_start(self) -> AgreedStep:
-        """The start of what comes next, or the end, where that was requested."""
+        """The next start, or the end of the attempt if that was requested."""
         step, asked = self.asked_to_end(), self._asked
         if step is None and asked.broken:
-            # First, whatever else was asked: Slurm ends a job of which one agent has ended, by the signal that also
-            # announces that nodes are taken back.
+            # Takes precedence over a stop request: when one agent exits, Slurm ends the job with the same signal that
+            # announces a preemption.
             step = self.end(AttemptState.FAILED, asked.broken, asked.broken_kind)
         if step is None and asked.stop:
             # Between two starts there is no state to save.
