@@ -155,7 +155,7 @@ class IndependentRun:
         return step
 
     def _decide_about_exits(self, supervised: SupervisedGroup) -> AgreedStep | None:
-        """Decide about every worker that exited since the last call; returns the end of the attempt if one forces it."""
+        """Decide about workers that exited since the last call; returns the end of the attempt if one forces it."""
         for index, state in self._channel.received("state", NodeState).items():
             exits = [
                 one

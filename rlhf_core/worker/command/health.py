@@ -153,7 +153,7 @@ class MetricHealth:
     def judge(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
         """Add the metrics of a step, under this project's names.
 
-        A step may arrive in parts. A step before the last one means that the program has restarted; judging restarts too.
+        A step may arrive in parts. A step before the last one means that the program has restarted: judging restarts.
 
         Returns:
             New warnings; each is reported once until it has cleared.
