@@ -119,7 +119,7 @@ class AgentChannel:
             self._changed.wait(seconds)
 
     def silence_s(self, index: int) -> float:
-        """Seconds since agent 0 last heard from a node, without pauses of this process; 0 before the first heartbeat."""
+        """Seconds since agent 0 last heard from a node, without this process's pauses; 0 before the first heartbeat."""
         heard_at = self.heard_at(index)
         if heard_at == float("-inf") or index == self.nodes.index:
             return 0.0

@@ -115,8 +115,8 @@ class MetricNames:
     def rename(self, values: Mapping[str, float]) -> dict[str, float]:
         """The metrics of one step under this project's names.
 
-        If two metrics map to the same name, the user's mapping wins, then the first in the table; the other keeps its own
-        name. Metrics that this project has no name for are kept under ``trainer/``.
+        If two metrics map to the same name, the user's mapping wins, then the first in the table; the other keeps its
+        own name. Metrics that this project has no name for are kept under ``trainer/``.
 
         Returns:
             At most :data:`MAX_NAMES` metrics, those with this project's names first.

@@ -1,1 +1,1 @@
-"""Groups of workers: one elastic start for all, or processes of their own."""
+"""Groups of workers: one elastic start for the whole group, or independent processes."""

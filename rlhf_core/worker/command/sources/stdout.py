@@ -23,7 +23,7 @@ STEP_GROUP = "step"
 
 
 class Stdout:
-    """Output lines that show progress. A line with a step counts only if the step differs from its pattern's last one."""
+    """Output lines that show progress. A line with a step counts only if its pattern last matched another step."""
 
     kind = ProgressSource.STDOUT
 
