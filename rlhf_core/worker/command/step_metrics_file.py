@@ -47,8 +47,8 @@ class StepMetricsFile:
             self._touched_s[one.step] = now_s
 
     def recover(self, found: Iterable[StepFigures], recorded: Collection[int]) -> None:
-        """Add figures of steps before this start's first that no earlier start recorded: it was killed between reading and
-        writing them, after its checkpoint had been saved.
+        """Add figures of steps before this start's first that no earlier start recorded: it was killed between reading
+        and writing them, after its checkpoint had been saved.
 
         Args:
             found: Figures up to the checkpoint that the program resumes from.

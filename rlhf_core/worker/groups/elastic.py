@@ -4,7 +4,7 @@ Everything else is done here. The allocation gives the number and order of the n
 elastic's own would unpickle the content of a store that any program can write to. Elastic never restarts workers
 (``max_restarts`` is 0, and every start has its own rendezvous), never kills one (it would wait 30 s for a stopped one)
 and never reaps one before we have seen its exit (the order of exits is evidence). This is the agent's only module that
-imports torch at load time, and it is loaded late; ``channel/store.py`` imports torch's store if there are several nodes.
+imports torch at load time, and it is loaded late; ``channel/store.py`` imports torch's store for several nodes.
 """
 
 import contextlib
@@ -204,8 +204,8 @@ class _KnownNodes(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         start = self._start
         host, _, port = start.store.rpartition(":")
-        # Without a store no native worker listens on MASTER_PORT, but a user's target may; DeepSpeed also uses the port in
-        # the names of its shared memory.
+        # Without a store no native worker listens on MASTER_PORT, but a user's target may; DeepSpeed also puts the port
+        # into the names of its shared memory.
         at = (host, int(port)) if start.store else (LOOPBACK, unused_port(LOOPBACK))
         place = RendezvousStoreInfo(*at)
         return RendezvousInfo(HashStore(), self._node_index, self._num_nodes, place)

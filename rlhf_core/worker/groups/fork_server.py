@@ -35,7 +35,7 @@ READY = b"ready\n"
 """First answer of a fork server, sent once its imports are done."""
 
 IMPORT_TIMEOUT_S = 300.0
-"""Longest time for imports, in seconds. After that, workers start as new processes within ``supervise.setup_floor_s``."""
+"""Longest time for imports, in seconds; then workers start as new processes, within ``supervise.setup_floor_s``."""
 
 ANSWER_TIMEOUT_S = 10.0
 """Time a server has to confirm a fork, in seconds: it takes 0.1 s, longer on a busy node."""
