@@ -61,10 +61,10 @@ class WorkerArguments:
 def run_worker(arguments: WorkerArguments) -> NoReturn:
     """Run one worker and exit: with code 0 if its role returned, with 1 if it raised.
 
-    It exits at once, skipping the interpreter's teardown. After an error, teardown may wait for threads forever, and the
-    sooner the connections close, the sooner the other ranks notice. After success, a library's thread may abort during
-    teardown ("terminate called without an active exception", seen with torch 2.13 and gloo), and a rank that had done
-    all its work would count as failed.
+    It exits at once, skipping the interpreter's teardown. After an error, teardown may wait for threads forever, and
+    the sooner the connections close, the sooner the other ranks notice. After success, a library's thread may abort
+    during teardown ("terminate called without an active exception", seen with torch 2.13 and gloo), and a rank that had
+    done all its work would count as failed.
     """
     prepare_signals()
     processes.allow_stack_dumps()

@@ -20,7 +20,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one source has seen since its last poll; empty if nothing is new."""
+    """Observations of one source since its last poll; empty if nothing is new."""
 
     moved: bool = False
     """True if something shows progress (or, for a source that is not strong, life)."""

@@ -148,7 +148,7 @@ def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
             yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a {what} that can be used", "make it")
             continue
         if free_gb < least_gb:
-            # Containers have little shared memory by default. NCCL fails with that; without GPUs some megabytes suffice.
+            # Containers have little shared memory by default. NCCL fails with that; CPU-only ranks need some megabytes.
             enough = path == SHARED_MEMORY and not gpus and free_gb > CPU_SHARED_MEMORY_GB
             say = warning if enough else blocked
             yield say(

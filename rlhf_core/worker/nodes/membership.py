@@ -75,8 +75,8 @@ class Nodes:
     def listening_address(self) -> str:
         """Numeric address on which this node listens for the others; empty for all interfaces.
 
-        It is empty if the node's name resolves to none of its interfaces, or to loopback although there are other nodes:
-        the probe ends such an attempt, but only after the agents have connected.
+        It is empty if the node's name resolves to none of its interfaces, or to loopback although there are other
+        nodes: the probe ends such an attempt, but only after the agents have connected.
         """
         own = _number(self.address)
         if not interface_of(own) or (
@@ -120,7 +120,7 @@ def unused_port(address: str) -> int:
     """A port of this node on which no process is listening at the moment.
 
     Args:
-        address: Address of this node; if it belongs to no local interface (a proxy, a name), all interfaces are tried.
+        address: Address of this node; if it belongs to no local interface (a proxy, a name), all interfaces are used.
     """
     with socket.socket() as probe:
         try:

@@ -226,7 +226,7 @@ class Probe:
 
 
 def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, str]) -> list[CheckResult]:
-    """The findings, with those of disabled checks made non-blocking and annotated with the reason."""
+    """The findings, with those of disabled checks marked as skipped and annotated with the reason."""
     return [
         one.model_copy(
             update={

@@ -62,8 +62,10 @@ class HangJudge:
         suspects: list[Suspect],
         conditions: Mapping[Role, Condition],
     ) -> None:
-        """Collect evidence on all nodes, read the statuses again, and only then reach a verdict and kill: the first kill
-        spoils the evidence."""
+        """Collect evidence on all nodes, read the statuses again, and only then reach a verdict and kill.
+
+        The first kill spoils the evidence.
+        """
         group = one.group
         self._events.add("suspect", "; ".join(map(describe, suspects)), group.role)
         wanted = tuple(suspect.status.rank for suspect in suspects) if one.is_alone else ()

@@ -172,7 +172,7 @@ class Supervisor(threading.Thread):
             pass
 
     def release(self, role: Role) -> None:
-        """Stop supervising a group once all nodes have agreed on the fate of its workers."""
+        """Stop supervising a group; all nodes agree on the fate of its workers."""
         with self._lock:
             self._groups.pop(role, None)
 
@@ -205,7 +205,7 @@ class Supervisor(threading.Thread):
                 time.sleep(TICK_INTERVAL_S)
 
     def _stay_awake(self) -> None:
-        """Tick the pause clock in a dedicated thread: the main loop's tick may be slow because of a file system or evidence."""
+        """Tick the pause clock in a dedicated thread: a slow file system or evidence may delay the main loop."""
         while not self._over.wait(AWAKE_INTERVAL_S):
             self.clock.tick(time.monotonic())
 
@@ -352,7 +352,7 @@ class Supervisor(threading.Thread):
             self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
 
     def _agent_timeout_s(self) -> float:
-        """Allowed silence of an agent; shorter while all workers are being killed, since every node then waits for it."""
+        """Allowed silence of an agent; shorter while all workers are being killed, when every node waits for it."""
         groups = self._trained_groups()
         ending = any(self._orders.group(one.group.role).kill == one.group.generation for one in groups)
         return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s

@@ -142,7 +142,7 @@ class GpuTelemetry:
 
     def _throttling(self, device: _Device) -> dict[str, float]:
         nvml = self._nvml
-        # The power cap is omitted: a healthy GPU under load runs at it. So is HwSlowdown, which is set along with the others.
+        # The power cap is omitted: a healthy GPU under load runs at it. So is HwSlowdown, which is set with the others.
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device.handle)
         heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
         return {

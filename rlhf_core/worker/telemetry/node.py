@@ -61,8 +61,8 @@ class Telemetry:
             ``network_received_mb_per_s``, ``network_sent_mb_per_s`` (all interfaces but loopback),
             ``loopback_mb_per_s`` (everything that stays on the node), ``infiniband_received_mb_per_s``,
             ``infiniband_sent_mb_per_s`` (where there is InfiniBand), ``disk_read_mb_per_s``, ``disk_write_mb_per_s``;
-            ``runs_free_gb``; per GPU the metrics of :class:`GpuTelemetry`; and ``slow_reading_age_s`` if the GPUs or the
-            file system have not answered for long.
+            ``runs_free_gb``; per GPU the metrics of :class:`GpuTelemetry`; and ``slow_reading_age_s`` if the GPUs or
+            the file system have not answered for long.
         """
         memory = psutil.virtual_memory()
         found = {
@@ -93,7 +93,7 @@ class Telemetry:
         now_s, counters = time.monotonic(), _counters()
         passed_s = max(now_s - self._read_at_s, 1e-3)
         before, self._counters, self._read_at_s = self._counters, counters, now_s
-        # A counter that decreased was reset (an interface came up again), so this interval's rate is unknown.
+        # A counter that decreased was reset (an interface came up again); its unknown rate is reported as 0.
         return {
             name: round(max(0, count - before[name]) / MB / passed_s, 3)
             for name, count in counters.items()

@@ -15,7 +15,7 @@ FINE_PERIOD_S = 10.0
 """Period of a line in the first hour of a restart, when most failures happen, in seconds."""
 
 PERIOD_S = 60.0
-"""Period of a line after that, in seconds: about 10,000 lines a week, 5 MB for a node without GPUs, 25 MB with eight."""
+"""Period of a line after that, in seconds: about 10,000 lines a week, 5 MB without GPUs and 25 MB with eight."""
 
 FINE_FOR_S = 3600.0
 
