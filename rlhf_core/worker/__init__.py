@@ -1,5 +1,5 @@
-"""Programs of a node: the agent that starts, watches and ends the workers, and the worker process itself.
+"""The processes that run on a node: the agent, which starts, supervises and stops workers, and the worker itself.
 
-Started by name, ``python -m rlhf_core.worker ...``, in another process than the control plane and often on another
+Both are started with ``python -m rlhf_core.worker ...``, outside the control plane's process and often on another
 machine.
 """

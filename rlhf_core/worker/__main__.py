@@ -1,13 +1,13 @@
 """``python -m rlhf_core.worker``: the command line that schedulers and agents start.
 
-    agent         one per node: starts, watches and ends the workers of an attempt
+    agent         one per node: starts, supervises and stops the workers of an attempt
     role          one worker; started by an agent
-    fork-server   makes the imports of a worker and forks workers; started by an agent
-    check-import  whether a module:function can be imported here; one JSON line
+    fork-server   preloads a worker's imports and forks workers; started by an agent
+    check-import  reports whether a module:function can be imported here; one JSON line
     probe         measures the node before training; started by an agent, one JSON line per step
-    check-content looks at rows, tokenizer and rewards of a spec; one JSON line
+    check-content checks the rows, tokenizer and rewards of a spec; one JSON line
 
-What is heavy is imported after the arguments are read.
+Heavy modules are imported only after the arguments are parsed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rlhf_core.schemas.resources import Role
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return its exit code."""
     parsed = _parser().parse_args(arguments)
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "agent": _agent,
@@ -97,7 +97,7 @@ def _agent(parsed: argparse.Namespace) -> int:
     from rlhf_core.worker.agent.bootstrap import run_agent
 
     code = run_agent(parsed.run_dir, parsed.attempt, dict(parsed.target), parsed.path)
-    # Without the interpreter's tear-down, in which torch's threads of a store may abort the process.
+    # Skip the interpreter's teardown: the threads of torch's store may abort the process during it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -133,8 +133,8 @@ def _check_import(parsed: argparse.Namespace) -> int:
     from rlhf_core.worker.roles import load
 
     sys.path[:0] = [str(path) for path in parsed.path]
-    # User code may raise anything; the answer is its text. Modules may print while they are imported, and standard
-    # output is for the one line of the answer.
+    # User code may raise anything, and the answer carries its message. Modules may also print on import, but standard
+    # output is reserved for the one line of the answer.
     with Survived(also=(SystemExit,)) as failed, contextlib.redirect_stdout(sys.stderr):
         load(parsed.target)
     print(json.dumps({"ok": failed.error is None, "error": failed.problem}))
@@ -148,7 +148,7 @@ def _probe(parsed: argparse.Namespace) -> int:
     die_with_parent()
     code = load(PROBE)(parsed.place)
     sys.stdout.flush()
-    # Not through the tear-down of process groups whose peers may be gone.
+    # Skip the teardown of process groups: their peers may be gone.
     os._exit(cast("int", code))
 
 

@@ -1,4 +1,4 @@
-"""Events of the agent: lines in ``events-<node>.jsonl`` for the history, and on its standard output for people."""
+"""The agent's events: lines in ``events-<node>.jsonl`` for the history, and on standard output for people."""
 
 import contextlib
 import threading
@@ -14,10 +14,10 @@ from rlhf_core.schemas.resources import Role
 
 
 class EventLog:
-    """Writes the events of one agent; both its threads use it.
+    """Writes the events of one agent; shared by both its threads.
 
-    A full disk must not end training: an event that cannot be written is said on standard output, and the next one is
-    written into a file opened anew, which closes off a torn line.
+    A full disk must not end training: an event that cannot be written is only printed, and the file is reopened for the
+    next one, which terminates a torn line.
     """
 
     def __init__(self, node: str, restart_dir: RestartDir) -> None:
@@ -28,13 +28,13 @@ class EventLog:
         self._losses: list[str] = []
 
     def move_to(self, restart_dir: RestartDir) -> None:
-        """Events from now on belong to another restart."""
+        """Assign all further events to another restart."""
         with self._lock:
             self._close()
             self._restart_dir = restart_dir
 
     def add(self, kind: str, message: str, role: Role | None = None, **data: JsonValue) -> None:
-        """Write down one event, and say it."""
+        """Record and print one event."""
         event = self._event(kind, message, role, data)
         self.say(f"restart {self._restart_dir.restart}: {message}")
         with self._lock:
@@ -55,7 +55,7 @@ class EventLog:
         return AgentEvent.model_validate({"time": utc_now(), "node": self._node, **told})
 
     def say(self, text: str) -> None:
-        """One line on standard output, which the scheduler keeps."""
+        """Print one line to standard output, which the scheduler keeps."""
         with contextlib.suppress(OSError, ValueError):
             print(f"{utc_now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Processes of a node: how workers die with their agent, and how the agent ends all that it started."""
+"""Process management on a node: workers die with their agent, and the agent kills everything it started."""
 
 import contextlib
 import ctypes
@@ -21,10 +21,10 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that started it ends. To be called first thing.
+    """Have the kernel kill this process when the thread that started it exits. Call this first.
 
     Args:
-        parent: Expected parent. When it is gone already, this process ends at once: the request came too late then.
+        parent: Expected parent. If it is already gone, the request came too late and this process exits at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -32,22 +32,22 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def allow_stack_dumps() -> None:
-    """Let a sibling (py-spy, started by the agent) look at this process where the kernel restricts that (Yama)."""
+    """Let a sibling (py-spy, started by the agent) inspect this process even if Yama restricts tracing."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def name_thread(name: str) -> None:
-    """Give the calling thread a name that the kernel knows; at most 15 characters of it."""
+    """Set the calling thread's name in the kernel, which keeps 15 characters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its orphaned descendants, so that none of them gets out of sight."""
+    """Make this process the subreaper of its descendants, so that it never loses track of orphans."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def process_state(pid: int) -> str:
-    """State letter from ``/proc/<pid>/stat`` (R, S, D, T, Z ...); ``-`` when the process is gone."""
+    """State letter from ``/proc/<pid>/stat`` (R, S, D, T, Z ...); ``-`` if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -56,7 +56,7 @@ def process_state(pid: int) -> str:
 
 
 def peek_exit(pid: int) -> int | None:
-    """Exit code of a child (negative: the signal), which stays there for its owner; None while it lives."""
+    """Exit code of a child (negative for a signal) without reaping it; None while it is alive."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -67,33 +67,33 @@ def peek_exit(pid: int) -> int | None:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a process group; workers are leaders of their own. Harmless when it is gone."""
+    """Send SIGKILL to a process group; each worker leads its own. A no-op if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 GROUP_VARIABLE = "RLHF_GROUP"
-"""Environment variable with the role of the group that a process belongs to; workers that are restarted alone have
-their local rank in it too. Set by the agent."""
+"""Environment variable with the role of a process's group and, for individually restarted workers, their local rank.
+Set by the agent."""
 
 
 def end_descendants(
     timeout_s: float = 10.0, group: str = "", sessions: Collection[int] = (), spared: Collection[int] = ()
 ) -> list[str]:
-    """Kill every descendant of this process, and wait until they are gone.
+    """Kill every descendant of this process and wait until they are gone.
 
-    With :func:`adopt_orphans` that is everything this process ever caused to start, also what made itself a daemon.
+    With :func:`adopt_orphans` this covers everything this process ever caused to start, including daemons.
 
     Args:
         timeout_s: Longest wait, in seconds.
-        group: Value of :data:`GROUP_VARIABLE`: only processes that have it are killed, while others stay at work. What
-            has removed it from its environment is left until all are killed. Empty for all descendants.
-        sessions: Sessions of that group: its workers are leaders of their own. Forked ones show the environment of the
-            fork server.
-        spared: Processes that are left alone: the fork server.
+        group: Value of :data:`GROUP_VARIABLE`: only processes that have it are killed, while others keep running. A
+            process that has removed it from its environment survives until all are killed. Empty for all descendants.
+        sessions: Sessions of that group, one led by each worker. Needed because forked workers show the fork server's
+            environment.
+        spared: Processes to leave alone, such as the fork server.
 
     Returns:
-        What could not be ended in time (a process blocked in the kernel), as ``pid (command)``; normally nothing.
+        Processes that could not be killed in time (blocked in the kernel), as ``pid (command)``; normally empty.
     """
     deadline = time.monotonic() + timeout_s
     while descendants := [one for one in _living_descendants() if _is_meant(one, group, sessions, spared)]:
@@ -107,12 +107,12 @@ def end_descendants(
 
 
 def end_older_attempts(run_id: str, attempt: int) -> list[str]:
-    """Kill what earlier attempts of a run have left on this node: they are over, and their workers would disturb.
+    """Kill leftovers of a run's earlier attempts on this node, whose workers would interfere with this attempt.
 
-    Slurm leaves the tasks of a node whose slurmd was killed.
+    Slurm leaves tasks running on a node whose slurmd was killed.
 
     Returns:
-        What was killed, as ``pid (command)``.
+        The killed processes, as ``pid (command)``.
     """
     found = []
     for process in psutil.process_iter():
@@ -139,11 +139,11 @@ def _group_of(process: psutil.Process) -> str:
 
 
 def reap_orphans(owned: Collection[int], min_age_s: float = 0.0) -> None:
-    """Collect the exit of adopted children that have ended.
+    """Reap adopted children that have exited.
 
     Args:
-        min_age_s: Least age of what is collected: a younger child may be a worker that is just being started.
-        owned: Children that another thread waits for; taking their exit away would make that look like success.
+        min_age_s: Minimum age of reaped children: a younger one may be a worker that is just being started.
+        owned: Children that another thread waits for; reaping them here would make their exit look like success.
     """
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
@@ -175,7 +175,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 def oom_kills() -> int:
-    """Processes killed by the kernel for want of memory: in this control group if that is counted, else on the node."""
+    """Number of OOM kills: in this cgroup if it counts them, otherwise on the node."""
     for path, key in ((control_group() / "memory.events", "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
         with contextlib.suppress(OSError, KeyError, ValueError):
             pairs = (line.split() for line in path.read_text().splitlines())

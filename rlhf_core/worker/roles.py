@@ -1,9 +1,9 @@
-"""Functions that run for each role: the one place that names those of the training package, and imports them late.
+"""Entry functions of each role: the only place that names the training package's functions, which are imported lazily.
 
-Of that package the agent otherwise knows only the words that both speak (``training/types.py``), which need no torch.
+Otherwise the agent depends only on that package's shared types (``training/types.py``), which do not need torch.
 
-A target is ``module:function``; the function takes a ``WorkerContext`` and returns a ``RoleResult``. It tells its
-progress through ``context.reporter``; a worker that does not beat is taken for hung.
+A target is ``module:function``; the function takes a ``WorkerContext`` and returns a ``RoleResult``. It reports
+progress through ``context.reporter``; a worker that does not beat counts as hung.
 """
 
 import importlib
@@ -22,23 +22,23 @@ TARGETS: dict[Role, str] = {
     Role.EVALUATOR: "rlhf_core.training.evaluation.evaluator:run_evaluator",
     Role.ROLLOUT: "rlhf_core.training.rollouts.server.process:run_engine",
 }
-"""The native targets. Roles without one need a target given to the agent."""
+"""Native targets by role. Roles without one need a target passed to the agent."""
 
 COMMAND = "rlhf_core.worker.command.follower:run_command_trainer"
-"""Follows a trainer that is another program."""
+"""Target that follows an external trainer."""
 PROBE = "rlhf_core.training.probes.node:run"
-"""Measures a node."""
+"""Target that measures a node."""
 WARM = "rlhf_core.training.warm:import_libraries"
-"""Makes the imports of a native worker ahead of it."""
+"""Target that preloads a native worker's imports."""
 CONTENT = "rlhf_core.training.probes.content:check_content"
-"""Looks at the data before a run."""
+"""Target that checks the data before a run."""
 
 
 def target_of(role: Role, given: dict[Role, str]) -> str:
-    """The target of a role: what was given, or the native one.
+    """The target of a role: the given one, otherwise the native one.
 
     Raises:
-        BadInput: neither is there.
+        BadInput: there is neither.
     """
     target = given.get(role) or TARGETS.get(role)
     if target is None:
@@ -50,8 +50,8 @@ def load(path: str) -> Callable[..., object]:
     """Import ``module:function``.
 
     Raises:
-        BadInput: the path has another form, or leads to something that cannot be called.
-        ImportError: the module cannot be imported, or has no such name.
+        BadInput: the path is malformed, or names something that is not callable.
+        ImportError: the module cannot be imported or has no such name.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -68,5 +68,5 @@ def load(path: str) -> Callable[..., object]:
 
 
 def load_role(path: str) -> "Callable[[WorkerContext], RoleResult]":
-    """Import what runs for a role; see :func:`load`."""
+    """Import a role's target; see :func:`load`."""
     return cast("Callable[[WorkerContext], RoleResult]", load(path))

@@ -1,8 +1,7 @@
-"""Signals that reach the agent, turned into something its supervising thread can read.
+"""Delivery of the agent's signals to its supervising thread.
 
-Python runs signal handlers only in the main thread and only between two bytecodes; the agent's main thread may be
-inside a C++ call of the rendezvous then. The interpreter's wake-up descriptor is written by the C handler itself, at
-once.
+Python runs signal handlers only in the main thread and only between bytecodes, while the agent's main thread may be
+inside a C++ rendezvous call. The C-level handler, however, writes to the interpreter's wake-up descriptor at once.
 """
 
 import os
@@ -13,13 +12,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-"""End everything now."""
+"""Signals that end everything at once."""
 SAVING = signal.SIGUSR2
-"""The time limit is near, or the nodes will be taken back: save, then end."""
+"""Signal to save and then stop: the time limit or a preemption is near."""
 
 
 class SignalInbox:
-    """Keeps the signals that arrive until they are asked for. Made in the main thread."""
+    """Queues arriving signals until they are read. Create it in the main thread."""
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -27,19 +26,19 @@ class SignalInbox:
         self.install()
 
     def install(self) -> None:
-        """Take the signals, also back from a library that has taken them since (elastic does so with SIGQUIT)."""
+        """Install the handlers; also reclaims signals that a library has taken since (as elastic does with SIGQUIT)."""
         for number in (*ENDING, SAVING):
             signal.signal(number, _wake_up)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """Signals that came, in their order; waits for the first one for at most so long."""
+        """Signals received, in order; waits for the first one for at most ``seconds``."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         return [signal.Signals(number) for number in os.read(self._reader, 1024)] if ready else []
 
 
 @contextmanager
 def held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """Keep signals from processes that are started in here, until they let them through themselves."""
+    """Block signals in processes started within the block, until they unblock them themselves."""
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -48,4 +47,4 @@ def held_back(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _wake_up(number: int, frame: FrameType | None) -> None:
-    """Nothing to do: the wake-up descriptor has it."""
+    """Do nothing: the wake-up descriptor delivers the signal."""

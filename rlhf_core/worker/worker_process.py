@@ -1,7 +1,7 @@
-"""The process of one worker: prepares itself, runs its role, and writes down how it ended.
+"""The process of one worker: sets itself up, runs its role, and records its outcome.
 
-It catches every exception, because it has a plan for it: the outcome file. Each other place that does so raises it
-again, or says why beside it.
+It catches every exception in order to write it to the outcome file. Any other broad handler re-raises, or has a comment
+that justifies it.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ AGENT_VARIABLE = "RLHF_AGENT_PID"
 """Environment variable with the agent's process id; set by the agent."""
 
 STACK_SIGNAL = signal.SIGUSR1
-"""Makes a worker write the stacks of all its threads into its log, also while C code holds the interpreter lock."""
+"""Signal on which a worker dumps the stacks of all its threads to its log, even while C code holds the GIL."""
 
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """The command line of one worker; ranks and addresses come from the environment, as elastic sets them."""
+    """Command-line arguments of one worker; ranks and addresses come from the environment, as set by elastic."""
 
     role: Role
     run_dir: Path
@@ -49,22 +49,22 @@ class WorkerArguments:
     restart: int
     node: str
     generation: int | None = None
-    """Start of its group, where its files lie beside those of the restart."""
+    """Start number of a group whose files are kept apart from those of the restart; otherwise None."""
     store: Path | None = None
-    """File in which the ranks meet when all are on this node."""
+    """Rendezvous file of the ranks if all are on this node."""
     target: str | None = None
     import_paths: Sequence[Path] = ()
     damaged: Sequence[str] = ()
-    """Checkpoints that this attempt has found damaged."""
+    """Checkpoints found damaged in this attempt."""
 
 
 def run_worker(arguments: WorkerArguments) -> NoReturn:
-    """Run one worker, and end this process: with 0 when its role returned, with 1 when it raised.
+    """Run one worker and exit: with code 0 if its role returned, with 1 if it raised.
 
-    It ends at once, without the interpreter's own tear-down. After an error that may wait for threads for ever, and the
-    sooner the connections close, the sooner the other ranks notice. After a good end it may abort in a thread of a
-    library ("terminate called without an active exception", seen with torch 2.13 and gloo), and a rank that had done
-    all its work would count as failed.
+    It exits at once, skipping the interpreter's teardown. After an error, teardown may wait for threads forever, and
+    the sooner the connections close, the sooner the other ranks notice. After success, a library's thread may abort
+    during teardown ("terminate called without an active exception", seen with torch 2.13 and gloo), and a rank that had
+    done all its work would count as failed.
     """
     prepare_signals()
     processes.allow_stack_dumps()
@@ -86,30 +86,30 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     if not outcome.ok:
         _complain(outcome.traceback)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the role
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a stream closed by the role
             stream.flush()
     os._exit(0 if outcome.ok else 1)
 
 
 def prepare_signals() -> None:
-    """Have this process die with its agent, and leave to the agent what Slurm sends to every process of a job."""
+    """Make this process die with its agent, and leave signals that Slurm sends to the whole job to the agent."""
     agent = os.environ.get(AGENT_VARIABLE)
     processes.die_with_parent(int(agent) if agent else None)
-    # The agent blocked USR2 while it started this process: on some clusters it is sent to all processes of a job.
+    # The agent blocked USR2 while starting this process: some clusters send it to all processes of a job.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if "SLURM_JOB_ID" in os.environ:
-        # A handler, for what is ignored stays ignored in the programs that user code starts.
+        # A handler rather than SIG_IGN, which programs started by user code would inherit.
         signal.signal(signal.SIGTERM, _leave_it_to_the_agent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
 
 def spare_outcome(slots: Path, local_rank: int) -> Path:
-    """Path of a worker's outcome when the run directory has no room for it: beside the slots, on the node."""
+    """Path of a worker's outcome if the run directory is full: next to the slot file, on the node."""
     return slots.with_name(f"{slots.name}.outcome-{local_rank}.json")
 
 
 def _leave_it_to_the_agent(number: int, frame: FrameType | None) -> None:
-    """The agent asks this worker to save and end, or ends it."""
+    """Ignore the signal: the agent asks this worker to save and stop, or kills it."""
 
 
 def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
@@ -124,12 +124,12 @@ def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
 
 
 def _write_output_to(path: Path) -> None:
-    """Standard output and error go to the log, also those of C++ code and of child processes."""
+    """Redirect standard output and error to the log, including those of C++ code and child processes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        # They stay with the agent's own; a full disk should show as one, not as a worker that cannot start.
+        # Keep the agent's output: a full disk should be reported as such, not as a worker that cannot start.
         _complain(f"{path} cannot be opened: {error}\n")
         return
     os.dup2(log, 1)
@@ -138,7 +138,7 @@ def _write_output_to(path: Path) -> None:
 
 
 def _take_slot(local_rank: int, rank: int, restart: int) -> Beat | None:
-    """The slot the agent watches; None for a worker that was started by hand."""
+    """Take the slot that the agent watches; None for a worker started by hand."""
     path = os.environ.get(SLOTS_VARIABLE)
     return Beat(Path(path), local_rank, rank, restart) if path else None
 
@@ -175,7 +175,7 @@ def _run(
 
 
 def _make_importable(run_dir: RunDir, import_paths: Sequence[Path]) -> None:
-    """The snapshot of the user's code comes first, for this process and for those it starts."""
+    """Put the snapshot of the user's code first on the path, for this process and its children."""
     paths = [str(path) for path in (run_dir.code / "snapshot", *import_paths)]
     sys.path[:0] = paths
     inherited = os.environ.get("PYTHONPATH")
@@ -212,8 +212,8 @@ def _outcome(
 
 
 def _complain(text: str) -> None:
-    """Write into the log at once; the process may end without the interpreter's own tear-down, which would flush."""
-    # The log may lie on a disk that is full.
+    """Write to the log immediately: the process may exit without the interpreter's teardown, which would flush."""
+    # The log may be on a full disk.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

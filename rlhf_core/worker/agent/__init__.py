@@ -1,2 +1,1 @@
-"""The agent of a node: its beginning and end, the phases it runs, and, on agent 0, the decisions about groups and
-restarts."""
+"""The agent of a node: startup and shutdown, the phases it runs, and agent 0's decisions about groups and restarts."""

@@ -1,10 +1,10 @@
-"""The agent: one process per node. It starts the workers of each phase, and starts them again when that helps.
+"""The agent: one process per node, which starts the workers of each phase and restarts them when that helps.
 
-The main thread starts the groups of a phase and waits for all of them at once; a second thread supervises
-(``supervision/supervisor.py``). On the first node the agent is also the leader (``leader.py``): it receives how the
-workers of all nodes ended and decides what is done next (``decisions.py``), and all agents do that together
-(``agreement.py``). Everything this process ever started is ended when it ends; if it is killed, the kernel ends its
-workers.
+The main thread starts the groups of a phase and waits for all of them at once; a second thread supervises them
+(``supervision/supervisor.py``). The agent on the first node is also the leader (``leader.py``): the other agents
+report to it how their workers exited, it decides the next step (``decisions.py``), and all agents carry that step out
+together (``agreement.py``). On exit the agent kills every process it started; if the agent itself is killed, the
+kernel kills its workers.
 """
 
 import os
@@ -56,12 +56,12 @@ from rlhf_core.worker.supervision.supervisor import PeerTimeouts, Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 MISPLACED_INTERVAL_S = 1.0
-"""Interval at which agent 0 looks for nodes that cannot join and say so in a file."""
+"""Interval at which agent 0 looks for files from nodes that report they cannot join, in seconds."""
 POLL_INTERVAL_S = 0.05
-"""Interval at which the groups of a phase are polled."""
+"""Interval at which the groups of a phase are polled, in seconds."""
 
 LOSSES_OF_A_NODE = (FailureKind.NODE_LOST, FailureKind.AGENT_KILLED)
-"""Ends after which the nodes that are left keep their copies of checkpoints in memory, for the next attempt."""
+"""Failures after which the remaining nodes keep their in-memory checkpoint copies for the next attempt."""
 
 
 class Agent:
@@ -108,10 +108,10 @@ class Agent:
         self._warnings = TrainerWarnings(leader, events) if channel.leads else None
 
     def run(self) -> Ending:
-        """Run all phases in their order; whatever happens, nothing that was started is left.
+        """Run all phases in order; no process it started outlives the call, whatever happens.
 
         Raises:
-            AttemptAborted: something went wrong before workers could be started.
+            AttemptAborted: something failed before the workers could be started.
         """
         job = self._job
         processes.adopt_orphans()
@@ -140,7 +140,7 @@ class Agent:
         phases = [phase for phase in placement.phases if phase[0].role is not Role.PROBE]
         self._set_environment()
         probed = any(plan.role is Role.PROBE for plan in placement.groups)
-        # It imports while the nodes meet, but not while they are measured: it would take their time.
+        # Preload imports while the nodes rendezvous, but not during the probe, whose measurements it would distort.
         if phases and any(map(self._is_forked_here, phases[0])) and not (probed and self._probe.measures):
             self._fork_server.prepare()
         ending = self._meet() or (self._check_nodes() if probed else None)
@@ -163,11 +163,11 @@ class Agent:
         decide: Callable[[Mapping[int, Message]], AgreedStep],
         timeout_s: float = float("inf"),
     ) -> AgreedStep:
-        """Agree on one thing while nothing else is to be done; see :meth:`Agreement.agree`."""
+        """Agree on one step, blocking until it is known; see :meth:`Agreement.agree`."""
         return self._agreement.complete(self._agreement.agree(topic, message, kind, decide, timeout_s))
 
     def _meet(self) -> Ending | None:
-        """Agent 0 waits until the agents of all nodes are there; the end, where they do not come in time."""
+        """Wait on agent 0 until every node's agent has joined; return an ending if one is not there in time."""
         channel = self._channel
         if channel.nodes.num == 1:
             return None
@@ -178,7 +178,7 @@ class Agent:
 
         def enough() -> bool:
             nonlocal look_at_s
-            # With the first state of each there is also a first measure of its clock.
+            # The first state of each node also gives the first measurement of its clock.
             came = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
             if len(came) == channel.nodes.num or self._supervisor.asked.to_end:
                 return True
@@ -205,11 +205,11 @@ class Agent:
     # The probe
 
     def _check_nodes(self) -> Ending | None:
-        """Compare and measure the nodes; the end, where one is not fit."""
+        """Compare and measure the nodes; return an ending if one of them is unfit."""
         probe, asked, decisions = self._probe, self._supervisor.asked, self._decisions
 
         def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
-            # One that cannot read its orders is a finding, not the end of everything.
+            # A node that cannot read its orders is a finding; it does not abort the attempt here.
             unread = asked.broken_kind is FailureKind.CONFIG and asked.broken_node != ""
             step = decisions.asked_to_end() if unread else decisions.may_start()
             if step is not None and step.action == "end":
@@ -235,7 +235,7 @@ class Agent:
         return Ending.of(step) if step.action == "end" else None
 
     def _after_checks(self, *, last: bool) -> AgreedStep:
-        """Decide on the findings so far; they are written down when they end something or are all."""
+        """Decide on the findings so far; they are recorded once they end the attempt or are complete."""
         report = self._probe.report()
         blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
         if blocking or last:
@@ -246,7 +246,7 @@ class Agent:
         return self._unfit(blocking) if blocking else AgreedStep(action="start")
 
     def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
-        """The end; with the nodes to do without, unless no node is to blame."""
+        """The step that ends the attempt, naming the nodes to exclude if a node is to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
         kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
         message = node_probe.in_a_sentence(blocking)
@@ -265,28 +265,28 @@ class Agent:
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
-        # Status service of NCCL: no program of ours queries it, and every user of the node may.
+        # NCCL's status service: nothing here queries it, while any user on the node could.
         os.environ.setdefault("NCCL_RAS_ENABLE", "0")
         interface = interface_of(job.nodes.address if job.nodes.num > 1 else LOOPBACK)
         if interface and job.nodes.num > 1:
-            # gloo would take the interface of the host's name, which on many clusters is the wrong one.
+            # By default gloo uses the interface the hostname resolves to, which is the wrong one on many clusters.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         elif interface:
-            # Whatever is right among nodes: ranks of one node need nothing that others can reach.
+            # Regardless of the choice between nodes: ranks on a single node need no interface that others can reach.
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
     def _is_forked(self, plan: GroupPlan) -> bool:
-        """True for groups whose imports are known ahead: not those that run code of the user."""
+        """True for groups whose imports are known in advance, that is, those that run no user code."""
         job = self._job
         return job.spec.supervise.warm_workers and plan.role in TARGETS and plan.role not in job.targets
 
     def _is_forked_here(self, plan: GroupPlan) -> bool:
-        """True where such a group has workers on this node."""
+        """True if the group is forked and has workers on this node."""
         return self._is_forked(plan) and self._job.has(plan)
 
     def _imported(self, plan: GroupPlan) -> Generator[None, None, None]:
-        """Wait until the workers of a group can be forked, where they will be."""
+        """Wait until the fork server is ready, if this group's workers are forked here."""
         if self._is_forked_here(plan):
             self._fork_server.prepare()
             while self._fork_server.is_importing and not self._supervisor.asked.to_end:
@@ -296,10 +296,10 @@ class Agent:
     # Phases and restarts
 
     def _run_phase(self, number: int, phase: Sequence[GroupPlan]) -> Ending | None:
-        """Run the groups of one phase side by side, to their good end (None) or to the end of the attempt.
+        """Run the groups of one phase concurrently, until they succeed (None) or the attempt ends.
 
-        The first group that is restarted together counts the restarts of the attempt. The phase is over once all of
-        those have ended well; groups that are restarted alone serve them until then.
+        The restarts of the attempt are those of the first group that restarts as a whole. The phase is over once all
+        such groups have succeeded; groups whose workers restart individually serve them until then.
         """
         together = [plan for plan in phase if plan.restart == "together"]
         main = together[0] if together else phase[0]
@@ -362,14 +362,14 @@ class Agent:
     def _run_alone(
         self, plan: GroupPlan, run: IndependentRun, *, serves_others: bool
     ) -> Generator[None, None, Ending | None]:
-        """Run one group whose workers are restarted alone; see :meth:`IndependentRun.run`."""
+        """Run a group whose workers restart individually; see :meth:`IndependentRun.run`."""
         yield from self._imported(plan)
         return (yield from run.run(serves_others=serves_others))
 
     def _run_together(
         self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
     ) -> Generator[None, None, Ending | None]:
-        """Run one group that is restarted together to its good end (None), or to the end of the attempt."""
+        """Run a group that restarts as a whole, until it succeeds (None) or the attempt ends."""
         job = self._job
         generation = self._restart if is_main else self._decisions.next_generation(plan.role)
         others = [one for one in phase if one is not plan]
@@ -405,12 +405,12 @@ class Agent:
     def _elastic(
         self, plan: GroupPlan, generation: int, folder: RestartDir, store: str, *, is_main: bool
     ) -> WorkerGroup:
-        """Make a start of a group.
+        """Create the worker group for one start.
 
         Args:
-            store: ``host:port`` of the store in which the workers of several nodes meet; otherwise empty.
+            store: ``host:port`` of the rendezvous store for workers on several nodes; empty for a single node.
         """
-        # Torch is imported here, when everything that can go wrong without it has been looked at.
+        # Torch is imported only here, after every check that can fail without it.
         from rlhf_core.worker.groups.elastic import ElasticGroup, ElasticStart
 
         job, seat = self._job, self._seat(plan)
@@ -436,7 +436,7 @@ class Agent:
         return GroupSeat(nodes.name, self._job.position(plan), self._slots[plan.role], self._supervisor.clock)
 
     def _enter_restart(self, role: Role) -> None:
-        """Go on to the next restart, unless this one was not used yet. They are counted over all phases."""
+        """Advance to the next restart unless the current one is still unused; restarts count across all phases."""
         if self._restart_is_used:
             self._restart += 1
             self._restart_is_used = False
@@ -446,7 +446,7 @@ class Agent:
     def _run_once(
         self, group: WorkerGroup, *, is_main: bool, others: Sequence[GroupPlan]
     ) -> Generator[None, None, NodeEnd]:
-        """Start the workers of this node and stay until they have ended, with all that they started."""
+        """Start this node's workers and wait until they and all their descendants have exited."""
         self._restart_is_used = self._restart_is_used or is_main
         generation = None if is_main else group.generation
         self._supervisor.supervise(group, group.generation)
@@ -470,7 +470,7 @@ class Agent:
             group.close()
             self._supervisor.settle()
             self._take_warnings(now=True)
-            # Beside others only what carries the name of the group: they stay at work.
+            # If other groups are running, kill only the processes marked as this group's.
             self._end_descendants(group if others else None)
         return exit_reports.report(group, problem, self._write)
 
@@ -479,7 +479,7 @@ class Agent:
             self._warnings.take(self._restart_dir, now=now)
 
     def _end_descendants(self, group: WorkerGroup | None = None) -> None:
-        """End all that this process has started, or what workers of one group have."""
+        """Kill all descendants of this process, or only those of one group's workers."""
         name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
         sessions = {worker.pid for worker in workers}
         for survivor in processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids):
@@ -495,7 +495,7 @@ class Agent:
 
 
 def try_to_write(path: Path, model: BaseModel) -> bool:
-    """Write a file of the run directory; False when it cannot be written."""
+    """Write a file in the run directory; False if that fails."""
     try:
         write_model(path, model)
     except OSError:

@@ -1,7 +1,7 @@
 """Agreement of all agents on the next step: each reports to agent 0, which decides for all.
 
-Waiting is written as generators that yield while there is nothing to do, so that one thread may wait for several groups
-of workers at once.
+Waits are generators that yield while there is nothing to do, so that one thread can wait for several groups of workers
+at once.
 """
 
 import time
@@ -15,14 +15,14 @@ from rlhf_core.worker.channel.channel import AgentChannel, Message
 from rlhf_core.worker.supervision.supervisor import ExternalRequests
 
 LAST_STATE_TIMEOUT_S = 5.0
-"""Time for which agent 0 waits for the last reports of the others when all is to end."""
+"""Time that agent 0 waits for the other agents' last reports at the end of the attempt."""
 POLL_INTERVAL_S = 0.1
 
 Result = TypeVar("Result")
 
 
 class Agreement:
-    """One agent's part in what all agree on."""
+    """One agent's side of the agreement protocol."""
 
     def __init__(self, channel: AgentChannel, asked: ExternalRequests) -> None:
         self._channel = channel
@@ -36,11 +36,10 @@ class Agreement:
         decide: Callable[[Mapping[int, Message]], AgreedStep],
         timeout_s: float = float("inf"),
     ) -> Generator[None, None, AgreedStep]:
-        """Report something to agent 0; once it has received all, it decides for all. The same step comes back on every
-        node.
+        """Report to agent 0, which decides once it has every agent's report; every node receives the same step.
 
         Args:
-            timeout_s: How long agent 0 waits for those who are alive and report nothing.
+            timeout_s: Time that agent 0 waits for agents that are alive but do not report.
         """
         channel = self._channel
         channel.send(topic, message)
@@ -60,13 +59,13 @@ class Agreement:
         return step
 
     def _is_complete(self, topic: str, kind: type[Message]) -> bool:
-        """True if all have reported but for a node that is given up."""
+        """True if every node has reported, not counting one that was given up."""
         received = self._channel.received(topic, kind)
         missing = {name for index, name in enumerate(self._channel.nodes.names) if index not in received}
         return missing <= {self._asked.broken_node}
 
     def _await_step(self, topic: str) -> Generator[None, None, AgreedStep]:
-        """The decision of agent 0; the end, where it decides nothing any more."""
+        """The decision of agent 0, or the end of the attempt if agent 0 is no longer deciding."""
         while True:
             step = self._channel.published(topic, AgreedStep) or self.forced_end
             if step is not None:
@@ -75,7 +74,7 @@ class Agreement:
 
     @property
     def forced_end(self) -> AgreedStep | None:
-        """The end, where agent 0 has ordered it or decides nothing any more."""
+        """The end of the attempt, if agent 0 has ordered it or is no longer deciding."""
         broken = self._asked.broken
         lost = AgreedStep(action="end", message=broken, kind=FailureKind.AGENT_KILLED) if broken else None
         return self.over or lost
@@ -87,7 +86,7 @@ class Agreement:
         return orders.over if orders is not None else None
 
     def complete(self, waiting: Generator[None, None, Result]) -> Result:
-        """Wait for one thing alone."""
+        """Run a single wait to completion."""
         while True:
             try:
                 next(waiting)
@@ -97,7 +96,7 @@ class Agreement:
             self._channel.wait(POLL_INTERVAL_S)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for a condition, for so many seconds at most."""
+        """Wait for a condition, for at most ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
             self._channel.wait(POLL_INTERVAL_S)

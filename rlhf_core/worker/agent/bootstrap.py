@@ -1,4 +1,4 @@
-"""The beginning and the end of an agent: its place among the nodes, its channel to the others, and the outcome."""
+"""Startup and shutdown of an agent: its place among the nodes, its channel to the others, and the outcome."""
 
 import os
 import sys
@@ -42,14 +42,14 @@ from rlhf_core.worker.signals import ENDING, SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 
 NO_LEADER_TIMEOUT_S = 15.0
-"""After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
+"""Time after which an agent that contradicts the plan and sees no agent 0 assumes that every node contradicts it."""
 
 _GOOD_ENDS = (AttemptState.COMPLETED, AttemptState.PREEMPTED)
 
 
 @dataclass
 class AgentSite:
-    """State of an agent before it has read anything: its place, and the channel that it reports to."""
+    """State of an agent before it has read the run directory: its place, and the channel it reports to."""
 
     run_dir: RunDir
     attempt: int
@@ -60,7 +60,7 @@ class AgentSite:
     channel: AgentChannel | None = None
 
     def last_words(self, why: str) -> None:
-        """Write down why this agent is ended by force. Of a lost agent 0 only the others can tell."""
+        """Record why this agent is being forced to exit. If agent 0 is lost, only the other agents can report it."""
         leader_lost = self.channel is not None and self.channel.is_lost
         self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
 
@@ -68,18 +68,18 @@ class AgentSite:
 def run_agent(
     run_dir: Path, attempt: int, targets: Mapping[Role, str] | None = None, import_paths: Sequence[Path] = ()
 ) -> int:
-    """Run this node's part of an attempt to its end.
+    """Run this node's part of an attempt until it ends.
 
     Args:
         run_dir: The run directory.
         attempt: Number of the attempt, from 1.
-        targets: What runs for a role instead of the native training code.
-        import_paths: Folders to import these targets from.
+        targets: Functions that replace the native training code, by role.
+        import_paths: Folders to import these functions from.
 
     Returns:
-        0 when the attempt was completed, or was saved and ended because that was asked for; otherwise 1.
+        0 if the attempt completed, or saved and stopped on request; otherwise 1.
     """
-    # First of all: a signal that comes before it is awaited would end this process without an outcome.
+    # Must come first: a signal that arrives before the handlers exist would kill this process without an outcome.
     inbox = SignalInbox()
     directory = RunDir(run_dir.absolute())
     leader = Leader(directory, attempt)
@@ -105,7 +105,7 @@ def run_agent(
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
     except AttemptAborted as error:
         ending = _report_broken(site, str(error), error.kind)
-    except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves all guessing
+    except Exception as error:  # noqa: BLE001 - every failure must leave an outcome
         text = traceback.format_exc()
         sys.stderr.write(text)
         ending = _report_broken(
@@ -115,13 +115,13 @@ def run_agent(
 
 
 def _targets(spec: RunSpec, given: Mapping[Role, str]) -> Mapping[Role, str]:
-    """Functions that run for a role instead of the native training code."""
+    """Functions that replace the native training code, by role."""
     return {Role.TRAINER: COMMAND, **given} if isinstance(spec.trainer, CommandTrainer) else given
 
 
 def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
-    """The place of this node in the attempt, what contradicts it (then it stands alone), and whether it is the first of
-    several all the same."""
+    """The node's place in the attempt, any contradiction with the plan (the node then stands alone), and whether the
+    node is nevertheless the first of several."""
     try:
         nodes = Nodes.of()
     except NodesError as error:
@@ -137,10 +137,10 @@ def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
 
 
 def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: SignalInbox) -> bool:
-    """Of a node that contradicts the plan: leave it to agent 0 to end the attempt and to name this node.
+    """Let agent 0 end the attempt and name this node, which contradicts the plan.
 
     Returns:
-        Whether there is no agent 0, as all nodes may be wrong: then it is for this one to say so.
+        True if there is no agent 0, since every node may contradict the plan: this agent must then report it.
     """
     print(f"{name}: {problem}", file=sys.stderr, flush=True)
     try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
@@ -154,11 +154,11 @@ def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: Sign
 
 
 def _signer(site: AgentSite) -> MessageSigner | None:
-    """The signer of this agent's messages; none for one that is alone, which sends none.
+    """The signer of this agent's messages; None for the only agent of an attempt, which sends none.
 
     Raises:
-        OSError: the key of the attempt can be neither made nor read.
-        ValueError: its file holds something else.
+        OSError: the key of the attempt can be neither created nor read.
+        ValueError: the key file does not hold a key.
     """
     if site.nodes.num == 1:
         return None
@@ -167,10 +167,10 @@ def _signer(site: AgentSite) -> MessageSigner | None:
 
 
 def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
-    """Open the store in which the agents meet.
+    """Open the store through which the agents communicate.
 
     Raises:
-        AttemptAborted: they did not.
+        AttemptAborted: the store could not be opened.
     """
     nodes = site.nodes
     if signer is None:
@@ -205,7 +205,7 @@ def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placeme
 
 
 def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> Ending:
-    """Have all others end too: agent 0 says that it is over, another one says what is wrong with it."""
+    """Stop the other agents too: agent 0 announces the end, any other agent reports its failure."""
     channel = site.channel
     if channel is not None and channel.leads:
         over = AgreedStep(action="end", state=AttemptState.FAILED, message=message, kind=kind)
@@ -218,7 +218,7 @@ def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> Ending:
 
 def _finish(site: AgentSite, ending: Ending) -> int:
     message = f"attempt {site.attempt} is {ending.state}: {ending.message}"
-    # Of a lost agent 0 only the others can tell: it has left no outcome.
+    # A lost agent 0 has left no outcome, so only the other agents can report it.
     leader_lost = site.channel is not None and site.channel.is_lost
     site.events.add("agent_ended", message, state=ending.state, leader_lost=leader_lost)
     written = True
@@ -250,7 +250,7 @@ def _finish(site: AgentSite, ending: Ending) -> int:
 
 
 def _await_outcome(channel: AgentChannel) -> None:
-    """Of an agent that ends badly: Slurm ends the whole job with it, and agent 0 has to say why before."""
+    """Wait for agent 0's outcome before failing: Slurm ends the whole job with this agent."""
     deadline = time.monotonic() + OUTCOME_TIMEOUT_S
     while time.monotonic() < deadline and not channel.is_lost:
         orders = channel.published("orders", Orders)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, as agent 0 treats them: the one before takes the place, and the damaged one is put aside."""
+"""Damaged checkpoints: agent 0 falls back to the previous checkpoint and moves the damaged one aside."""
 
 from dataclasses import dataclass, field, replace
 
@@ -14,19 +14,19 @@ from rlhf_core.worker.evidence.exit_reports import Failure
 
 @dataclass
 class DamagedCheckpoints:
-    """Checkpoints that an attempt has found damaged. None is removed: the user may want to look, or bring some back."""
+    """Checkpoints that an attempt found damaged. None is deleted: the user may want to inspect or restore it."""
 
     run_dir: RunDir
     names: list[str] = field(default_factory=list)
-    """Checkpoints that the workers must not go on from, whatever their file system still shows of them."""
+    """Checkpoints that workers must not resume from, even if their file system still shows them."""
 
     def remedy(self, failure: Failure) -> str:
-        """Checkpoint from which the workers go on next, in words; empty where nothing is damaged or left."""
+        """A phrase naming the checkpoint the workers resume from next; empty if none is damaged or none is left."""
         older = self._before(failure.damaged_checkpoint)
         return f"{failure.damaged_checkpoint} is put aside, going on from {older.root.name}" if older else ""
 
     def explained(self, failure: Failure, restart_dir: RestartDir) -> Failure:
-        """The failure with what becomes of the checkpoint, for the user."""
+        """The failure, with the fate of the checkpoint added to its message for the user."""
         name = failure.damaged_checkpoint
         if not name:
             return failure
@@ -43,7 +43,7 @@ class DamagedCheckpoints:
         return replace(failure, diagnosis=diagnosis)
 
     def choice_for(self, role: Role, failure: Failure, choice: Choice) -> Choice:
-        """The decision; for an evaluator, whose checkpoint is the result of training, a new attempt in any case."""
+        """The decision; always a new attempt for an evaluator, whose checkpoint is the result of training."""
         older = self._before(failure.damaged_checkpoint)
         if role is not Role.EVALUATOR or older is None or choice.action is not Action.RESTART_IN_PLACE:
             return choice
@@ -51,7 +51,7 @@ class DamagedCheckpoints:
         return Choice(Action.NEW_ATTEMPT, 0.0, reason)
 
     def put_aside(self, failure: Failure, restart_dir: RestartDir, events: EventLog) -> None:
-        """Move the damaged checkpoint away. Where that cannot be done, the workers are told to pass it over."""
+        """Move the damaged checkpoint aside. If that fails, the workers are told to skip it."""
         name = failure.damaged_checkpoint
         self.names.append(name)
         try:
@@ -66,7 +66,7 @@ class DamagedCheckpoints:
         return str((folder / name).relative_to(self.run_dir.root))
 
     def _before(self, name: str) -> CheckpointDir | None:
-        """The newest complete checkpoint before the one of that name that was not found damaged itself."""
+        """The newest complete checkpoint before the named one that was not itself found damaged."""
         older = self.run_dir.checkpoint_before(name) if name not in self.names else None
         while older is not None and older.root.name in self.names:
             older = self.run_dir.checkpoint_before(older.root.name)

@@ -1,4 +1,4 @@
-"""Decisions of agent 0 about groups of workers: whether they start, and what follows from how they have ended."""
+"""Decisions of agent 0 about worker groups: whether to start them, and how to respond when they exit."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from rlhf_core.worker.supervision.supervisor import ExternalRequests
 
 
 class GroupDecisions:
-    """Agent 0's decisions; each is written down before it is acted on."""
+    """Agent 0's decisions; each is recorded before it is acted on."""
 
     def __init__(
         self, job: Job, channel: AgentChannel, leader: Leader, events: EventLog, asked: ExternalRequests
@@ -38,7 +38,7 @@ class GroupDecisions:
         self.budget = RestartBudget(job.run_dir, job.spec.supervise)
         """Restarts in place."""
         self.generations: dict[Role, int] = {}
-        """Newest generation of each group beside the one whose restarts are counted, over all phases."""
+        """Newest generation of each group, except the one whose restarts are counted; across all phases."""
         self.damaged = DamagedCheckpoints(job.run_dir)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -52,9 +52,9 @@ class GroupDecisions:
         )
 
     def begin_start(self, plan: GroupPlan) -> AgreedStep:
-        """Open the store of a start of the workers, which is new for each: in an older one stand addresses of the dead.
+        """Open a new store for one start of the workers: an older store holds addresses of dead processes.
 
-        The one before is closed only now, when all workers of it have ended on all nodes.
+        The previous store is closed only now that all its workers have exited on all nodes.
         """
         step = self.may_start()
         nodes = self._job.nodes
@@ -64,19 +64,19 @@ class GroupDecisions:
         return step
 
     def may_start(self) -> AgreedStep:
-        """The start of what comes next, or the end, where that was requested."""
+        """The next start, or the end of the attempt if that was requested."""
         step, asked = self.asked_to_end(), self._asked
         if step is None and asked.broken:
-            # First, whatever else was asked: Slurm ends a job of which one agent has ended, by the signal that also
-            # announces that nodes are taken back.
+            # Takes precedence over a stop request: when one agent exits, Slurm ends the job with the same signal that
+            # announces a preemption.
             step = self.end(AttemptState.FAILED, asked.broken, asked.broken_kind)
         if step is None and asked.stop:
-            # Between two starts there is nothing to save first.
+            # Between two starts there is no state to save.
             step = self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
         return step or AgreedStep(action="start")
 
     def asked_to_end(self) -> AgreedStep | None:
-        """The end that the user or a signal has requested; None where neither has."""
+        """The end of the attempt if the user or a signal requested it, otherwise None."""
         asked = self._asked
         if asked.cancel:
             return self.end(AttemptState.CANCELLED, asked.cancel, FailureKind.USER_CANCEL)
@@ -86,12 +86,12 @@ class GroupDecisions:
         return None
 
     def next_generation(self, role: Role) -> int:
-        """Number of a new start of a group beside the one whose restarts are counted."""
+        """Number of the next start of a group other than the one whose restarts are counted."""
         self.generations[role] = self.generations.get(role, -1) + 1
         return self.generations[role]
 
     def take_generations(self, step: AgreedStep) -> None:
-        """Take over the generations that agent 0 knows."""
+        """Adopt the generations in agent 0's step."""
         for role, generation in step.generations.items():
             self.generations[role] = max(generation, self.generations.get(role, -1))
 
@@ -99,7 +99,7 @@ class GroupDecisions:
     # Groups that are restarted together
 
     def conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], restart_dir: RestartDir) -> AgreedStep:
-        """The step that follows from how the workers of a group have ended on all nodes."""
+        """The step to take, given how a group's workers exited on all nodes."""
         step, asked = self.asked_to_end(), self._asked
         if step is not None:
             return step
@@ -132,7 +132,7 @@ class GroupDecisions:
         return AgreedStep(action="next_role", generations=dict(self.generations))
 
     def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
-        """Write down what was found and what will be done about it; only then may it be done."""
+        """Record the failure and the decision about it, which may be carried out only after that."""
         role, asked = group.role, self._asked
         failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
         evidence_dir = group.folder(0).evidence_dir
@@ -153,14 +153,14 @@ class GroupDecisions:
     def choose_for_worker(
         self, role: Role, failure: Failure, restart_dir: RestartDir, folder: RestartDir, *, is_needed: bool
     ) -> Choice:
-        """Decide about one worker that has failed while all others are at work.
+        """Decide about one failed worker while all others keep running.
 
         Args:
-            role: Its group.
-            failure: What was found.
-            restart_dir: Present restart of the attempt.
-            folder: Folder of its start, with the evidence.
-            is_needed: False where the others have ended meanwhile, so that it has nothing left to do.
+            role: Role of its group.
+            failure: The diagnosed failure.
+            restart_dir: Current restart of the attempt.
+            folder: Folder of the worker's start, which holds the evidence.
+            is_needed: False if the groups it serves have finished, so that it has nothing left to do.
 
         Returns:
             ``RESTART_WORKERS``, ``CONTINUE`` without it, or an action that ends the attempt.

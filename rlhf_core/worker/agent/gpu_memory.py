@@ -1,6 +1,6 @@
-"""Waits until the GPUs have their memory back: a process that was killed holds it for a moment longer.
+"""Wait for GPU memory to be released: a killed process holds on to it for a moment.
 
-NVML is called directly in the driver's own library, which is there wherever an NVIDIA GPU can be used.
+NVML is called directly in the driver's own library, which is present wherever an NVIDIA GPU can be used.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 
 TOLERANCE_BYTES = 512 << 20
-"""Use that may remain beyond that before the first start."""
+"""Memory that may remain in use beyond the level before the first start."""
 
 
 class _Memory(ctypes.Structure):
@@ -17,20 +17,20 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMemory:
-    """Used memory of the GPUs that the job may see."""
+    """Memory in use on the GPUs visible to the job."""
 
     def __init__(self) -> None:
-        """Open the library.
+        """Load NVML.
 
         Raises:
-            OSError: there is no such library, or it refuses; the message says which.
+            OSError: the library is missing or fails to initialise; the message says which.
         """
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
         self._check("nvmlInit_v2")
         self._handles = [self._handle(device) for device in self._devices()]
 
     def used_bytes(self) -> list[int]:
-        """Used memory of each device, in bytes."""
+        """Memory in use on each device, in bytes."""
         found = []
         for handle in self._handles:
             memory = _Memory()
@@ -63,16 +63,16 @@ class GpuMemory:
 def wait_until_free(
     used_bytes: Callable[[], list[int]], before: Sequence[int], timeout_s: float, without: Collection[int] = ()
 ) -> Generator[None, None, list[int]]:
-    """Wait until every device uses no more than before, but for a tolerance. Yields between two readings.
+    """Wait until every device is back to its earlier memory use, within a tolerance. Yields between readings.
 
     Args:
-        used_bytes: Reads the use of each device.
-        before: The use before the first worker was started.
+        used_bytes: Reads the memory in use on each device.
+        before: Memory in use before the first worker was started.
         timeout_s: Longest wait in seconds.
-        without: Devices, by position, that are not waited for.
+        without: Positions of devices to ignore.
 
     Returns:
-        Devices, by position, that still hold more after the wait; normally none.
+        Positions of devices that still use more after the wait; normally empty.
     """
     deadline = time.monotonic() + timeout_s
     while True:

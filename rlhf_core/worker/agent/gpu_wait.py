@@ -1,4 +1,4 @@
-"""Waiting before a restart until the GPUs are free again."""
+"""The wait before a restart until GPU memory is free again."""
 
 from collections.abc import Collection, Iterator
 
@@ -6,14 +6,14 @@ from rlhf_core.worker.agent.gpu_memory import GpuMemory, wait_until_free
 from rlhf_core.worker.event_log import EventLog
 
 GPU_TIMEOUT_S = 60.0
-"""Longest wait, in seconds: a process blocked in the driver may never let go."""
+"""Longest wait, in seconds: a process blocked in the driver may never release its memory."""
 
 
 class GpuWait:
-    """Waits before a restart until the GPUs hold no more than they did before the first start."""
+    """Waits before a restart until the GPUs use no more memory than before the first start."""
 
     def __init__(self, events: EventLog) -> None:
-        """Take the present use as normal. Where it cannot be read, an event says so and nothing is waited for."""
+        """Record the current use as the baseline. If it cannot be read, log an event and never wait."""
         self._events = events
         self._memory: GpuMemory | None = None
         try:
@@ -24,11 +24,10 @@ class GpuWait:
             self._events.say(f"GPU memory is not waited for before a restart: {error}")
 
     def wait(self, without: Collection[int] = ()) -> Iterator[None]:
-        """Wait for at most ``GPU_TIMEOUT_S``; an event names the GPUs that are still full then. Yields between two
-        readings.
+        """Wait for at most ``GPU_TIMEOUT_S``, then log an event naming the GPUs still in use. Yields between readings.
 
         Args:
-            without: GPUs that workers of other groups use, which stay at work.
+            without: GPUs used by workers of other groups, which keep running.
         """
         if self._memory is None:
             return

@@ -1,4 +1,4 @@
-"""One phase of a group whose workers are restarted alone, on every node; agent 0 decides about each that fails."""
+"""One phase of a group whose workers restart individually; agent 0 decides about each failed worker."""
 
 import time
 from collections.abc import Callable, Generator
@@ -21,7 +21,7 @@ from rlhf_core.worker.supervision.group import SupervisedGroup
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
 END_TIMEOUT_S = 10.0
-"""Longest wait for workers that were killed."""
+"""Longest wait for killed workers to exit, in seconds."""
 
 
 class IndependentRun:
@@ -41,11 +41,11 @@ class IndependentRun:
     ) -> None:
         """Args:
         phase: Number of the phase, from 0.
-        write: Writes what workers left on the node because the disk was full.
-        restart_dir: The present restart of the attempt.
+        write: Writes out what workers left on the node because the disk was full.
+        restart_dir: The current restart of the attempt.
         """
         self.is_closing = False
-        """The groups that it serves have ended: it has nothing left to do."""
+        """True once the groups it serves have finished, so that it has nothing left to do."""
         self._group = group
         self._phase = phase
         self._channel = channel
@@ -58,11 +58,11 @@ class IndependentRun:
         self._seen: set[tuple[int, int, int]] = set()
 
     def run(self, *, serves_others: bool) -> Generator[None, None, Ending | None]:
-        """Start the workers, and each that fails again; yields while there is nothing to do.
+        """Start the workers and restart those that fail; yields while there is nothing to do.
 
         Args:
-            serves_others: Whether the phase has groups that say when it is over; otherwise it is once all workers have
-                ended well.
+            serves_others: True if other groups of the phase decide when it is over; otherwise it is over once all
+                workers have succeeded.
 
         Returns:
             The end of the attempt; None once the phase is over.
@@ -107,11 +107,11 @@ class IndependentRun:
         group, local_rank = self._group, worker.local_rank
         generation = group.generations[local_rank]
         self._events.exited(group.role, worker, end, generation)
-        # What it has started ends with it, and nothing else does.
+        # Kill everything this worker started, and nothing else.
         processes.end_descendants(group=group.marker(local_rank), sessions={worker.pid})
         report = exit_reports.report(group, "", self._write, [local_rank])
         one = WorkerExit(generation=generation, pid=worker.pid, end=report)
-        # Another dictionary: the second thread may be reading this one.
+        # Replace the dictionary rather than change it: the supervising thread may be reading it.
         supervised.exits = {**supervised.exits, local_rank: one}
 
     def _restart_ordered(self, supervised: SupervisedGroup) -> None:
@@ -123,7 +123,7 @@ class IndependentRun:
                 self._events.started(self._group.role, [started], generation)
 
     def _end(self) -> Generator[None, None, None]:
-        """End the workers, whatever they are doing."""
+        """Kill the workers, whatever they are doing."""
         group = self._group
         group.end()
         deadline = time.monotonic() + END_TIMEOUT_S
@@ -138,11 +138,11 @@ class IndependentRun:
     # On agent 0
 
     def _decide(self, supervised: SupervisedGroup, *, serves_others: bool) -> AgreedStep | None:
-        """The step that all take; None while the workers stay at work."""
+        """The step for all agents; None while the workers keep running."""
         topic = f"step/phase/{self._phase}/{self._group.role}"
         if not self._channel.leads:
             if serves_others:
-                return None  # who says when it is over also hears when all is over
+                return None  # whoever ends the phase also hears when the attempt ends
             return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
         step = self._decide_about_exits(supervised)
         if step is None and not serves_others:
@@ -155,7 +155,7 @@ class IndependentRun:
         return step
 
     def _decide_about_exits(self, supervised: SupervisedGroup) -> AgreedStep | None:
-        """Decide about every worker that has ended since the last call; the end of the attempt, where that follows."""
+        """Decide about workers that exited since the last call; returns the end of the attempt if one forces it."""
         for index, state in self._channel.received("state", NodeState).items():
             exits = [
                 one
@@ -182,7 +182,7 @@ class IndependentRun:
             return None
         hang = supervised.hangs.get((node, one.pid))
         if worker.by_agent and hang is None:
-            return None  # all is to end
+            return None  # the attempt is ending
         failure = exit_reports.explain([NodeReport(node, one.end, self._channel.ahead_s(index))], hang)
         folder = self._group.folder_of(one.generation)
         choice = self._decisions.choose_for_worker(

@@ -1,4 +1,4 @@
-"""The work of one agent, and how it ends."""
+"""One agent's share of an attempt, and how the attempt ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rlhf_core.worker.nodes.membership import Nodes
 
 @dataclass(frozen=True)
 class Job:
-    """The part of an attempt that this agent is there for."""
+    """The part of an attempt that this agent runs."""
 
     run_dir: RunDir
     attempt: int
@@ -24,9 +24,9 @@ class Job:
     spec: RunSpec
     placement: Placement
     targets: Mapping[Role, str]
-    """Functions that run for a role instead of the native training code."""
+    """Functions that replace the native training code, by role."""
     import_paths: Sequence[Path]
-    """Folders to import these targets from."""
+    """Folders to import these functions from."""
 
     @property
     def attempt_dir(self) -> AttemptDir:
@@ -34,24 +34,24 @@ class Job:
         return self.run_dir.attempt(self.attempt)
 
     def position(self, plan: GroupPlan) -> int:
-        """Place of this node among those of a group; -1 where it is none of them."""
+        """Position of this node among the group's nodes; -1 if it is not one of them."""
         return plan.nodes.index(self.nodes.index) if self.nodes.index in plan.nodes else -1
 
     def has(self, plan: GroupPlan) -> bool:
-        """True if a group has workers on this node."""
+        """True if the group has workers on this node."""
         return self.nodes.index in plan.nodes
 
     def worker_command(
         self, plan: GroupPlan, restart: int, generation: int | None, store: Path | None, damaged: Sequence[str]
     ) -> tuple[str, ...]:
-        """Arguments after the interpreter that start a worker.
+        """Interpreter arguments that start a worker.
 
         Args:
             plan: Its group.
-            restart: Present restart of the attempt.
-            generation: Start of the group, where its files lie beside those of the restart; None where they lie there.
-            store: File in which the ranks meet; None where they meet elsewhere, or not at all.
-            damaged: Checkpoints that are not to be used.
+            restart: Current restart of the attempt.
+            generation: Start number of a group whose files are kept apart from those of the restart; otherwise None.
+            store: File through which the ranks rendezvous; None if they do so elsewhere, or not at all.
+            damaged: Checkpoints that must not be used.
         """
         command = ["-u", "-P", "-m", "rlhf_core.worker", "role", plan.role.value]
         command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt)]
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of the attempt; becomes its outcome."""
+    """The end of the attempt, from which its outcome is made."""
 
     state: AttemptState
     message: str
@@ -83,7 +83,7 @@ class Ending:
 
 
 class AttemptAborted(Exception):
-    """Ends the attempt with what went wrong before workers could be started."""
+    """Aborts the attempt because of a failure before the workers could be started."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The tasks of agent 0 alone: own the attempt, hear the control plane, decide about restarts, write the outcome."""
+"""Duties of agent 0 alone: own the attempt, take control-plane orders, decide on restarts, write the outcome."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure
 
 OUTCOME_TIMEOUT_S = 30.0
-"""Time for which an outcome that cannot be written is tried again."""
+"""Time during which a failed write of the outcome is retried, in seconds."""
 
 _COMMAND_NAME = re.compile(r"^(\d+)\.json$")
 
@@ -38,7 +38,7 @@ class Leader:
         self._run_dir = run_dir
         self._dir: AttemptDir = run_dir.attempt(attempt)
         self.reserve = Reserve(self._dir.reserve)
-        """Room for the outcome on a full disk."""
+        """Space reserved for the outcome in case the disk fills up."""
         self._obeyed: set[int] = set()
         self._num_incidents = 0
 
@@ -46,20 +46,20 @@ class Leader:
     # Owning the attempt
 
     def claim(self) -> str:
-        """Take the attempt; empty when it is ours, otherwise a sentence about whose it is."""
+        """Claim the attempt; returns an empty string on success, otherwise a sentence naming its owner."""
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "time": utc_now().isoformat()}
         if claim(self._dir.claim, json.dumps(mine)):
             return ""
-        # The owner may have been killed between creating the file and filling it; it is owned all the same.
+        # The owner may have been killed between creating the file and filling it; the attempt is owned all the same.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             owner = json.loads(self._dir.claim.read_bytes())
             return f"attempt {self._dir.number} belongs to the agent with pid {owner['pid']} on {owner['host']}"
         return f"attempt {self._dir.number} belongs to another agent, which left no name in {self._dir.claim}"
 
     def write(self, path: Path, model: BaseModel) -> bool:
-        """Write a file that matters; on a full disk the reserve is given up for it. False when it cannot be written.
+        """Write an essential file, releasing the reserve if the disk is full. False if the file cannot be written.
 
-        Nothing is written of an attempt that the run has gone on without: this agent was stopped and has woken up.
+        Writes nothing if the run has moved on to another attempt while this agent was suspended.
         """
         if self._run_dir.is_superseded(self._dir.number):
             return False
@@ -74,11 +74,11 @@ class Leader:
         return False
 
     def relative(self, path: Path) -> str:
-        """A path as it is named in files of the run directory."""
+        """A path relative to the run directory, as its files name it."""
         return str(path.relative_to(self._run_dir.root))
 
     def next_incident_number(self) -> int:
-        """The number of a new incident of the attempt, from 1."""
+        """Number of the attempt's next incident, from 1."""
         self._num_incidents += 1
         return self._num_incidents
 
@@ -86,7 +86,7 @@ class Leader:
     # Orders from the control plane
 
     def new_commands(self) -> list[AgentCommand]:
-        """Orders that were not returned before, by their number."""
+        """Orders that were not returned before, in order of their number."""
         try:
             names = [entry.name for entry in os.scandir(self._dir.commands)]
         except OSError:
@@ -105,7 +105,7 @@ class Leader:
     # The end
 
     def finish(self, outcome: AttemptOutcome) -> bool:
-        """Write the outcome, once and last; False when that was not possible."""
+        """Write the outcome, once and last; False if that fails."""
         deadline = time.monotonic() + OUTCOME_TIMEOUT_S
         while not self._dir.outcome.exists():
             if self.write(self._dir.outcome, outcome):
@@ -117,7 +117,7 @@ class Leader:
         return True
 
     def last_step(self) -> int:
-        """Last step in any ``metrics.jsonl`` of this attempt; 0 when there is none."""
+        """Last step in any ``metrics.jsonl`` of this attempt; 0 if there is none."""
         for restart_dir in reversed(self._dir.restarts()):
             last = 0
             for lines, _ in read_blocks(restart_dir.metrics):
@@ -128,7 +128,7 @@ class Leader:
 
 
 class RestartBudget:
-    """Counts restarts in place; a new checkpoint gives the whole budget back."""
+    """Counts restarts in place; a new checkpoint restores the full budget."""
 
     def __init__(self, run_dir: RunDir, spec: SuperviseSpec) -> None:
         self._run_dir = run_dir
@@ -141,21 +141,21 @@ class RestartBudget:
         """Restarts in place over the whole attempt."""
 
     def renew(self) -> None:
-        """A role has ended well: that is progress too."""
+        """Restore the budget after a role has succeeded, which is progress too."""
         self._spent = 0
         self._fingerprints.clear()
         self._to_confirm.clear()
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis:
-        """The diagnosis, decided where its kind was started again for once without progress, and has come back."""
+        """The diagnosis; made definite if its kind was restarted once, without progress, and has recurred."""
         self._look_for_progress()
         return replace(diagnosis, is_undecided=diagnosis.is_undecided and diagnosis.kind not in self._to_confirm)
 
     def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
-        """Decide about a failure; a restart in place is counted, unless a remedy makes it another one.
+        """Decide about a failure; a restart in place is counted unless a remedy makes it a different one.
 
         Args:
-            remedy: what the next start does differently; see :func:`decide_in_place`.
+            remedy: Change made for the next start; see :func:`decide_in_place`.
         """
         self._look_for_progress()
         seen = diagnosis.fingerprint in self._fingerprints
@@ -194,13 +194,13 @@ def record_incident(
     role: Role | None = None,
     evidence_dir: Path | None = None,
 ) -> int:
-    """Write down an incident; to be called before anything is decided about it.
+    """Record an incident; call this before deciding anything about it.
 
     Args:
-        restart_dir: The restart of the attempt in which it happened.
-        failure: What was found.
-        role: Role of the group that it happened in; None where it is about a node.
-        evidence_dir: Folder of its evidence. Default: that of the restart.
+        restart_dir: The restart in which it happened.
+        failure: The diagnosed failure.
+        role: Role of the group it happened in; None if it concerns a node.
+        evidence_dir: Folder of its evidence. Default: the restart's.
 
     Returns:
         Its number in the attempt.
@@ -235,7 +235,7 @@ def record_incident(
 
 
 def record_decision(leader: Leader, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
-    """Write down the decision about an incident; to be called before anything is done about it."""
+    """Record the decision about an incident; call this before acting on it."""
     decision = Decision(
         attempt=restart_dir.attempt,
         restart=restart_dir.restart,

@@ -1,4 +1,4 @@
-"""Warnings of a trainer as incidents that leave the run going; agent 0 takes them from the files of its ranks."""
+"""Trainer warnings as incidents that do not stop the run; agent 0 reads them from the files of its ranks."""
 
 import time
 from pathlib import Path
@@ -15,12 +15,12 @@ from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure
 
 POLL_INTERVAL_S = 1.0
-"""Interval at which the file is looked at, in seconds."""
+"""Interval at which the file is read, in seconds."""
 REASON = "a warning: training goes on, and it is for a person to judge"
 
 
 class TrainerWarnings:
-    """Turns warnings into incidents with the decision to go on, each once."""
+    """Turns each warning, once, into an incident with the decision to continue."""
 
     def __init__(self, leader: Leader, events: EventLog) -> None:
         self._leader = leader
@@ -29,11 +29,11 @@ class TrainerWarnings:
         self._next_poll_s = 0.0
 
     def take(self, restart_dir: RestartDir, *, now: bool = False) -> None:
-        """Take what is new.
+        """Record new warnings.
 
         Args:
-            restart_dir: The present restart of the attempt.
-            now: The trainer has ended: look at once.
+            restart_dir: The current restart of the attempt.
+            now: Read immediately, because the trainer has exited.
         """
         now_s = time.monotonic()
         if now_s < self._next_poll_s and not now:

@@ -1,1 +1,1 @@
-"""Messages between the agents of an attempt: the store that agent 0 hosts, signatures, reports and orders."""
+"""Messaging between the agents of an attempt: the store hosted by agent 0, signatures, reports and orders."""

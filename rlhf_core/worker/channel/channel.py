@@ -1,7 +1,7 @@
-"""The agents of an attempt as a channel: what each tells agent 0, what agent 0 announces to all.
+"""The channel between the agents of an attempt: reports to agent 0, and announcements from agent 0 to all.
 
-Everything that could block, a store whose server is gone, happens in a thread of its own, so that no agent ever waits
-for another one with its hands tied. An agent that is alone has a team too: it hears itself.
+Calls that may block, such as those to a store whose server is gone, run in a separate thread, so that an agent can act
+while it waits for another. A single agent uses the same channel and receives its own messages.
 """
 
 import threading
@@ -19,18 +19,18 @@ from rlhf_core.worker.liveness.pause_clock import PauseClock
 from rlhf_core.worker.nodes.membership import Nodes
 
 LOST_TIMEOUT_S = 15.0
-"""Silence of agent 0's store after which an agent takes it for lost."""
+"""Time without an answer from agent 0's store after which an agent considers agent 0 lost, in seconds."""
 POLL_INTERVAL_S = 0.1
 PULSE_INTERVAL_S = 0.5
-"""Interval of an agent's signs of life. Its thread here does nothing else, so that a file system that does not
-answer, which may hold up everything else of an agent, is never taken for a lost node."""
+"""Interval of an agent's heartbeats, in seconds. The thread that sends them never touches a file system, so a hung file
+system, which may block the rest of the agent, is never mistaken for a lost node."""
 SHUTDOWN_TIMEOUT_S = 10.0
-"""Time for which agent 0 waits until the others have received the end."""
+"""Time that agent 0 waits for the others to receive the end of the attempt, in seconds."""
 
 RESEND_INTERVAL_S, MAX_RESEND_INTERVAL_S = 1.0, 60.0
-"""After this a message is sent again, then after twice as long each time, up to a limit."""
+"""First delay before a message is resent, which doubles each time, and its upper limit, in seconds."""
 NUM_RESENT = 16
-"""Number of the last messages that are sent again: no agent waits for older ones."""
+"""Number of most recent messages to resend: no agent waits for older ones."""
 
 Message = TypeVar("Message", bound=Schema)
 
@@ -45,13 +45,13 @@ class _Sent:
 
 
 class AgentChannel:
-    """One agent's end of the store."""
+    """One agent's end of the channel."""
 
     def __init__(self, nodes: Nodes, store: AgentStore, signer: MessageSigner | None = None) -> None:
-        """Take part.
+        """Join the channel.
 
         Args:
-            signer: That of this agent; only one that is alone needs none.
+            signer: This agent's signer; required unless it is the only agent.
 
         Raises:
             ValueError: there are several nodes and no signer.
@@ -85,7 +85,7 @@ class AgentChannel:
         if nodes.num > 1:
             if nodes.is_first:
                 for key in ("orders", *self._live):
-                    store.set(key, "")  # keys that are there can be read in one question
+                    store.set(key, "")  # existing keys can be read in one request
             threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
 
     @property
@@ -105,42 +105,42 @@ class AgentChannel:
         self._put(topic, message, send=self.nodes.num > 1)
 
     def received(self, topic: str, kind: type[Message]) -> dict[int, Message]:
-        """Messages about a topic so far, by index of the node; for agent 0."""
+        """Messages received on a topic so far, by node index; for agent 0."""
         found = {index: self._get(f"{topic}/{index}", kind) for index in range(self.nodes.num)}
         return {index: message for index, message in found.items() if message is not None}
 
     def published(self, topic: str, kind: type[Message]) -> Message | None:
-        """Message that agent 0 has published, if it has."""
+        """The message that agent 0 has published on a topic, if any."""
         return self._get(topic, kind)
 
     def wait(self, seconds: float) -> None:
-        """Until something new was heard, for at most so long."""
+        """Wait until a new message arrives, for at most ``seconds``."""
         with self._changed:
             self._changed.wait(seconds)
 
     def silence_s(self, index: int) -> float:
-        """Silence of a node towards agent 0, in seconds, without pauses of this process; 0 before the first sign."""
+        """Seconds since agent 0 last heard from a node, without this process's pauses; 0 before the first heartbeat."""
         heard_at = self.heard_at(index)
         if heard_at == float("-inf") or index == self.nodes.index:
             return 0.0
         return self.clock.age_s(heard_at, time.monotonic())
 
     def heard_at(self, index: int) -> float:
-        """Monotonic time at which agent 0 received the last sign of life of a node; minus infinity before the first."""
+        """Monotonic time at which agent 0 received a node's last heartbeat; minus infinity before the first."""
         with self._lock:
             return max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
 
     def ahead_s(self, index: int) -> float:
-        """Seconds by which this node's clock is ahead of another's; right to about a tenth of a second."""
+        """Seconds by which this node's clock is ahead of another's; accurate to about a tenth of a second."""
         return self._offsets.get(index, 0.0)
 
     @property
     def is_lost(self) -> bool:
-        """True if agent 0 has been silent for too long, while this process was awake."""
+        """True if agent 0 has been silent for too long while this process was running."""
         return not self.leads and self.clock.age_s(self._answered_at, time.monotonic()) > LOST_TIMEOUT_S
 
     def new_refusal(self) -> str:
-        """The reason why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
+        """A sentence on why the first refused message was refused, returned once; otherwise empty."""
         with self._lock:
             refusal, self._refusal = self._refusal, ""
         return refusal
@@ -149,7 +149,7 @@ class AgentChannel:
     # The end
 
     def close(self) -> None:
-        """Say farewell, or wait until the others have: agent 0 keeps the store, and must be the last to go."""
+        """Sign off, or on agent 0 wait until the others have: it hosts the store and must leave last."""
         if self.nodes.num > 1:
             self.send("closed", Ready())
             deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
@@ -185,11 +185,11 @@ class AgentChannel:
         return message
 
     def _parse(self, key: str, text: str, kind: type[Message]) -> Message | None:
-        """Parse a message once: it is asked for many times until all have spoken."""
+        """Parse a message and cache the result: callers ask repeatedly until every agent has reported."""
         try:
             message = kind.model_validate_json(text)
         except ValidationError:
-            return None  # another version of this program; what it says is as good as unsaid
+            return None  # sent by another version of this program: ignored
         with self._lock:
             if self._texts.get(key) == text:
                 self._messages[key] = message
@@ -223,7 +223,7 @@ class AgentChannel:
         self._resend()
         with self._lock:
             wanted = list(self._wanted)
-        # Two questions: those that are asked all the time are answered at once, as their keys are always there.
+        # Two requests: the keys polled all the time always exist, so theirs is answered at once.
         found = [*zip(self._live, self._store.get(self._live), strict=True)]
         found += zip(wanted, self._store.get(wanted), strict=True)
         new = {key: text for key, message in found if message and (text := self._verified(key, message)) is not None}
@@ -241,14 +241,14 @@ class AgentChannel:
         assert self._signer is not None
         message = self._signer.sign(key, text)
         self._store.set(key, message)
-        if key not in (f"state/{self.nodes.index}", f"pulse/{self.nodes.index}"):  # those are sent anew all the time
+        if key not in (f"state/{self.nodes.index}", f"pulse/{self.nodes.index}"):  # these are sent afresh all the time
             self._sent.pop(key, None)
             self._sent[key] = _Sent(message, time.monotonic() + RESEND_INTERVAL_S)
             if len(self._sent) > NUM_RESENT:
                 del self._sent[next(iter(self._sent))]
 
     def _resend(self) -> None:
-        """Send messages again; an agent that has read one before sees that it is the same."""
+        """Resend recent messages; an agent that has already read one recognises the duplicate."""
         for key, sent in self._sent.items():
             if time.monotonic() >= sent.resend_at_s:
                 self._store.set(key, sent.message)
@@ -256,7 +256,7 @@ class AgentChannel:
                 sent.resend_at_s = time.monotonic() + sent.interval_s
 
     def _verified(self, key: str, message: str) -> str | None:
-        """The text of a new message; None for one that is known, or refused."""
+        """The text of a new message; None if it is a duplicate or refused."""
         if message in (self._seen.get(key), self._refused.get(key)):
             return None
         assert self._signer is not None
@@ -276,12 +276,12 @@ class AgentChannel:
         return text
 
     def _sender(self, key: str) -> int:
-        """Agent whose message is expected under a key: of what agent 0 receives, the number at its end."""
+        """The agent expected to write a key: for messages to agent 0, the number at the end of the key."""
         index = key.rpartition("/")[2]
         return int(index) if self.leads and index.isdecimal() else 0
 
     def _measure_clock(self, key: str) -> None:
-        """The smallest difference ever seen between two clocks is that of the fastest message."""
+        """Update the clock offset: the smallest difference seen belongs to the fastest message."""
         topic, _, index = key.partition("/")
         state = self._get(key, NodeState) if topic == "state" else None
         if state is not None:

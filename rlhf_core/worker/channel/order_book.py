@@ -1,4 +1,4 @@
-"""Orders of agent 0, as one agent has them: agent 0 changes and publishes them, the others take them over."""
+"""One agent's copy of agent 0's orders: agent 0 changes and publishes them, the others adopt them."""
 
 import threading
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from rlhf_core.worker.channel.channel import AgentChannel
 
 
 class OrderBook:
-    """The newest orders. Both threads of an agent use it."""
+    """The newest orders. Shared by both threads of an agent."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
@@ -19,16 +19,16 @@ class OrderBook:
         """The newest orders."""
 
     def change(self, **changes: object) -> None:
-        """Change orders, and publish them; for agent 0."""
+        """Change and publish orders; for agent 0."""
         with self._lock:
             self.current = self.current.model_copy(update=changes)
             self._channel.publish("orders", self.current)
 
     def take(self, orders: Orders) -> Orders:
-        """Take over what agent 0 has published.
+        """Adopt the orders that agent 0 has published.
 
         Returns:
-            The orders before.
+            The previous orders.
         """
         with self._lock:
             before, self.current = self.current, orders
@@ -66,7 +66,7 @@ class OrderBook:
             self._channel.publish("orders", self.current)
 
     def still_wanted(self, role: Role, states: Iterable[GroupState]) -> list[RankStatus]:
-        """The living workers of a group on all nodes, without those that are being ended alone."""
+        """The living workers of a group on all nodes, except those being killed individually."""
         names = self._channel.nodes.names
         ended = {(names[one.node_index], one.pid) for one in self.group(role).end_workers}
         return [rank for state in states for rank in state.ranks if (rank.node, rank.pid) not in ended]

@@ -1,9 +1,8 @@
-"""Signed messages of the agents: every program that reaches the store of an attempt can write there, only its agents
-are believed.
+"""Message signing: any program that can reach an attempt's store can write to it, but only its agents are trusted.
 
-A message carries its sender, a counter and an HMAC (RFC 2104, SHA-256) over the attempt, the key in the store, sender,
-counter and text. The secret is random, one for each attempt, in a file that only the owner of the run may read. A
-counter that is not above the last one of its key is a replay. Texts are not encrypted.
+A message carries its sender, a counter and an HMAC (RFC 2104, SHA-256) over the attempt, the store key, sender, counter
+and text. The secret is random, one per attempt, in a file that only the owner of the run may read. A counter no higher
+than the key's last one marks a replay. Texts are not encrypted.
 """
 
 import hashlib
@@ -13,51 +12,51 @@ import re
 import time
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Longest message that is looked at. The longest of our own carries the ends of the logs of one node, 32 KiB each."""
+"""Longest message accepted. The longest that agents send carries the log tails of one node, 32 KiB each."""
 
 _MESSAGE = re.compile(r"rlhf-1 (\d{1,6}) (\d{1,20}) ([0-9a-f]{64})\n(.*)", re.DOTALL | re.ASCII)
 
 
 class MessageRefused(Exception):
-    """A text in the store that is no new message of the agent it would have to come from."""
+    """Raised for a text in the store that is not a new message from the expected agent."""
 
 
 class MessageSigner:
-    """Signs the messages of one agent, and verifies those of the others."""
+    """Signs one agent's messages and verifies those of the others."""
 
     def __init__(self, secret: bytes, marker: str, sender: int) -> None:
-        """Take part in an attempt.
+        """Create the signer of one agent.
 
         Args:
-            secret: That of the attempt.
+            secret: Secret of the attempt.
             marker: Run and attempt.
             sender: Index of this agent's node.
         """
         self.marker = marker
         self._secret = secret
         self._sender = sender
-        # An agent that is started again goes on above what the one before has sent.
+        # A restarted agent must continue above the counters that its predecessor used.
         self._counter = itertools.count(time.time_ns())
         self._accepted: dict[str, int] = {}
 
     def mark(self, endpoint: str) -> str:
-        """Proof that the store at an endpoint is that of this attempt; it cannot be shown at another one."""
+        """Proof that the store at an endpoint belongs to this attempt; it is not valid for any other endpoint."""
         return f"{self.marker} {self._code('mark', 0, 0, endpoint)}"
 
     def sign(self, key: str, text: str) -> str:
-        """The message that carries a text under a key of the store."""
+        """The signed message that carries a text under a store key."""
         counter = next(self._counter)
         return f"rlhf-1 {self._sender} {counter} {self._code(key, self._sender, counter, text)}\n{text}"
 
     def verify(self, key: str, sender: int, message: str) -> str:
-        """The text of a message that was found under a key.
+        """The text of a message found under a store key.
 
         Args:
-            sender: Whose message it has to be.
+            sender: Index of the node that must have sent it.
 
         Raises:
-            MessageRefused: it is too long, not signed with the secret of the attempt, of another agent, made for
-                another key, or no newer than one that was accepted before.
+                MessageRefused: it is too long, not signed with the attempt's secret, from another agent, made for
+                    another key, or no newer than one already accepted.
         """
         if len(message) > MAX_MESSAGE_BYTES:
             raise MessageRefused(f"{len(message)} characters are more than any agent sends ({MAX_MESSAGE_BYTES})")

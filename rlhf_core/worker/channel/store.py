@@ -1,11 +1,11 @@
-"""Key-value store in which the agents of an attempt leave messages for each other; agent 0 hosts it.
+"""Key-value store through which the agents of an attempt exchange messages; agent 0 hosts it.
 
-It lives as long as the attempt, through all restarts of the workers. The port follows from the name of the job, so that
-no agent has to be told it: of eight candidates agent 0 takes the first that is free, and the others try them all until
-a store answers that carries the mark of this attempt.
+It lives as long as the attempt, across all restarts of the workers. The port is derived from the attempt, so that no
+agent needs to be told: agent 0 takes the first free one of eight candidates, and the others try them all until they
+find a store that carries the mark of this attempt.
 
-torch's store authenticates no client. It listens on the address of the node in the allocation only, and what is read
-from it is believed when it is signed (``signing.py``).
+torch's store does not authenticate clients. It therefore listens only on the node's address in the allocation, and
+agents trust only the signed messages they read from it (``signing.py``).
 """
 
 import contextlib
@@ -23,35 +23,35 @@ from rlhf_core.worker.channel.signing import MessageSigner
 
 NUM_PORTS = 8
 PORTS = range(20000, 30000)
-"""Below the range from which Linux hands out ports to clients."""
+"""Ports below Linux's default range of ephemeral ports."""
 JOIN_TIMEOUT_S = 60.0
-"""Time for which agents look for the store of agent 0, and agent 0 waits for them."""
+"""Time that agents search for agent 0's store, and that agent 0 waits for them, in seconds."""
 ANSWER_TIMEOUT_S = 5.0
 BACKLOG = 1024
-"""Connections that may wait to be accepted: all workers of a start come at once."""
+"""Pending connections allowed: all workers of a start connect at once."""
 MARK = "rlhf/marker"
 LOOPBACK = "127.0.0.1"
 
 
 class AgentStoreLost(Exception):
-    """The store does not answer."""
+    """Raised when the store does not answer or cannot be found."""
 
 
 class AgentStore(Protocol):
-    """Texts by key."""
+    """Texts of the given keys."""
 
     endpoint: str
-    """``host:port`` of its store; port 0 where there is none."""
+    """``host:port`` of the store; port 0 if it has no network endpoint."""
 
     def set(self, key: str, text: str) -> None:
-        """Leave a text.
+        """Store a text.
 
         Raises:
             AgentStoreLost: the store does not answer.
         """
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        """Texts by key, None where none was left.
+        """Texts of the given keys; None for a key that was never set.
 
         Raises:
             AgentStoreLost: the store does not answer.
@@ -59,7 +59,7 @@ class AgentStore(Protocol):
 
 
 class MemoryAgentStore:
-    """For an agent that is alone, and for tests."""
+    """In-memory store for a single agent, and for tests."""
 
     endpoint = "127.0.0.1:0"
 
@@ -68,36 +68,36 @@ class MemoryAgentStore:
         self._lock = threading.Lock()
 
     def set(self, key: str, text: str) -> None:
-        """Leave a text."""
+        """Store a text."""
         with self._lock:
             self._texts[key] = text
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        """Texts by key."""
+        """Texts of the given keys."""
         with self._lock:
             return [self._texts.get(key) for key in keys]
 
 
 class TcpAgentStore:
-    """On torch's ``TCPStore``."""
+    """Store backed by torch's ``TCPStore``."""
 
     def __init__(self, store: Any, endpoint: str) -> None:
         self._store = store
         self.endpoint = endpoint
 
     def set(self, key: str, text: str) -> None:
-        """Leave a text."""
+        """Store a text."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:
             raise AgentStoreLost(str(error)) from error
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        """Texts by key; one question where all are there."""
+        """Texts of the given keys, in a single request if all of them exist."""
         if not keys:
             return []
         try:
-            # A query for a key that was never set would wait for it.
+            # A get of a key that was never set would block.
             if self._store.check(list(keys)):
                 return [_text(content) for content in self._store.multi_get(list(keys))]
             return [_text(self._store.get(key)) if self._store.check([key]) else None for key in keys]
@@ -106,12 +106,12 @@ class TcpAgentStore:
 
 
 def _text(content: bytes) -> str:
-    """Text that was left, also by a stranger: bytes that are no text must not hide the rest."""
+    """Decode a stored value, possibly a stranger's: bytes that are not valid text must not hide the rest."""
     return content.decode("utf-8", errors="replace")
 
 
 def candidate_ports(marker: str) -> list[int]:
-    """Ports on which the store of a job may be, in the order in which they are tried."""
+    """Ports that an attempt's store may listen on, in the order in which they are tried."""
     digest = hashlib.sha256(marker.encode()).digest()
     numbers = (int.from_bytes(digest[2 * place : 2 * place + 2]) for place in range(NUM_PORTS))
     return list(dict.fromkeys(PORTS.start + number % len(PORTS) for number in numbers))
@@ -121,9 +121,9 @@ def host_agent_store(address: str, listen_at: str, signer: MessageSigner) -> Tcp
     """Start the store of an attempt; for agent 0.
 
     Args:
-        address: Of agent 0's node, as the others know it.
+        address: Address of agent 0's node, as the others know it.
         listen_at: Address to listen on; empty for all interfaces.
-        signer: Its own.
+        signer: Agent 0's signer.
 
     Raises:
         AgentStoreLost: all candidate ports are taken.
@@ -141,12 +141,12 @@ def host_agent_store(address: str, listen_at: str, signer: MessageSigner) -> Tcp
 
 
 def host_worker_store(address: str, listen_at: str) -> tuple[Any, str]:
-    """A store in which the workers of one start meet, and its ``host:port``; for agent 0.
+    """Start a rendezvous store for the workers of one start; returns it and its ``host:port``. For agent 0.
 
-    It lives as long as the object is kept.
+    It lives as long as the returned object.
 
     Args:
-        address: Of agent 0's node, as the others know it.
+        address: Address of agent 0's node, as the others know it.
         listen_at: Address to listen on; empty for all interfaces.
 
     Raises:
@@ -158,7 +158,7 @@ def host_worker_store(address: str, listen_at: str) -> tuple[Any, str]:
 
 
 def _host_store(listen_at: str, port: int) -> tuple[Any, int]:
-    """A store that listens on one address, not on all interfaces as torch's own choice would be; and its port."""
+    """Start a store on one address rather than on all interfaces, torch's default; returns it and its port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with contextlib.ExitStack() as stack:
@@ -184,20 +184,20 @@ def join_agent_store(
     """Find the store of agent 0.
 
     Args:
-        address: Of agent 0's node.
-        signer: That of this agent.
-        pause: Sleeps for so many seconds; True when there is no more use in waiting.
-        timeout_s: Longest time to look, in seconds.
+        address: Address of agent 0's node.
+        signer: This agent's signer.
+        pause: Sleeps for the given number of seconds; returns True once further waiting is pointless.
+        timeout_s: Longest search, in seconds.
 
     Raises:
-        AgentStoreLost: it was not found; the message says what was.
+        AgentStoreLost: it was not found; the message says what was found instead.
     """
     deadline = time.monotonic() + timeout_s
     seen: dict[int, str] = {}
     while time.monotonic() < deadline:
         for port in candidate_ports(signer.marker):
             found: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
-            # In a thread: a program that listens there may be silent for ever, and TCPStore would wait for it.
+            # In a thread: TCPStore would wait forever for another program that listens there and never answers.
             threading.Thread(target=_try, args=(address, port, signer, found), daemon=True).start()
             try:
                 store, seen[port] = found.get(timeout=ANSWER_TIMEOUT_S)
@@ -212,9 +212,9 @@ def join_agent_store(
 
 
 def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:
-    """Find out whether our store is at a port, and what is there otherwise."""
+    """Look for this attempt's store at a port; report it, or what is there instead."""
     try:
-        # TCPStore itself would try for its whole time-out where nothing listens.
+        # If nothing listens, TCPStore itself would retry for its whole timeout.
         socket.create_connection((address, port), timeout=ANSWER_TIMEOUT_S).close()
     except OSError as error:
         found.put((None, error.strerror or type(error).__name__))
@@ -233,6 +233,6 @@ def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQue
         found.put((store, ""))
     else:
         owner = mark.partition(" ")[0][:80]
-        # Also where this node sees another folder in place of the run directory, and so another key.
+        # Also happens if this node sees a different folder in place of the run directory, and so a different key.
         why = "carries the name of this attempt, but not its key" if owner == signer.marker else f"belongs to {owner}"
         found.put((None, why))

@@ -1,1 +1,1 @@
-"""A trainer that is another program: started, followed and ended by a worker that beats for each of its ranks."""
+"""External trainers: a worker per rank starts, follows and stops the program and sends heartbeats for its rank."""

@@ -1,7 +1,7 @@
-"""The worker of one rank of another program: starts the program or finds its rank, and beats for it until it ends.
+"""The worker of one rank of an external trainer: starts the program or finds its rank, and beats for it until it exits.
 
-It ends as the rank has ended (the same exit code or signal), so that what follows is the same as for a worker that
-trains itself: verdict, incident, decision, restart. The output of the program is its own log.
+The worker exits with the rank's exit code or signal, so that everything that follows (verdict, incident, decision,
+restart) is the same as for a native worker. The program's output goes to the worker's log.
 """
 
 import contextlib
@@ -38,23 +38,23 @@ from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 POLL_INTERVAL_S = 0.1
 SOURCES_INTERVAL_S = 0.5
 CASCADE_TIMEOUT_S = 5.0
-"""Time for which a rank that its launcher has ended waits to be ended by the agent: another one failed first."""
+"""Time that the worker of a rank killed by its launcher waits to be killed by the agent: another rank failed first."""
 LAUNCHER_TIMEOUT_S = 0.5
-"""Time that the launcher of a rank that has failed has to end by itself and to print what it saw."""
+"""Time that the launcher of a failed rank has to exit and print what it saw, in seconds."""
 MAX_LAST_POLLS = 100
 LAST_POLL_STEP_S = 60.0
 STEPS_ALONE = 3
-"""Steps after which a rank without a process group is known to train alone."""
+"""Steps after which a rank without a process group is judged to train alone."""
 STEADY_POLLS = 16
-"""Polls with progress after which a program that tells no steps counts as training."""
+"""Polls with progress after which a program that reports no steps counts as training."""
 
 
 def run_command_trainer(context: WorkerContext) -> RoleResult:
-    """Role ``trainer`` of a run whose trainer is another program.
+    """Run the ``trainer`` role with an external program.
 
     Raises:
-        TrainerIncomplete: it ended without an error too early, or began at another step than it was told to.
-        CheckpointCorrupt: the checkpoint to go on from is damaged.
+        TrainerIncomplete: it exited cleanly but too early, or began at a step other than the one it was given.
+        CheckpointCorrupt: the checkpoint to resume from is damaged.
         BadInput: the program cannot be started.
     """
     context.reporter.beat(Phase.SETUP, 0)
@@ -62,7 +62,7 @@ def run_command_trainer(context: WorkerContext) -> RoleResult:
 
 
 class Follower:
-    """One worker over one start of the program."""
+    """One worker during one start of the program."""
 
     def __init__(self, context: WorkerContext) -> None:
         trainer, reporter = context.spec.trainer, context.reporter
@@ -101,7 +101,7 @@ class Follower:
         return self._trainer.launch == "per_rank" or self._context.local_rank == 0
 
     def run(self) -> RoleResult:
-        """Follow the program to its end."""
+        """Follow the program until it exits."""
         with self._launched():
             self._sources = make_sources(self._watched(), self._status)
             while not self._has_ended():
@@ -113,7 +113,7 @@ class Follower:
     # Start
 
     def _agree(self) -> LaunchOrder:
-        """Have rank 0 choose port and checkpoint, for all."""
+        """Let rank 0 choose the port and checkpoint for all ranks."""
         path = self._context.restart_dir.launch_order
         if self._context.rank == 0:
             return self._choose(path)
@@ -121,7 +121,7 @@ class Follower:
             order = read_model(path, LaunchOrder)
             if order is not None:
                 return order
-            time.sleep(POLL_INTERVAL_S)  # rank 0 fails, or the agent ends all: both are noticed elsewhere
+            time.sleep(POLL_INTERVAL_S)  # if rank 0 fails, or the agent kills all workers, that is handled elsewhere
 
     def _choose(self, path: Path) -> LaunchOrder:
         checkpoint = published.resume_point(self._context) if self._trainer.resume != "none" else None
@@ -140,7 +140,7 @@ class Follower:
 
     @contextlib.contextmanager
     def _launched(self) -> Iterator[None]:
-        """Start the program, where it is this worker that does, and see that nothing of it is left."""
+        """Start the program if this worker is the one that does, and leave no process of it behind."""
         if self._launches:
             self._start()
         try:
@@ -188,7 +188,7 @@ class Follower:
     # Following
 
     def _has_ended(self) -> bool:
-        """Wait a moment; True once the program, or the rank of it, has ended."""
+        """Wait briefly; True once the program, or this worker's rank of it, has exited."""
         if self._rank is None:
             self._find_rank()
         if self._child is not None:
@@ -203,7 +203,7 @@ class Follower:
         return self._rank.poll(POLL_INTERVAL_S)
 
     def _has_failed(self) -> bool:
-        """True once the rank has failed, and its launcher had a moment to say so: some take seconds to end after it."""
+        """True once the rank has failed and its launcher had a moment to report it: some take seconds to exit."""
         if self._rank is None or not self._rank.has_failed:
             return False
         self._failed_at_s = self._failed_at_s or time.monotonic()
@@ -222,7 +222,7 @@ class Follower:
             self._beat.speak_for([pid])
 
     def _drain(self, now_s: float) -> None:
-        """Read what the program has written last. Sources look at intervals, so the clock is put on."""
+        """Read the program's last output. Sources poll at intervals, so the clock is moved forward."""
         self._output.copy()
         written = [source for source in self._sources if SIGHTS[source.kind].is_strong]
         readings = []
@@ -262,7 +262,7 @@ class Follower:
             self._beat.stand_at(*source.counts)
 
     def _note_steps(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> None:
-        """Raise for a program that has begun anew; take note of where it is otherwise."""
+        """Record the program's current step; raise if it has started from scratch."""
         for kind, one in readings:
             if one.step is None:
                 continue
@@ -276,9 +276,9 @@ class Follower:
         self._require_together()
 
     def _require_together(self) -> None:
-        """Raise for ranks that train alone: each makes the same model, none fails, and all but one are for nothing.
+        """Raise if ranks train alone: none fails, each produces the same model, and all but one waste their work.
 
-        Accelerate does that where it finds no GPU and was not told to use processors (``ACCELERATE_USE_CPU``).
+        Accelerate does that if it finds no GPU and was not told to use CPUs (``ACCELERATE_USE_CPU``).
         """
         alone = self._status.get(words.GROUP) == words.NO_GROUP and self._trainer.framework != "script"
         if alone and self._context.num_ranks > 1 and self._step >= self._first_step + STEPS_ALONE:
@@ -295,12 +295,12 @@ class Follower:
             return told
         if self._step > self._first_step or self._phase is Phase.TRAIN:
             return Phase.TRAIN
-        # Programs of unknown make may tell no steps at all; that they go on and on is then all there is to see.
+        # Arbitrary programs may report no steps at all; continued progress is then the only evidence.
         silent = self._trainer.framework == "script" and self._num_strong > STEADY_POLLS
         return Phase.TRAIN if silent else Phase.SETUP
 
     def _recorder(self) -> str:
-        """The content of the rank's flight recorder, as it writes it when asked."""
+        """The content of the rank's flight recorder, which it writes on request."""
         number = self._beat.questions()
         self._status.set(words.QUESTION, number)
         deadline = time.monotonic() + collectives.ANSWER_TIMEOUT_S
@@ -327,7 +327,7 @@ class Follower:
     def _exit_code(self) -> int:
         launcher = self._child.poll() if self._child is not None else None
         of_rank = self._rank.code if self._rank is not None else None
-        # The launcher's own code, if it has ended, says less than the signal that has ended its rank.
+        # The launcher's own exit code, if it has exited, says less than the signal that killed its rank.
         if launcher == 0 or (self._child is not None and (self._rank is None or not self._rank.has_failed)):
             return launcher or 0
         if of_rank == -signal.SIGTERM:
@@ -335,7 +335,7 @@ class Follower:
         return of_rank or 0
 
     def _require_complete(self) -> None:
-        """Raise for a program that has ended well before its last step."""
+        """Raise if the program exited cleanly before its last step."""
         step = max(self._step, self._record.newest_step)
         wanted = self._trainer.num_steps
         if step >= wanted:
@@ -351,13 +351,13 @@ class Follower:
 
 
 def _end_as(code: int) -> None:
-    """End this process as the program has ended, so that agent and diagnosis see what it was."""
+    """Exit with the program's exit code or signal, so that the agent and the diagnosis see the real cause."""
     sys.stdout.flush()
     if code < 0:
         number = signal.Signals(-code)
         if number is not signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
-        # A core of the worker would say nothing.
+        # A core dump of the worker would be useless.
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

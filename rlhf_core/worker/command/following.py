@@ -1,4 +1,4 @@
-"""Files that the program writes, followed as they grow, and figures put together by step."""
+"""Tail the files that an external trainer writes, and merge their figures by step."""
 
 import os
 import re
@@ -11,17 +11,17 @@ from rlhf_core.files.reading import FileLine
 from rlhf_core.worker.command.observation import StepFigures, Watched
 
 VERSION_FOLDER = re.compile(r"v\d+-.+")
-"""Folder that ms-swift makes in the output folder for every start: ``v0-20261122-170333`` (``--add_version``)."""
+"""Folder that ms-swift creates in the output folder for every start: ``v0-20261122-170333`` (``--add_version``)."""
 
 
 class ToldOnce:
-    """Sentences on what cannot be read, each of them told a single time."""
+    """Deduplicates sentences about unreadable files, so that each is reported once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def tell(self, sentence: str) -> str:
-        """The sentence; empty if it was told before."""
+        """The sentence; empty if it was already reported."""
         if sentence in self._told:
             return ""
         self._told.add(sentence)
@@ -29,10 +29,10 @@ class ToldOnce:
 
 
 def output_folders(output_dir: Path) -> list[Path]:
-    """The output folder and its version folders, as far as they exist.
+    """The output folder and its version folders, if they exist.
 
     Raises:
-        OSError: the folder is there and cannot be read.
+        OSError: the folder exists but cannot be read.
     """
     try:
         with os.scandir(output_dir) as entries:
@@ -50,13 +50,13 @@ def is_of_this_start(path: Path, watched: Watched) -> bool:
     """True if a file was changed after the program was started.
 
     Raises:
-        OSError: it is not there.
+        OSError: the file does not exist.
     """
     return path.stat().st_mtime >= watched.started_at_s
 
 
 class FollowedLines:
-    """Lines of one file that grows. A torn last line waits for its end; a file that is replaced begins anew."""
+    """Lines of one growing file. An incomplete last line is held back; a replaced file is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class FollowedLines:
         self._changed_ns = 0
 
     def skip_to_end(self) -> None:
-        """Take all whole lines that are there for read.
+        """Treat all complete lines present now as read.
 
         Raises:
             OSError: the file cannot be read.
@@ -73,17 +73,17 @@ class FollowedLines:
             pass
 
     def new_lines(self) -> list[FileLine]:
-        """Whole lines that have come since the last call, at most about 16 MiB; those that are too long have no text.
+        """Complete lines added since the last call, at most about 16 MiB; lines that are too long have no text.
 
         Raises:
-            OSError: the file is there and cannot be read.
+            OSError: the file exists but cannot be read.
         """
         try:
             found = self.path.stat(follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        # Written anew with the same first line, as by a restart with the same seed: only its times tell that from an
-        # older version of the file, which another machine may see for a while.
+        # The file was rewritten with the same first line, as after a restart with the same seed: only its timestamp
+        # distinguishes that from an older version of the file, which another machine may see for a while.
         if stat.S_ISREG(found.st_mode) and found.st_size < self._place.offset and found.st_mtime_ns > self._changed_ns:
             self._place = FilePosition()
         self._changed_ns = max(self._changed_ns, found.st_mtime_ns)
@@ -92,7 +92,7 @@ class FollowedLines:
 
 
 def numbers_of(values: Mapping[str, object], leave_out: Iterable[str] = ()) -> dict[str, float]:
-    """The values that are numbers, also those written as text; infinite ones and NaN among them."""
+    """The values that are numbers, including infinities, NaN and numbers written as text."""
     left_out = set(leave_out)
     found = {}
     for name, value in values.items():
@@ -112,7 +112,7 @@ def _number(value: object) -> float | None:
 
 
 def by_step(figures: Iterable[StepFigures]) -> list[StepFigures]:
-    """Figures of the same step put together, in the order in which the steps came; later values win."""
+    """Merge figures of the same step, in order of first appearance; later values win."""
     return [StepFigures(step, values) for step, values in _merged(figures)]
 
 

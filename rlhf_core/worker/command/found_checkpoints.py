@@ -1,7 +1,7 @@
-"""Checkpoints of another program, found by their names and judged by the files that they hold.
+"""Checkpoints of an external trainer, found by name and judged by the files they contain.
 
-A checkpoint is complete when every pattern of ``trainer.checkpoint_complete`` has a file in it and nothing of it has
-changed for some seconds: with many ranks the file that is written last by one of them is not the last of all.
+A checkpoint is complete once every pattern of ``trainer.checkpoint_complete`` matches a file in it and nothing in it
+has changed for some seconds: with many ranks, the last file that one rank writes need not be the last of all.
 """
 
 import os
@@ -16,44 +16,44 @@ from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer
 from rlhf_core.worker.command.following import output_folders
 
 QUIET_S = 2.0
-"""Time that a checkpoint must have been left alone before it is complete, in seconds."""
+"""Time a checkpoint must remain unchanged before it counts as complete, in seconds."""
 REREAD_S = 30.0
-"""Time between two readings of a complete checkpoint that is not the newest, in seconds: every rank reads them, and all
-of them ask the same file server."""
+"""Time between readings of a complete checkpoint that is not the newest, in seconds: every rank reads them, all from
+the same file server."""
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder whose path is that of a checkpoint."""
+    """A path that matches the pattern of checkpoints."""
 
     step: int
     """Number in its name."""
     path: Path
     complete: bool
-    """True if it has all its files, and none of them is being written."""
+    """True if it has all its files and none is still being written."""
     lacks: tuple[str, ...] = ()
-    """Patterns of ``trainer.checkpoint_complete`` without a file."""
+    """Patterns of ``trainer.checkpoint_complete`` that match no file."""
 
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The files of a checkpoint at one time."""
+    """The files of a checkpoint at one moment."""
 
     num_files: int
     num_bytes: int
     changed_ns: int
-    """Time at which a file or folder of it was changed last, in nanoseconds since the epoch, by the file system."""
+    """Last modification of any file or folder in it, in nanoseconds since the epoch, by the file system's clock."""
 
 
 def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bool = False) -> list[FoundCheckpoint]:
-    """List them once. While the program runs, :class:`WatchedCheckpoints` is surer: it needs no common clock.
+    """List checkpoints once. While the program runs, prefer :class:`WatchedCheckpoints`, which needs no shared clock.
 
     Args:
-        has_ended: the program has ended, and nothing is written any more.
+        has_ended: The program has exited, so nothing more is written.
 
     Returns:
-        All checkpoints in the output folder and in ms-swift's version folders, by step; of those with the same step
-        the one that was changed last comes last.
+            All checkpoints in the output folder and in ms-swift's version folders, by step; among those with the same
+            step the most recently changed comes last.
 
     Raises:
         OSError: a folder cannot be read.
@@ -68,7 +68,7 @@ def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bo
 
 @dataclass(frozen=True)
 class _LastReading:
-    """Result of one reading of a checkpoint; times are seconds of the monotonic clock."""
+    """Result of one reading of a checkpoint; times are in seconds of the monotonic clock."""
 
     content: CheckpointContent
     lacks: tuple[str, ...]
@@ -84,8 +84,8 @@ class _LastReading:
 
 
 class WatchedCheckpoints:
-    """The checkpoints of a running program. Two readings tell that one is quiet, by the clock of this machine alone:
-    that of a file server may be ahead or behind."""
+    """The checkpoints of a running program. Two readings by this machine's clock show that one is unchanged: a file
+    server's clock may be ahead or behind."""
 
     def __init__(self, trainer: CommandTrainer, output_dir: Path) -> None:
         self._trainer = trainer
@@ -93,11 +93,11 @@ class WatchedCheckpoints:
         self._read: dict[Path, _LastReading] = {}
 
     def find(self, now_s: float, *, has_ended: bool = False) -> list[FoundCheckpoint]:
-        """List them again; as :func:`find_checkpoints`, but by two readings.
+        """List checkpoints again; like :func:`find_checkpoints`, but comparing two readings.
 
         Args:
             now_s: Monotonic time in seconds.
-            has_ended: the program has ended, and nothing is written any more.
+            has_ended: The program has exited, so nothing more is written.
 
         Raises:
             OSError: a folder cannot be read.
@@ -116,7 +116,7 @@ class WatchedCheckpoints:
         return _in_order(found)
 
     def content(self, path: Path) -> CheckpointContent | None:
-        """Content of a checkpoint as it was listed last; None if it was not there."""
+        """Content of a checkpoint at the last listing; None if it did not exist."""
         return self._read[path].content if path in self._read else None
 
     def _reading(self, step: int, path: Path, now_s: float) -> _LastReading:
@@ -146,7 +146,7 @@ def checkpoint_folders(trainer: CommandTrainer, output_dir: Path) -> Iterator[tu
 
 def _expression(part: str) -> re.Pattern[str]:
     text = re.escape(part).replace(re.escape("*"), ".*")
-    # The second of two numbers in one name must be the same as the first.
+    # If a name contains the step twice, both numbers must be equal.
     text = text.replace(re.escape(STEP_FIELD), r"(?P<step>\d+)", 1).replace(re.escape(STEP_FIELD), "(?P=step)")
     return re.compile(text)
 
@@ -158,7 +158,7 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
         return
     try:
         with os.scandir(folder) as entries:
-            # A checkpoint may be a single file; what leads to one is a folder.
+            # A checkpoint may be a single file; the path components above it are folders.
             may_be_file = len(parts) == 1
             names = sorted(
                 entry.name
@@ -166,7 +166,7 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
                 if entry.is_dir(follow_symlinks=False) or (may_be_file and entry.is_file(follow_symlinks=False))
             )
     except (FileNotFoundError, NotADirectoryError):
-        return  # the program has removed it meanwhile
+        return  # the program has removed it in the meantime
     for name in names:
         found = parts[0].fullmatch(name)
         if found is None:
@@ -178,7 +178,7 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
 
 
 def _inspect(trainer: CommandTrainer, step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
-    """Content of a checkpoint, and the patterns that have no file in it."""
+    """Content of a checkpoint, and the patterns that match no file in it."""
     expected = () if path.is_file() else trainer.checkpoint_complete
     patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in expected}
     num_files = num_bytes = changed_ns = 0
@@ -198,7 +198,7 @@ def _fits(parts: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
 
 
 def _files(path: Path) -> Iterator[tuple[str | None, os.stat_result]]:
-    """Files of a folder and of those in it, by relative path; folders themselves without one."""
+    """All files below a folder with their relative paths; folders are yielded with None as path."""
     if path.is_file():
         yield path.name, path.stat()
         return
@@ -207,5 +207,5 @@ def _files(path: Path) -> Iterator[tuple[str | None, os.stat_result]]:
             try:
                 found = (Path(folder) / name).stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # renamed or removed meanwhile
+                continue  # renamed or removed in the meantime
             yield (os.path.relpath(Path(folder) / name, path) if name else None), found

@@ -1,11 +1,11 @@
-"""Health of another program's training, judged from its metrics alone. Pure: the metrics of a step in, warnings out.
+"""Health of an external trainer, judged from its metrics alone. Pure: metrics of a step in, warnings out.
 
-Thresholds are those of ``[health]``, and the sense of the rules is that of ``rlhf_core/training/health/judge.py``,
-which sees completions and weights as well: a task that is solved, and a policy that has gained reward, have no spread
-and are well. What can be judged depends on what the program logs; a metric that it does not log is no sign of anything.
+Thresholds come from ``[health]``. The rules match those of ``rlhf_core/training/health/judge.py``, which also sees
+completions and weights: a solved task and a policy that has gained reward have no reward spread and are healthy. Only
+logged metrics can be judged; a missing metric proves nothing.
 
-A step here is a logged one. With ``logging_steps`` above 1 a row of bad steps must be as long in optimizer steps, and
-have some lines: of the gradient a line shows the last step alone.
+A step here is a logged step. With ``logging_steps`` above 1, a streak of bad steps must span the same number of
+optimizer steps and several log lines, because a line shows the gradient of its last step alone.
 """
 
 import math
@@ -18,16 +18,16 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.health import HealthRule, HealthSpec
 
 SURE_GAIN = 3.0
-"""Standard errors by which a mean must be above another to be higher. This and the next two are those of the native
-judge, which a worker that has no torch does not import."""
+"""Standard errors by which one mean must exceed another to count as higher. This and the next two constants repeat the
+native judge's, which a worker without torch cannot import."""
 SOLVED_WITHIN = 0.02
-"""Share of the range of rewards by which a solved task may miss the highest."""
+"""Share of the reward range by which a solved task may fall short of the maximum."""
 BLOCKS_PER_WINDOW = 4
-"""Blocks of steps in a window; the first and the last ones are compared."""
+"""Blocks of steps in a window; the first and the last are compared."""
 MIN_LINES = 3
-"""Fewest logged steps in a row that show the same."""
+"""Minimum number of consecutive logged steps that must show the same."""
 ZERO_STD = 1e-8
-"""Deviation of rewards up to which they are equal but for rounding (``torch.isclose``, by which TRL counts)."""
+"""Standard deviation up to which rewards are equal except for rounding (``torch.isclose``, which TRL uses)."""
 
 LOSS, GRADIENT, REWARD, SPREAD = "train/loss", "train/grad_norm", "reward/mean", "reward/std"
 ZERO_GROUPS, TRUNCATED, KL = "rollout/zero_std_groups", "rollout/truncated_share", "policy/kl"
@@ -35,17 +35,17 @@ ZERO_GROUPS, TRUNCATED, KL = "rollout/zero_std_groups", "rollout/truncated_share
 
 @dataclass(frozen=True)
 class MetricWarning:
-    """One reason to look at a training that goes on."""
+    """One reason to inspect a training run that continues."""
 
     rule: HealthRule | str
-    """Rule of ``health.off``, or ``non_finite``, which is always judged."""
+    """Rule as named in ``health.off``, or ``non_finite``, which is always judged."""
     kind: FailureKind
     since_step: int
     """First logged step that shows it."""
     step: int
-    """Step at which it is told."""
+    """Step at which it is reported."""
     message: str
-    """Found, expected, and what to do; in words, without a full stop."""
+    """Finding, expectation and remedy in words, without a full stop."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Mean:
 
 @dataclass
 class _Rewards:
-    """Rewards so far, as far as means tell."""
+    """Rewards so far, judged by their means."""
 
     top: float = -math.inf
     floor: float = math.inf
@@ -72,7 +72,7 @@ class _Rewards:
     recent: list[float] = field(default_factory=list)
 
     def take(self, metrics: Mapping[str, float], block: int) -> None:
-        """Take in one step; ``block`` steps are compared with the first ones."""
+        """Add one step; blocks of ``block`` steps are compared with the first block."""
         reward = metrics.get(REWARD, math.nan)
         if not math.isfinite(reward):
             return
@@ -83,7 +83,7 @@ class _Rewards:
 
     @property
     def are_well(self) -> bool:
-        """The rewards are the highest ever seen, or have risen since the first steps."""
+        """True if the rewards are the highest ever seen, or have risen since the first steps."""
         if not self.recent:
             return False
         now, first = _Mean.of(self.recent), _Mean.of(self.first)
@@ -94,20 +94,20 @@ class _Rewards:
 
     @property
     def in_words(self) -> str:
-        """The mean reward of the last steps, where it is logged."""
+        """A phrase with the mean reward of the last steps, if it is logged."""
         return f"; the mean reward is {fmean(self.recent):.3g}" if self.recent else ""
 
 
 @dataclass(frozen=True)
 class _LoggedStep:
-    """One logged step as a rule sees it."""
+    """One logged step as the rules see it."""
 
     metrics: Mapping[str, float]
     rewards: _Rewards
     spec: HealthSpec
 
     def number(self, name: str) -> float | None:
-        """A metric; None where it is not logged or was taken over nothing (NaN)."""
+        """A metric; None if it is not logged or is the mean of nothing (NaN)."""
         value = self.metrics.get(name)
         return None if value is None or math.isnan(value) else value
 
@@ -117,33 +117,33 @@ class _Rule:
     name: HealthRule | str
     kind: FailureKind
     finds: Callable[[_LoggedStep], str | None]
-    """Name what is wrong; empty if nothing is, None where the step does not tell."""
+    """Describes the problem; empty if there is none, None if the step does not show it."""
     num_steps: Callable[[HealthSpec], int]
-    """Optimizer steps in a row that must show it."""
+    """Consecutive optimizer steps that must show it."""
     min_lines: int = MIN_LINES
 
 
 @dataclass
 class _Row:
-    """Logged steps in a row that show the same."""
+    """Consecutive logged steps that show the same."""
 
     since_step: int = 0
     before_step: int = 0
-    """Logged step before the first of them."""
+    """The logged step before the first of them."""
     last_step: int = 0
     num_lines: int = 0
     is_told: bool = False
 
 
 class MetricHealth:
-    """Judges the logged steps of one start of a program, in their order."""
+    """Judges the logged steps of one start of a program, in order."""
 
     def __init__(self, spec: HealthSpec, first_step: int = 0) -> None:
-        """Begin.
+        """Start judging.
 
         Args:
             spec: ``[health]`` of the run.
-            first_step: Step of the checkpoint that the program goes on from.
+            first_step: Step of the checkpoint that the program resumes from.
         """
         self._spec = spec
         self._rules = [rule for rule in RULES if rule.name not in spec.off]
@@ -151,12 +151,12 @@ class MetricHealth:
         self._begin()
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
-        """Take in the metrics of a step, by their names in this project.
+        """Add the metrics of a step, under this project's names.
 
-        A step may come in parts. One before the last means that the program has begun again, and so does the judgement.
+        A step may arrive in parts. A step before the last one means that the program has restarted: judging restarts.
 
         Returns:
-            What has become wrong; each is told once, until it has been well again.
+            New warnings; each is reported once until it has cleared.
         """
         if step < self._last_step:
             self._last_step = max(step - 1, 0)
@@ -220,7 +220,7 @@ def _frozen(logged: _LoggedStep) -> str | None:
     norm = logged.metrics.get(GRADIENT)
     if norm is None:
         return None
-    # Equal rewards give no gradient, and are judged by themselves.
+    # Equal rewards give no gradient and have a rule of their own.
     if norm != 0 or _has_spread(logged) is False:
         return ""
     return (
@@ -244,7 +244,7 @@ def _no_spread(logged: _LoggedStep) -> str | None:
 
 
 def _has_spread(logged: _LoggedStep) -> bool | None:
-    """True if some group had different rewards; None where that is not logged."""
+    """True if some group had different rewards; None if that is not logged."""
     groups, spread = logged.number(ZERO_GROUPS), logged.number(SPREAD)
     if groups is not None:
         return groups < 1
@@ -279,11 +279,11 @@ def _kl(logged: _LoggedStep) -> str | None:
 
 RULES: tuple[_Rule, ...] = (
     _Rule("non_finite", FailureKind.NON_FINITE, _loss_is_not_finite, lambda spec: 1, min_lines=1),
-    # Scaled float16 skips single steps whose gradient overflows, above all the first ones.
+    # With loss scaling, float16 skips single steps whose gradient overflows, mostly early ones.
     _Rule("non_finite", FailureKind.NON_FINITE, _gradient_is_not_finite, lambda spec: spec.frozen_steps),
     _Rule("frozen", FailureKind.DEGENERATE_RL, _frozen, lambda spec: spec.frozen_steps),
     _Rule("no_spread", FailureKind.DEGENERATE_RL, _no_spread, lambda spec: spec.window_steps),
     _Rule("truncated", FailureKind.DEGENERATE_RL, _truncated, lambda spec: spec.window_steps),
     _Rule("kl", FailureKind.DEGENERATE_RL, _kl, lambda spec: spec.window_steps),
 )
-"""Rules, the most telling first."""
+"""Rules, the most specific first."""

@@ -1,4 +1,4 @@
-"""Records that the worker of rank 0 keeps of another program: metrics, checkpoints, warnings, further files."""
+"""Records that rank 0's worker keeps of an external trainer: metrics, checkpoints, warnings, extra files."""
 
 import contextlib
 import shutil
@@ -20,11 +20,11 @@ from rlhf_core.worker.command.sources.trainer_log import history_of
 from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
 
 POLL_INTERVAL_S = 1.0
-"""Interval at which checkpoints are looked for, in seconds."""
+"""Interval of the search for checkpoints, in seconds."""
 
 
 class JobRecord:
-    """The files of the run directory that tell of the program."""
+    """The files in the run directory that record the program's progress."""
 
     def __init__(self, context: WorkerContext, trainer: CommandTrainer, output_dir: Path, first_step: int) -> None:
         self._context = context
@@ -37,10 +37,10 @@ class JobRecord:
         self._told = ToldOnce()
 
     def recover(self, published: Path) -> None:
-        """Record the steps up to a checkpoint that no start before this one came to record.
+        """Record the steps up to a checkpoint that no earlier start managed to record.
 
         Args:
-            published: The checkpoint that the program goes on from, in the run directory.
+            published: The checkpoint that the program resumes from, in the run directory.
         """
         try:
             found = history_of(published / own_name(published))
@@ -51,16 +51,16 @@ class JobRecord:
 
     @property
     def newest_step(self) -> int:
-        """Newest step that a checkpoint was published of."""
+        """Step of the newest published checkpoint."""
         return self._publisher.newest_step
 
     def take(self, readings: Sequence[tuple[ProgressSource, Reading]], now_s: float, *, ended: bool) -> None:
-        """Record what the sources have read.
+        """Record new readings.
 
         Args:
-            readings: Of all sources.
+            readings: Readings of all sources.
             now_s: Monotonic time in seconds.
-            ended: The program has ended: there will be no more.
+            ended: The program has exited, so no more readings will follow.
         """
         for kind, one in readings:
             self._metrics.add(kind, one.metrics, now_s)
@@ -87,7 +87,7 @@ class JobRecord:
             self._say_once(self._publisher.problem)
 
     def close(self, beat: Callable[[], None]) -> None:
-        """Wait for checkpoints that are being published, and keep further files. Beats meanwhile."""
+        """Wait for checkpoints being published and keep extra files, calling ``beat`` in the meantime."""
         while self._publisher.is_busy:
             beat()
             time.sleep(0.1)
@@ -100,7 +100,7 @@ class JobRecord:
     def _keep(self, path: Path) -> None:
         target = self._context.restart_dir.artifacts / path.relative_to(self._output_dir)
         if path.is_file():
-            with contextlib.suppress(OSError):  # a full disk: they are extra
+            with contextlib.suppress(OSError):  # a full disk: these files are optional
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target)
 

@@ -1,4 +1,4 @@
-"""The launch line of another program: its arguments, environment and folders, filled from the place in the job."""
+"""Launch line of an external trainer: arguments, environment and folders, filled in from its place in the job."""
 
 import os
 import shlex
@@ -18,28 +18,28 @@ from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
 IN_RANK = Path(__file__).parent / "in_rank"
-"""Folder that is put on PYTHONPATH of the program."""
+"""Folder put on the program's PYTHONPATH."""
 
 _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_WORKER = ("RLHF_SLOTS",)
-"""Variables of the worker that its program must not see: it would take the worker's slot for its own."""
+"""Worker variables that the program must not see: it would use the worker's slot as its own."""
 
 
 class LaunchOrder(Schema):
-    """Agreement of one start of the program (``launch.json`` in the folder of the restart); written by rank 0."""
+    """Settings agreed for one start of the program (``launch.json`` in the restart's folder); written by rank 0."""
 
     address: Label
     """Address of the first node."""
     port: Int32
-    """Port on it that was free."""
+    """A free port on that node."""
     checkpoint: Label = ""
-    """Name of the checkpoint to go on from; empty from the beginning."""
+    """Name of the checkpoint to resume from; empty to start from the beginning."""
 
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The place of a launch: which node and rank, with which agreement."""
+    """Node, rank and agreed settings of a launch."""
 
     context: WorkerContext
     trainer: CommandTrainer
@@ -47,27 +47,27 @@ class LaunchPlace:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on every node."""
+        """Number of ranks on each node."""
         return next(plan for plan in self.context.placement.groups if plan.role is self.context.role).workers_per_node
 
     @property
     def node_rank(self) -> int:
-        """Index of this node among those of the trainer, from 0."""
+        """Index of this node among the trainer's nodes, from 0."""
         return self.context.rank // self.ranks_per_node
 
     @property
     def output_dir(self) -> Path:
-        """Folder of the program's own files."""
+        """Folder for the program's own files."""
         return Path(fill(self.trainer.output_dir, self.values))
 
     @property
     def working_dir(self) -> Path:
-        """Folder that the program is started in."""
+        """Working directory of the program."""
         return Path(fill(self.trainer.working_dir, self.values) or self.context.run_dir.root)
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Values of the placeholders, as they are at the launch: the checkpoint may be gone later."""
+        """Values of the placeholders at launch time: the checkpoint may be gone later."""
         context, spec = self.context, self.context.spec
         code = context.run_dir.code / "snapshot"
         found: dict[str, object] = {
@@ -93,7 +93,7 @@ class LaunchPlace:
         return {**values, "output_dir": fill(self.trainer.output_dir, values)}
 
     def arguments(self) -> list[str]:
-        """The launch line, with what makes it go on from a checkpoint."""
+        """The launch line, including the arguments that resume from a checkpoint."""
         values = self.values
         resumes = self.order.checkpoint and self.trainer.resume == "argument"
         line = [*self.trainer.argv, *(self.trainer.resume_argv if resumes else ())]
@@ -104,13 +104,13 @@ class LaunchPlace:
         return ["bash", "-c", "\n".join(["set -e", *lines, 'exec "$@"']), "setup", *filled]
 
     def environment(self, status: str, base: Mapping[str, str], folder: Path | None, logs: Path) -> dict[str, str]:
-        """The variables of the program.
+        """The program's environment variables.
 
         Args:
-            status: Path of the status files of the ranks on this node, without the local rank.
-            base: Variables of the worker.
-            folder: Its Python environment; None for that of the job.
-            logs: Folder for the output of each rank, where a launcher of torch's separates it.
+            status: Path of the status files of this node's ranks, without the local rank.
+            base: Environment of the worker.
+            folder: The program's Python environment; None for the job's.
+            logs: Folder for per-rank output, if a torch launcher separates it.
         """
         per_node = self.trainer.launch == "per_node"
         left_out = (*_OF_RANK, *_OF_WORKER) if per_node else _OF_WORKER
@@ -132,7 +132,7 @@ class LaunchPlace:
             found |= {
                 "MASTER_ADDR": self.order.address,
                 "MASTER_PORT": str(self.order.port),
-                # torchrun and what is made of it write the output of each rank to a file of its own.
+                # torchrun and launchers built on it write the output of each rank to a separate file.
                 "PET_REDIRECTS": "3",
                 "PET_LOG_DIR": str(logs),
             }
@@ -141,21 +141,21 @@ class LaunchPlace:
             found.pop("PYTHONHOME", None)
         found |= {name: fill(value, self.values) for name, value in self.trainer.variables.items()}
         if folder is not None:
-            # Also before a PATH of the trainer's own: preflight has found the program in this order.
+            # Before even the trainer's own PATH: preflight looked the program up in this order.
             found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
         paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def shown(self) -> str:
-        """The launch line as a shell would take it, for logs."""
+        """The launch line in shell syntax, for logs."""
         return shlex.join(self.arguments())
 
 
 def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: str) -> Path | None:
-    """Folder of the program's own checkpoint inside a published one; None without one.
+    """Folder of the program's own checkpoint inside a published one; None if there is no checkpoint.
 
     Raises:
-        BadInput: the published checkpoint has no folder of its own.
+        BadInput: the published checkpoint does not contain such a folder.
     """
     if not checkpoint:
         return None
@@ -169,9 +169,9 @@ def resume_folder(context: WorkerContext, trainer: CommandTrainer, checkpoint: s
 
 
 def own_name(published: Path) -> str:
-    """Path, inside a published checkpoint, of the folder that the program wrote (``published.txt`` holds it)."""
+    """Path, inside a published checkpoint, of the folder that the program wrote; read from ``published.txt``."""
     return (published / OWN_NAME).read_text(encoding="utf-8").strip()
 
 
 OWN_NAME = "published.txt"
-"""File of a published checkpoint with the path of the program's own folder, as it was below its output folder."""
+"""File in a published checkpoint that holds the path of the program's own folder below its output folder."""

@@ -1,9 +1,8 @@
-"""Names of metrics of other trainers, turned into those of docs/metrics.md.
+"""Translation of external trainers' metric names into those of docs/metrics.md.
 
-Read from the sources of transformers 5.19, TRL 1.16.0, ms-swift 4.6.0, OpenRLHF 0.11.2 and the log of LLaMA-Factory.
-The same name means the same in all of them but for what OpenRLHF has a table of its own for, so that one table does for
-programs around any of them. Where a trainer measures something else than this project under the same name, the row
-says so.
+Taken from the sources of transformers 5.19, TRL 1.16.0, ms-swift 4.6.0, OpenRLHF 0.11.2 and the log of LLaMA-Factory.
+A name means the same in all of them, except for the names in OpenRLHF's own table, so one table serves programs built
+on any of them. A comment marks each row where a trainer's metric differs from this project's metric of that name.
 """
 
 import hashlib
@@ -12,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from rlhf_core.schemas.command_trainer import CommandTrainer
 
 OWN_GROUP = "trainer"
-"""Group of metrics that have no name in this project."""
+"""Group of metrics that this project has no name for."""
 MAX_NAME_CHARACTERS = 400
 MAX_NAMES = 2_000
-"""Most metrics of one line of ``metrics.jsonl``, as in ``MetricsLine``."""
+"""Maximum number of metrics in one line of ``metrics.jsonl``, as in ``MetricsLine``."""
 
 MACHINE_GROUPS = ("time", "speed")
 """Groups of metrics that depend on the machine."""
@@ -33,7 +32,7 @@ COMMON: Mapping[str, str] = {
     "eval_runtime": "time/evaluate_s",
     "eval_samples_per_second": "speed/eval_samples_per_s",
     "eval_steps_per_second": "speed/eval_steps_per_s",
-    # TRL, GRPO and kin; ms-swift has taken the names over
+    # TRL: GRPO and related trainers; ms-swift uses the same names
     "reward": "reward/mean",
     "reward_std": "reward/std",  # TRL since 1.0: over all completions of the step, not within groups
     "frac_reward_zero_std": "rollout/zero_std_groups",
@@ -73,7 +72,7 @@ COMMON: Mapping[str, str] = {
     "throughput": "speed/tokens_per_s",
     "percentage": LEFT_OUT,
 }
-"""Names without the ``train/`` that trainers write into TensorBoard."""
+"""Names without the ``train/`` prefix that trainers use in TensorBoard."""
 
 OPENRLHF: Mapping[str, str] = {
     "policy_loss": "train/loss",
@@ -97,7 +96,7 @@ OPENRLHF: Mapping[str, str] = {
     "chosen_reward": "preference/chosen_reward",
     "reject_reward": "preference/rejected_reward",
 }
-"""Names of OpenRLHF; those that it has not are as in :data:`COMMON`."""
+"""Names of OpenRLHF; names missing here are as in :data:`COMMON`."""
 
 _TIMES = ("timing/", "time/", "profiling/")
 _SPEEDS = ("speed/", "perf/")
@@ -106,7 +105,7 @@ _EVALUATION = ("eval/", "eval_")
 
 
 class MetricNames:
-    """Names of one trainer's metrics."""
+    """Renames one trainer's metrics."""
 
     def __init__(self, trainer: CommandTrainer) -> None:
         self._given = trainer.metrics
@@ -114,13 +113,13 @@ class MetricNames:
         self._rank = {name: place for place, name in enumerate(self._known)}
 
     def rename(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of one step under the names of this project.
+        """The metrics of one step under this project's names.
 
-        Of two that mean the same, the one that the user has named counts, else the one that is first in the table; the
-        other keeps its own name. Metrics without a name here are kept under ``trainer/``.
+        If two metrics map to the same name, the user's mapping wins, then the first in the table; the other keeps its
+        own name. Metrics that this project has no name for are kept under ``trainer/``.
 
         Returns:
-            At most :data:`MAX_NAMES`, those with names of this project first.
+            At most :data:`MAX_NAMES` metrics, those with this project's names first.
         """
         found: dict[str, float] = {}
         own: dict[str, float] = {}
@@ -155,14 +154,14 @@ def _first(*parts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 
 
 def _short(raw: str) -> str:
-    """The name without the ``train/`` of TensorBoard; names of evaluations in the form that the log has."""
+    """The name without TensorBoard's ``train/`` prefix; evaluation names in the form used in the log."""
     if raw.startswith(_TRAIN):
         return raw.removeprefix(_TRAIN)
     return f"eval_{raw.removeprefix('eval/')}" if raw.startswith("eval/") else raw
 
 
 def _by_form(name: str) -> str:
-    """Names that follow from the form of others, as those of reward functions and of evaluations."""
+    """Names derived from a pattern, such as those of reward functions and evaluations."""
     group, _, rest = name.partition("/")
     if group == "rewards" and rest:
         return f"reward/{rest.removesuffix('/mean')}"
@@ -176,10 +175,10 @@ def _by_form(name: str) -> str:
 
 
 def legal_name(name: str) -> str:
-    """A name as ``metrics.jsonl`` takes it: printable, and of 400 characters at most.
+    """A name that ``metrics.jsonl`` accepts: printable, and at most 400 characters long.
 
-    Names that differ stay different: characters that cannot be printed become escapes, and a name that is too long ends
-    in a hash of the whole.
+    Distinct names stay distinct: unprintable characters are escaped, and a name that is too long ends in a hash of the
+    whole name.
     """
     printable = name if name.isprintable() else "".join(one if one.isprintable() else _escaped(one) for one in name)
     if len(printable) <= MAX_NAME_CHARACTERS:

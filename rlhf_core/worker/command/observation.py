@@ -1,4 +1,4 @@
-"""The common words of the sources of progress: a reading, and the place that a source looks at."""
+"""Types shared by the sources of progress: a reading, and the program that a source watches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlhf_core.schemas.reports import Phase
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one step, in the words of the program."""
+    """Figures of one step, under the program's own names."""
 
     step: int
     """Optimizer step, from 1."""
@@ -20,39 +20,39 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Reading:
-    """News of one source since its last poll; an empty one says that there are none."""
+    """Observations of one source since its last poll; empty if nothing is new."""
 
     moved: bool = False
-    """Something happened that shows progress (or life, for a source that is not strong)."""
+    """True if something shows progress (or, for a source that is not strong, life)."""
     step: int | None = None
-    """Newest step that the source knows; None where it knows none."""
+    """Newest step known to the source, if any."""
     phase: Phase | None = None
-    """Phase that the rank is in; None where the source does not know."""
+    """Phase of the rank; None if the source does not know it."""
     metrics: Sequence[StepFigures] = ()
-    """Metrics that were not in an earlier reading, oldest first."""
+    """Metrics not contained in an earlier reading, oldest first."""
     problem: str = ""
-    """Sentence on a source that cannot be read; told once."""
+    """Sentence on why the source cannot be read; reported once."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The program that is looked at, from the view of one of its ranks."""
+    """The watched program, as seen by one of its ranks."""
 
     trainer: CommandTrainer
     output_dir: Path
-    """Folder of the program's own files; may not exist yet."""
+    """Folder for the program's own files; may not exist yet."""
     started_at_s: float
-    """Time of its start in seconds since the epoch: files that were there before count as read."""
+    """Time of its start in seconds since the epoch: files that existed before count as read."""
     first_step: int = 0
-    """Step of the checkpoint that it goes on from; 0 from the beginning."""
+    """Step of the checkpoint that it resumes from; 0 if it starts from the beginning."""
     logs: Sequence[Path] = ()
-    """Output of the program, as far as it can be read on this node."""
+    """Logs of the program that can be read on this node."""
     pids: Callable[[], Sequence[int]] = tuple
-    """Present processes that carry the rank, on this node."""
+    """Returns the current processes of the rank on this node."""
 
 
 class Source(Protocol):
-    """One way to learn of progress. Polled a few times a second by one thread; a poll takes milliseconds."""
+    """One way to observe progress. Polled a few times a second by a single thread; a poll takes milliseconds."""
 
     kind: ProgressSource
 

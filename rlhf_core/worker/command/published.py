@@ -1,13 +1,13 @@
-"""Checkpoints of another program, kept as those of a run.
+"""Checkpoints of an external trainer, published as checkpoints of the run.
 
     checkpoints/step-000040/
-        checkpoint-40/     the program's own folder, as hard links: no byte is copied where one file system holds both
+        checkpoint-40/     the program's own folder, as hard links: nothing is copied within one file system
         model/             the model and its tokenizer alone, for evaluation and promotion (hard links)
         published.txt      path of the program's own folder below its output folder
         COMPLETE           checksums, written last
 
-What the program removes later, by its own rules, stays here by ours (``checkpoint.keep_last``). Published by the worker
-of rank 0, in a thread: reading every byte takes minutes, and the worker has to beat.
+Checkpoints that the program later deletes by its own rules are kept here by the run's (``checkpoint.keep_last``). Rank
+0's worker publishes them in a thread: reading every byte takes minutes, and the worker has to beat.
 """
 
 import contextlib
@@ -43,23 +43,23 @@ MODEL_FILES = (
     "*.jinja",
     "*.py",
 )
-"""Files of a checkpoint that a model directory of Hugging Face consists of."""
+"""Files of a checkpoint that make up a Hugging Face model directory."""
 NOT_OF_MODEL = ("trainer_state.json", "args.json", "scheduler*", "optimizer*", "rng_state*", "training_args*")
 
 
 def spec_hash(spec: RunSpec) -> str:
-    """Hash of the settings that a program was started with."""
+    """Hash of the settings that the program was started with."""
     part = spec.model_dump(mode="json", include={"seed", "model", "data", "trainer"})
     return hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def resume_point(context: WorkerContext) -> CheckpointDir | None:
-    """The checkpoint that this start goes on from, whole by its checksums; None from the beginning.
+    """The checkpoint that this start resumes from, verified by its checksums; None to start from the beginning.
 
-    The first start of an attempt takes the one that the placement names, a restart in place the newest.
+    The first start of an attempt takes the one that the placement names; a restart in place takes the newest.
 
     Raises:
-        CheckpointCorrupt: it is damaged, or gone. Names it.
+        CheckpointCorrupt: it is damaged or gone; names it.
     """
     saved = [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
     named = context.placement.resume_checkpoint
@@ -81,13 +81,13 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
 
 
 def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_dir: Path, aside: Path) -> None:
-    """Make the output folder fit the checkpoint that the program goes on from.
+    """Bring the output folder into line with the checkpoint that the program resumes from.
 
-    Checkpoints of later steps are moved away: they belong to a branch that was given up, or are torn. With
+    Checkpoints of later steps are moved aside: they belong to an abandoned branch or are incomplete. With
     ``resume = "in_place"`` the checkpoint itself is put back where the program looks for it.
 
     Args:
-        aside: Folder that later checkpoints are moved to.
+        aside: Folder to which later checkpoints are moved.
     """
     step = checkpoint.step if checkpoint is not None else 0
     for found in find_checkpoints(trainer, output_dir):
@@ -103,7 +103,7 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
 
 
 class CheckpointPublisher:
-    """Publishes complete checkpoints of the program, one after the other."""
+    """Publishes complete checkpoints of the program, one at a time."""
 
     def __init__(self, context: WorkerContext, trainer: CommandTrainer, output_dir: Path, first_step: int) -> None:
         self._context = context
@@ -115,9 +115,9 @@ class CheckpointPublisher:
         self._begun: set[int] = set()
         self._running: list[Future[None]] = []
         self.newest_step = first_step
-        """Step of the newest checkpoint that is published."""
+        """Step of the newest published checkpoint."""
         self.problem = ""
-        """Reason for which the newest one could not be published; empty where it was."""
+        """Reason why the newest checkpoint could not be published; empty if it was."""
 
     @property
     def is_busy(self) -> bool:
@@ -126,11 +126,11 @@ class CheckpointPublisher:
         return bool(self._running)
 
     def consider(self, now_s: float, *, ended: bool = False) -> None:
-        """Begin to publish what is complete and was not published yet.
+        """Start publishing a complete checkpoint that is not published yet.
 
         Args:
             now_s: Monotonic time in seconds.
-            ended: The program has ended: what it has written is all there will be.
+            ended: The program has exited, so nothing more is written.
         """
         try:
             found = self._watched.find(now_s, has_ended=ended)
@@ -138,7 +138,7 @@ class CheckpointPublisher:
             self.problem = f"checkpoints could not be looked for: {error}"
             return
         for one in found:
-            # Those up to the one that it goes on from are published, and may still lie in the program's own folder.
+            # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
             if one.complete and one.step > self._first_step and one.step not in self._begun:
                 self._begun.add(one.step)
                 self._running.append(self._thread.submit(self._publish_guarded, one))
@@ -154,11 +154,11 @@ class CheckpointPublisher:
 
 
 def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, found: FoundCheckpoint) -> None:
-    """Publish one checkpoint, then remove those that need not be kept.
+    """Publish one checkpoint, then delete those beyond the retention limit.
 
     Raises:
-        OSError: it could not be read or written; nothing of it is left.
-        WorkerError: the run has gone on without this attempt.
+        OSError: it could not be read or written; nothing of it remains.
+        WorkerError: the run has moved on to another attempt.
     """
     run_dir = context.run_dir
     final = run_dir.checkpoint(found.step)
@@ -191,7 +191,7 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
 
 
 def _link_tree(source: Path, target: Path) -> None:
-    """Link all files of a folder, or the one file that a checkpoint is."""
+    """Hard-link all files of a checkpoint, which may be a folder or a single file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_file():
         _link(source.resolve(), target)
@@ -216,7 +216,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _link_model(source: Path, target: Path) -> None:
-    """Gather the files of the model and its tokenizer, where the program writes them as Hugging Face expects."""
+    """Collect the model and tokenizer files, if the program writes them in Hugging Face's layout."""
     if not any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
         return
     target.mkdir()
@@ -227,7 +227,7 @@ def _link_model(source: Path, target: Path) -> None:
 
 
 def _checksums(root: Path) -> dict[str, FileChecksum]:
-    """Checksums of all files; of hard links of one file, once."""
+    """Checksums of all files; hard links to one file are read once."""
     known: dict[tuple[int, int], FileChecksum] = {}
     found = {}
     for path in sorted(root.rglob("*")):

@@ -1,23 +1,23 @@
-"""Output of one rank, which a launcher of torch's writes to files of its own: copied into the worker's log.
+"""Copies one rank's output, which a torch launcher writes to separate files, into the worker's log.
 
-With it ``rlhf logs`` shows each rank by itself, and an error is attributed to the rank that raised it. Programs that
-start their ranks in another way leave all output in the log of the first worker of the node.
+This lets ``rlhf logs`` show each rank separately and attributes an error to the rank that raised it. Programs that
+start their ranks differently leave all output in the log of the node's first worker.
 """
 
 import os
 from pathlib import Path
 
 COPY_BYTES = 1 << 20
-"""Most bytes copied at once."""
+"""Maximum number of bytes copied at once."""
 
 
 class RankOutput:
-    """Copies what is new of the files of one rank."""
+    """Copies new output from one rank's files."""
 
     def __init__(self, folder: Path, local_rank: int, *, follows: bool) -> None:
         """Args:
-        folder: Folder that was given to the launcher (``PET_LOG_DIR``).
-        follows: False where the rank writes into the worker's log itself.
+        folder: Folder given to the launcher (``PET_LOG_DIR``).
+        follows: False if the rank writes into the worker's log itself.
         """
         self._folder = folder
         self._pattern = f"*/attempt_*/{local_rank}/*.log"
@@ -25,7 +25,7 @@ class RankOutput:
         self._offsets: dict[Path, int] = {}
 
     def copy(self) -> None:
-        """Copy what is new to standard output. A disk that is full loses it, and nothing else."""
+        """Copy new output to standard output. On a full disk this output is lost, but nothing else fails."""
         if not self._follows:
             return
         for path in sorted(self._folder.glob(self._pattern)):

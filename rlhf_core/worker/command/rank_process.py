@@ -1,4 +1,4 @@
-"""The process of one rank of another program: found among the processes of the node, followed to its end."""
+"""The process of one rank of an external trainer: found among the node's processes and followed until it exits."""
 
 import contextlib
 import os
@@ -13,9 +13,9 @@ from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, PID, 
 
 
 def find_rank(status: RankFile, prefix: str, local_rank: int) -> int | None:
-    """Process id of a rank; None while it has not been started.
+    """Process id of a rank; None until it has been started.
 
-    A rank in Python says so itself. Any other is the first process that has the job's variable and this LOCAL_RANK.
+    A Python rank reports itself. Any other is the first process that has the job's variable and this LOCAL_RANK.
     """
     told = status.get(PID)
     if told:
@@ -30,24 +30,24 @@ def find_rank(status: RankFile, prefix: str, local_rank: int) -> int | None:
 
 
 class RankProcess:
-    """A process that is followed; not necessarily a child of this one."""
+    """A followed process, not necessarily a child of this one."""
 
     def __init__(self, pid: int) -> None:
-        """Begin to follow.
+        """Start following a process.
 
         Raises:
-            ProcessLookupError: it has ended.
+            ProcessLookupError: it has exited.
         """
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
         self._early_code: int | None = None
         self.has_ended = False
         self.code: int | None = None
-        """Exit code once it has ended, negative for a signal. None of a process that is no child and was collected
-        before it could be read."""
+        """Exit code once it has exited, negative for a signal. Stays None if the process is not a child and was reaped
+        before its code could be read."""
 
     def watch(self) -> None:
-        """Read its exit in a thread, at the moment of its end: its launcher may collect it before the next poll."""
+        """Read its exit code in a thread as soon as it exits: its launcher may reap it before the next poll."""
         threading.Thread(target=self._await_end, name="rank-exit", daemon=True).start()
 
     def _await_end(self) -> None:
@@ -56,14 +56,14 @@ class RankProcess:
 
     @property
     def has_failed(self) -> bool:
-        """True if it has ended badly by itself. A launcher ends the rest of a failed group by SIGTERM."""
+        """True if it failed by itself. A launcher kills the rest of a failed group with SIGTERM."""
         return self.has_ended and self.code not in (0, None, -signal.SIGTERM)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """True once it has ended.
+        """True once it has exited.
 
         Args:
-            timeout_s: Longest wait for its end, in seconds.
+            timeout_s: Longest wait for its exit, in seconds.
         """
         if not self.has_ended and select.select([self._descriptor], [], [], timeout_s)[0]:
             code = _exit_code(self.pid)
@@ -79,7 +79,7 @@ class RankProcess:
             return []
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal; harmless when it has ended."""
+        """Send a signal; a no-op once it has exited."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._descriptor, number)
 
@@ -89,7 +89,7 @@ class RankProcess:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Exit code of a process that waits to be collected, from ``/proc/<pid>/stat``."""
+    """Exit code of a zombie, from ``/proc/<pid>/stat``."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

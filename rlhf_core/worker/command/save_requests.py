@@ -1,8 +1,8 @@
-"""Requests to save, and to save and end, handed on to another program in the way it knows.
+"""Relays requests to save, or to save and stop, to an external trainer.
 
-Three ways, the first that there is: ``rlhf_core.callback`` saves at a step that all ranks are told;
-``trainer.save_signal`` is sent to every rank; a program that knows neither is waited for until its next own
-checkpoint.
+The first of three methods that is available is used: ``rlhf_core.callback`` saves at a step announced to all ranks;
+``trainer.save_signal`` is sent to every rank; for a program that supports neither, the worker waits for the next
+checkpoint that it saves by itself.
 """
 
 import math
@@ -17,7 +17,7 @@ from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.rank_process import RankProcess
 
 LEAD_S = 5.0
-"""Least time from a request until the step at which all ranks save, in seconds: word of it has to reach all nodes."""
+"""Minimum time from a request to the step at which all ranks save, in seconds: the order has to reach all nodes."""
 POLL_INTERVAL_S = 1.0
 
 
@@ -42,30 +42,30 @@ class SaveRequests:
         self._next_poll_s = 0.0
         self._is_saved = False
         self.rank: RankProcess | None = None
-        """Process of the rank."""
+        """The rank's process."""
         self.launcher: int | None = None
-        """Process id of the program, where this worker has started it."""
+        """Process id of the program, if this worker has started it."""
 
     @property
     def is_stopping(self) -> bool:
-        """True once the state is saved and the program was asked to end."""
+        """True once the state is saved and the program was asked to stop."""
         return self._asked == "stop" and self._is_saved
 
     @property
     def is_done(self) -> bool:
-        """True once what was asked for is saved, and the program goes on."""
+        """True once the requested checkpoint is saved and the program continues."""
         return self._asked == "save" and self._is_saved
 
     def close(self) -> None:
-        """Be ready for the next request."""
+        """Get ready for the next request."""
         self._asked, self._is_saved = "", False
 
     def answer(self, request: Literal["", "save", "stop"], step: int, now_s: float) -> None:
-        """Take note of a request, and see how far it is.
+        """Record a request and advance it.
 
         Args:
-            request: As :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request` says.
-            step: Newest step that is known.
+            request: Value of :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request`.
+            step: Newest known step.
             now_s: Monotonic time in seconds.
         """
         if self._first_seen is None and step:
@@ -97,7 +97,7 @@ class SaveRequests:
             self.rank.send(self._signal)
 
     def _lead(self, step: int, now_s: float) -> int:
-        """Steps that take ``LEAD_S``, at least 2."""
+        """Number of steps that take ``LEAD_S``, at least 2."""
         since_s, first = self._first_seen or (now_s, step)
         step_s = (now_s - since_s) / (step - first) if step > first else LEAD_S
         return max(2, math.ceil(LEAD_S / max(step_s, 1e-3)))
@@ -122,4 +122,4 @@ class SaveRequests:
 
 
 END_TIMEOUT_S = 20.0
-"""Time that a program has to end after SIGTERM, once its state is saved."""
+"""Time a program has to exit after SIGTERM once its state is saved, in seconds."""

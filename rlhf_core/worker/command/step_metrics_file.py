@@ -1,4 +1,4 @@
-"""Metrics of another program as lines of ``metrics.jsonl``: one a step, in this project's names."""
+"""Metrics of an external trainer as lines of ``metrics.jsonl``, one per step, under this project's names."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -10,11 +10,11 @@ from rlhf_core.worker.command.metric_names import MetricNames
 from rlhf_core.worker.command.observation import StepFigures
 
 HOLD_S = 3.0
-"""Time for which the newest step waits for more of its figures, in seconds: some writers log one figure at a time."""
+"""Time that the newest step waits for more figures, in seconds: some writers log one figure at a time."""
 
 
 class StepMetricsFile:
-    """Writes the figures of each step once; written by the worker of rank 0."""
+    """Writes the figures of each step once; used by rank 0's worker."""
 
     def __init__(self, path: Path, trainer: CommandTrainer, first_step: int) -> None:
         self._path = path
@@ -25,13 +25,13 @@ class StepMetricsFile:
         self._pending: dict[int, dict[str, float]] = {}
         self._touched_s: dict[int, float] = {}
         self._last = first_step
-        """Newest step that is written; what comes later for it, or before it, is of the past."""
+        """Newest step written; later figures for it or for earlier steps are ignored."""
 
     def add(self, source: ProgressSource, found: Iterable[StepFigures], now_s: float) -> None:
-        """Take figures of a source. Those of one source count: two would tell the same twice, in other roundings.
+        """Add figures from a source. Only one source counts: two would repeat figures with different rounding.
 
         Args:
-            source: Where they are from; the first one in the trainer's order that has any wins.
+            source: Their source; the first in the trainer's order that has any figures wins.
             found: The figures.
             now_s: Monotonic time in seconds.
         """
@@ -47,12 +47,12 @@ class StepMetricsFile:
             self._touched_s[one.step] = now_s
 
     def recover(self, found: Iterable[StepFigures], recorded: Collection[int]) -> None:
-        """Take figures of steps before the first one that no earlier start has recorded: it was ended between reading
-        them and writing them, and its checkpoint was saved already.
+        """Add figures of steps before this start's first that no earlier start recorded: it was killed between reading
+        and writing them, after its checkpoint had been saved.
 
         Args:
-            found: Figures up to the checkpoint that the program goes on from.
-            recorded: Steps that have a line in the run.
+            found: Figures up to the checkpoint that the program resumes from.
+            recorded: Steps that already have a line in the run.
         """
         for one in found:
             if one.step <= self._last and one.step not in recorded:
@@ -60,17 +60,17 @@ class StepMetricsFile:
                 self._touched_s[one.step] = float("-inf")
 
     def write(self, now_s: float, *, all_of_them: bool = False) -> list[MetricsLine]:
-        """Append the steps that are whole: those before the newest, and the newest once it has waited.
+        """Append the complete steps: all before the newest, and the newest once it has waited ``HOLD_S``.
 
         Args:
             now_s: Monotonic time in seconds.
-            all_of_them: The program has ended.
+            all_of_them: The program has exited: write every step.
 
         Returns:
-            The lines that were written.
+            The lines written.
 
         Raises:
-            OSError: the file cannot be written; the lines stay for the next call.
+            OSError: the file cannot be written; the lines are kept for the next call.
         """
         newest = max(self._pending, default=0)
         ready = [

@@ -1,1 +1,1 @@
-"""Evidence of a failure: stacks, process states and ends of logs, and the reports of how the workers ended."""
+"""Evidence of a failure: stacks, process states and log tails, and the reports of how the workers exited."""

@@ -1,7 +1,7 @@
-"""Evidence of a failure, saved before its traces are gone: stacks, process states, the ends of the logs.
+"""Collection of evidence before it is lost: stacks, process states and log tails.
 
-Collected before any kill, because the first kill breaks the connections of the peers and with them the picture. A
-dump that cannot be had is evidence as well, so every file says why it is short.
+Evidence is collected before any kill, because the first kill breaks the peers' connections and distorts the picture. A
+dump that fails is evidence as well, so every file says why it is incomplete.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ _RANKS = TypeAdapter(tuple[RankStatus, ...])
 
 
 def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
-    """Save stacks, process states and log ends of the workers of this node. Takes up to ``STACK_TIMEOUT_S`` seconds.
+    """Save stacks, process states and log tails of this node's workers. Takes up to ``STACK_TIMEOUT_S`` seconds.
 
     Args:
-        ranks: The workers, as they were read when they became suspect.
-        logs: Their logs, by local rank.
-        folder: The incident's folder; this agent's files carry the node's name.
-        node: This node.
+        ranks: The workers' statuses at the moment they became suspect.
+        logs: Their log paths, by local rank.
+        folder: The incident's folder; this agent's files are named after the node.
+        node: Name of this node.
 
     Returns:
-        What could not be had, in sentences; evidence is never worth an exception.
+        Sentences on evidence that could not be collected; collection never raises.
     """
     missing: list[str] = []
     save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
@@ -65,7 +65,7 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
 
 
 def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
-    """Copy the ends of the workers' logs into the incident's folder; returns what could not be had."""
+    """Copy the workers' log tails into the incident's folder; returns sentences on what could not be copied."""
     missing: list[str] = []
     for local_rank, path in logs.items():
         save(folder / f"log-{node}-{local_rank}.txt", masked(log_tail(path)), missing)
@@ -73,12 +73,12 @@ def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[st
 
 
 def log_tail(path: Path) -> str:
-    """The last whole lines of a log; empty when it cannot be read."""
+    """The last complete lines of a log; empty if it cannot be read."""
     return read_tail(path, LOG_TAIL_BYTES)
 
 
 def save(path: Path, text: str, missing: list[str]) -> None:
-    """Write one piece of evidence; what keeps it from being written becomes a sentence in ``missing``."""
+    """Write one piece of evidence; on failure, append a sentence to ``missing``."""
     try:
         write_text(path, text)
     except OSError as error:
@@ -101,19 +101,19 @@ def _process_facts(pid: int) -> str:
 
 
 def find_py_spy() -> str | None:
-    """Path of py-spy, that of this interpreter's environment first; None where there is none."""
+    """Path of py-spy, preferably from this interpreter's environment; None if it is not installed."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return shutil.which("py-spy", path=folders)
 
 
 def _start_py_spy(pid: int, process_state: str) -> "subprocess.Popen[str] | str":
-    """The running dump, or why there is none."""
+    """Start a dump; returns the running process, or the reason why there is none."""
     program = find_py_spy()
     if program is None:
         return "it is not installed (it comes with rlhf-flows[training])"
     command = [program, "dump", "--pid", str(pid)]
     if process_state in STOPPED_STATES:
-        # py-spy stops a process to look at it, and fails at one that is stopped already.
+        # By default py-spy stops the process it reads, which fails for one that is already stopped.
         command.append("--nonblocking")
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -122,7 +122,7 @@ def _start_py_spy(pid: int, process_state: str) -> "subprocess.Popen[str] | str"
 
 
 def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tuple[str, str]:
-    """The stacks, and what went wrong (empty when nothing)."""
+    """The stacks, and the error if any (otherwise empty)."""
     if isinstance(dump, str):
         return "", dump
     try:
@@ -135,11 +135,11 @@ def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tupl
 
 
 def _ask_for_stack(rank: RankStatus) -> str:
-    """The other way: the worker's own fault handler writes into its log, which is saved afterwards."""
+    """Fall back to the worker's own fault handler, which writes into its log; the log is saved afterwards."""
     if rank.process_state in STOPPED_STATES:
         return "The process is stopped and cannot write its stack itself."
     if rank.sequence == 0:
-        # Its fault handler is set up before its first beat; without one the signal would kill it.
+        # A worker installs its fault handler before its first beat; without the handler the signal would kill it.
         return "The process has not beaten yet and cannot be asked."
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(rank.pid, STACK_SIGNAL)

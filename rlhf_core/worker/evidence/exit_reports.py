@@ -1,6 +1,6 @@
-"""Reports of how one start of the workers ended: what they wrote, what the agents saw, and what that comes to.
+"""Exit reports for one start of the workers: the workers' own outcomes, the agents' observations and the diagnosis.
 
-Every agent reports its own node; agent 0 puts the reports together.
+Every agent reports for its own node; agent 0 combines the reports.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,39 +20,39 @@ from rlhf_core.worker.groups.base import Hang, Started, WorkerGroup
 from rlhf_core.worker.worker_process import spare_outcome
 
 Write = Callable[[Path, BaseModel], bool]
-"""Writes a file that matters; False when it cannot be written."""
+"""Writes an essential file; returns False if that fails."""
 Outcomes = Mapping[int, WorkerOutcome]
-"""Outcomes that the workers of a node wrote about themselves, by local rank."""
+"""Outcomes written by a node's workers themselves, by local rank."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A start of the workers that did not end well."""
+    """The failure of one start of the workers."""
 
     diagnosis: Diagnosis
     phase: str
-    """Phase of the first rank to blame, or of the first to end; empty when there was none."""
+    """Phase of the first rank to blame, or else of the first to exit; empty if there was none."""
     step: int | None
     detected_after_s: float | None
-    """From its last beat until it was found, in seconds."""
+    """Time from its last beat to the detection of the failure, in seconds."""
     collective: str = ""
-    """The collective it hung in or disagreed about; empty when none is known."""
+    """The collective it hung in or disagreed about; empty if unknown."""
     collective_sequence: int | None = None
-    """Number of that collective in its process group."""
+    """Sequence number of that collective in its process group."""
     damaged_checkpoint: str = ""
-    """Checkpoint that the workers could not go on from, because it is damaged."""
+    """Damaged checkpoint from which the workers could not resume."""
     health_rule: str = ""
-    """Rule of ``[health]`` that has found it; empty of other failures."""
+    """Rule of ``[health]`` that detected it; empty for other failures."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of one node, and how its clock stands to ours."""
+    """The report of one node, with the offset of its clock from ours."""
 
     node: str
     end: NodeEnd
     ahead_s: float = 0.0
-    """Seconds that are added to its times to have them by this node's clock."""
+    """Seconds to add to its times to convert them to this node's clock."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,13 +65,13 @@ def has_reported(group: WorkerGroup, local_rank: int) -> bool:
 
 
 def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int] | None = None) -> NodeEnd:
-    """Report how workers of this node ended. The ends of their logs are saved unless all went well.
+    """Report how workers of this node exited. Their log tails are saved unless all succeeded.
 
     Args:
         group: Their group.
-        problem: Traceback of what kept them from being started; empty when they were.
-        write: Writes what workers left on the node because the disk was full.
-        workers: Their local ranks; they have ended. None for all of the group.
+        problem: Traceback of the error that prevented their start; empty if they were started.
+        write: Writes out what workers left on the node because the disk was full.
+        workers: Local ranks of the exited workers to report; None for the whole group.
     """
     wanted = list(range(group.num_workers) if workers is None else workers)
     outcomes = read_outcomes(group, write, wanted)
@@ -89,7 +89,7 @@ def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int
 
 
 def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> Outcomes:
-    """Read what workers wrote about themselves; ``write`` what they left on the node, as the disk was full."""
+    """Read the workers' own outcomes; ``write`` out those left on the node because the disk was full."""
     found = {}
     for index in workers:
         path = _outcome_path(group, index)
@@ -127,7 +127,7 @@ def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> W
 
 
 def is_well(end: NodeEnd) -> bool:
-    """Every worker has ended by itself with exit code 0, and has said that it did what it was there for."""
+    """True if every worker exited by itself with code 0 and reported success."""
     return (
         not end.problem
         and len(end.workers) == end.num_workers
@@ -136,15 +136,15 @@ def is_well(end: NodeEnd) -> bool:
 
 
 def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
-    """Say what went wrong, from what all nodes have seen.
+    """Diagnose the failure from the reports of all nodes.
 
     Args:
-        reports: Of all nodes, at least one.
-        hang: What the workers were ended for, where they hung.
+        reports: Reports of all nodes, at least one.
+        hang: The hang for which the workers were killed, if any.
     """
     reports = list(reports)
     ends = [(one, worker) for one in reports for worker in one.end.workers]
-    # Who has not ended comes last.
+    # Workers that have not exited come last.
     ends.sort(key=lambda pair: pair[1].ended_s + pair[0].ahead_s if pair[1].code is not None else float("inf"))
     diagnosis = classify(
         Evidence(
@@ -158,7 +158,7 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
         return _located_hang(diagnosis, hang)
     failure = _located(diagnosis, [worker for _, worker in ends])
     if diagnosis.kind is FailureKind.CHECKPOINT_CORRUPT:
-        # The rank that read it first is not to blame for it, nor is its node.
+        # Neither the rank that read the checkpoint first nor its node is to blame.
         blameless = replace(diagnosis, ranks=(), nodes=())
         return replace(failure, diagnosis=blameless, damaged_checkpoint=_damaged_checkpoint(ends))
     if diagnosis.kind is FailureKind.DEGENERATE_RL:
@@ -167,13 +167,13 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
 
 
 def _health_rule(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
-    """All ranks come to the same finding."""
+    """The health rule that the ranks report; all ranks reach the same finding."""
     told = (worker.outcome.health_rule for _, worker in ends if worker.outcome is not None)
     return next((rule for rule in told if rule), "")
 
 
 def _damaged_checkpoint(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
-    """All ranks name the same one, where they name one at all."""
+    """The damaged checkpoint that the ranks report, if any; all of them name the same one."""
     told = (worker.outcome.damaged_checkpoint for _, worker in ends if worker.outcome is not None)
     return next((name for name in told if name), "")
 
@@ -203,7 +203,7 @@ def _located(diagnosis: Diagnosis, workers: list[WorkerReport]) -> Failure:
     if not blamed:
         return Failure(diagnosis, "", None, None)
     first = blamed[0]
-    last: RankStatus | WorkerOutcome | None = first.outcome or first.last  # what it wrote itself is newer
+    last: RankStatus | WorkerOutcome | None = first.outcome or first.last  # its own outcome is newer
     assert last is not None
     assert first.last is not None
     return Failure(diagnosis, last.phase, last.step, first.last.age_s)

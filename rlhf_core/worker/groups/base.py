@@ -1,7 +1,6 @@
-"""A group of workers on one node, as the agent's two threads share it.
+"""A group of workers on one node, shared by the agent's two threads.
 
-The main thread starts workers and sees them end; the supervising thread reads their slots and may decide that they
-hang.
+The main thread starts workers and reaps them; the supervising thread reads their slots and may kill them for a hang.
 """
 
 import threading
@@ -19,21 +18,21 @@ from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 ELASTIC_VARIABLES = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
-"""Settings that torch elastic takes from the agent's environment. All nodes have as many workers, so that ranks need
-not be told through a store. The list of signals must name at least one; SIGQUIT is the one we can take back without a
-gap that matters."""
+"""Settings that torch elastic reads from the agent's environment. All nodes have the same number of workers, so ranks
+need not be exchanged through a store. The list of signals must not be empty; SIGQUIT is the one whose handler we can
+take back without a gap that matters."""
 
 PEER_TIMEOUT_S = 1.0
-"""Time in which the peers of a worker that died may say what they saw, before they are killed."""
+"""Time that a dead worker's peers have to report what they saw before they are killed, in seconds."""
 
 
 class StartAbandoned(Exception):
-    """The order to end came before the workers were started."""
+    """Raised if the order to kill came before the workers were started."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A worker that was started."""
+    """A started worker."""
 
     local_rank: int
     rank: int
@@ -44,38 +43,38 @@ class Started:
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a worker's process."""
+    """The exit of a worker's process."""
 
     code: int
-    """Negative: the signal."""
+    """Exit code; negative for a signal."""
     order: int
-    """Place in the order in which they ended, from 0."""
+    """Position in the order of exits, from 0."""
     by_agent: bool
-    """After the agent had begun to kill."""
+    """True if the agent had already begun to kill."""
     wall_s: float
-    """Time at which that was seen, in seconds since the epoch."""
+    """Time at which the exit was observed, in seconds since the epoch."""
     last: RankStatus
-    """Its last status."""
+    """The worker's last status."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang that agent 0 has judged, with the workers of all nodes as they were before they were killed."""
+    """A hang found by agent 0, with the status of the workers on all nodes before they were killed."""
 
     verdict: Verdict
     ranks: tuple[RankStatus, ...]
     silent_s: float
-    """Longest silence of those to blame when the hang was found, in seconds."""
+    """Longest silence among the workers to blame when the hang was found, in seconds."""
 
 
 @dataclass(frozen=True)
 class GroupSeat:
-    """The place of a group on one node."""
+    """A group's place on one node."""
 
     node: str
     """Name of the node."""
     position: int
-    """Place of the node among those of the group, from 0; -1 where it is none of them, and has no workers."""
+    """Position of the node among the group's nodes, from 0; -1 if it is not one of them and has no workers."""
     slots: SlotFile
     clock: PauseClock
 
@@ -86,22 +85,22 @@ class WorkerGroup(ABC):
     def __init__(self, plan: GroupPlan, generation: int, seat: GroupSeat) -> None:
         self.plan = plan
         self.generation = generation
-        """Number of its newest start."""
+        """Number of the newest start."""
         self.seat = seat
         self.num_workers = plan.workers_per_node if seat.position >= 0 else 0
-        """Workers on this node."""
+        """Number of workers on this node."""
         self.workers: dict[int, Started] = {}
-        """By local rank; filled once all are started."""
+        """Started workers by local rank; filled once all are started."""
         self.exits: dict[int, Exit] = {}
-        """By local rank."""
+        """Exits by local rank."""
         self.started = False
-        """True once all workers were started."""
+        """True once all workers are started."""
         self.killing = False
-        """The agent has begun to kill all of them: whatever ends from now on says nothing by itself."""
+        """True once the agent has begun to kill all workers: later exits say nothing about the cause."""
         self.hang: Hang | None = None
-        """Judgement for which all of them were killed."""
+        """The hang for which all workers were killed."""
         self.oom_kills_before = processes.oom_kills()
-        """The node's count of processes killed for want of memory, before the workers were started."""
+        """The node's OOM kill count before the workers were started."""
         self._ended: set[int] = set()
         self._num_exits = 0
         self._lock = threading.Lock()
@@ -111,30 +110,30 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start the workers of this node.
+        """Start this node's workers.
 
         Raises:
-            StartAbandoned: they were to end before they were started.
+            StartAbandoned: the order to kill came before they were started.
         """
 
     @abstractmethod
     def folder(self, local_rank: int) -> RestartDir:
-        """Folder of the files of one worker."""
+        """Folder of one worker's files."""
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:
-        """Take note of workers that have ended since the last call, in the order in which that was seen."""
+        """Record workers that exited since the last call, in the order observed."""
         return self._note_exits()
 
     def living(self) -> Sequence[RankStatus]:
-        """The workers that have not ended, as their slots say just now; empty before they are started."""
+        """Current statuses of the running workers, read from their slots; empty before they are started."""
         workers = list(self.workers.items())
         return [self.read(worker) for local_rank, worker in workers if local_rank not in self.exits]
 
     def end(self, workers: Collection[int] | None = None) -> None:
-        """End workers and their process groups at once. Neither a stopped process nor a handler can delay this.
+        """Kill workers and their process groups at once. Neither a stopped process nor a signal handler can delay this.
 
         Args:
-            workers: Their local ranks; None for all, also for those that are just being started.
+            workers: Their local ranks; None for all, including those being started.
         """
         with self._lock:
             self.killing = self.killing or workers is None
@@ -144,18 +143,18 @@ class WorkerGroup(ABC):
         for pid in pids:
             processes.kill_group(pid)
 
-    def close(self) -> None:  # noqa: B027 - most groups have nothing left
-        """Collect what is left of workers that have ended, or are given up."""
+    def close(self) -> None:  # noqa: B027 - most groups have nothing to release
+        """Release what remains of workers that have exited or are given up."""
 
     def _begin(self, started: dict[int, Started]) -> None:
-        """All workers were started."""
+        """Record that all workers were started."""
         with self._lock:
             self.workers = started
             self.started = True
         self._end_if_killed()
 
     def _end_if_killed(self) -> None:
-        """The order to end may have come while workers were being started."""
+        """Kill the workers again if the order came while they were being started."""
         if self.killing:
             self.end()
 
@@ -177,27 +176,27 @@ class WorkerGroup(ABC):
 
     @property
     def role(self) -> Role:
-        """Its role, by which it is known."""
+        """The group's role, which identifies it."""
         return self.plan.role
 
     @property
     def is_alone(self) -> bool:
-        """True if each of its workers is restarted alone."""
+        """True if its workers restart individually."""
         return self.plan.restart == "alone"
 
     @property
     def failed(self) -> bool:
-        """True if a worker ended badly, or the agent ends them."""
+        """True if a worker failed, or the agent is killing them."""
         return self.killing or any(end.code != 0 for end in self.exits.values())
 
     @property
     def all_ended(self) -> bool:
-        """True if no worker runs any more."""
+        """True if no worker is running."""
         return self.started and len(self.exits) == len(self.workers)
 
     @property
     def is_over(self) -> bool:
-        """True if there is nothing more to wait for."""
+        """True if there is nothing left to wait for."""
         return self.all_ended
 
     def rank(self, local_rank: int) -> int:
@@ -205,7 +204,7 @@ class WorkerGroup(ABC):
         return self.seat.position * self.plan.workers_per_node + local_rank
 
     def read(self, worker: Started) -> RankStatus:
-        """One worker as its slot says; until it has taken its slot it is in set-up since it was started."""
+        """A worker's status from its slot; until it takes its slot, it counts as in setup since its start."""
         slot = self.seat.slots.read(worker.local_rank)
         known = slot.pid == worker.pid
         beat_ns = slot.beat_ns if known else worker.started_ns

@@ -1,11 +1,10 @@
-"""One start of the workers with torch elastic: it deals the ranks and starts the processes.
+"""One start of the workers with torch elastic, which assigns the ranks and starts the processes.
 
-Everything else is ours. Number and order of the nodes are known from the allocation, so that there is nothing for the
-nodes to find out: elastic's own rendezvous unpickles the content of a store that every program can write to.
-Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
-never ends a worker (its way waits 30 s for a stopped one) and never sees a worker die before we have (the order in
-which they died is evidence). This is the only module of the agent that imports torch when it is loaded, which is late;
-``channel/store.py`` imports its store when several nodes meet.
+Everything else is done here. The allocation gives the number and order of the nodes, so no rendezvous is needed, and
+elastic's own would unpickle the content of a store that any program can write to. Elastic never restarts workers
+(``max_restarts`` is 0, and every start has its own rendezvous), never kills one (it would wait 30 s for a stopped one)
+and never reaps one before we have seen its exit (the order of exits is evidence). This is the agent's only module that
+imports torch at load time, and it is loaded late; ``channel/store.py`` imports torch's store for several nodes.
 """
 
 import contextlib
@@ -53,29 +52,29 @@ CLOSE_TIMEOUT_S = 5
 
 @dataclass(frozen=True)
 class ElasticStart:
-    """Facts that elastic needs about a start."""
+    """Parameters of one elastic start."""
 
     name: str
-    """Of this start; no other one has it."""
+    """Unique name of this start."""
     store: str
-    """``host:port`` of agent 0's store for the workers of this start; empty on a single node, which needs none."""
+    """``host:port`` of agent 0's store for this start's workers; empty on a single node, which needs none."""
     command: tuple[str, ...]
-    """Arguments after the interpreter; the same for every worker."""
+    """Interpreter arguments; the same for every worker."""
     folder: RestartDir
-    """Folder of their files."""
+    """Folder of the workers' files."""
 
 
 def prepare_environment() -> None:
-    """Set what elastic takes from the environment; before the first start."""
+    """Set the environment variables that elastic reads; call before the first start."""
     os.environ.update(ELASTIC_VARIABLES)
-    # What it would say is in our events already, in other words; what goes wrong in it is raised.
+    # Our events already cover what elastic would log, and it raises its errors.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 
 class ElasticGroup(WorkerGroup):
-    """Workers that are started together, once: a group that is restarted together is a new one for each generation.
+    """Workers started together, once: a group that restarts as a whole gets a new instance for each generation.
 
-    ``start`` and ``poll`` are to be called in the main thread.
+    Call ``start`` and ``poll`` only in the main thread.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class ElasticGroup(WorkerGroup):
         fork_server: ForkServer | None = None,
     ) -> None:
         """Args:
-        start: Where to meet, what to run.
-        inbox: Takes back the signal that elastic takes.
-        gpus_per_node: GPUs of the allocation on this node.
-        has_reported: Whether a worker has written its outcome, so that there is nothing more to wait for.
-        fork_server: Forks the workers, where there is one.
+        start: Rendezvous and command of the start.
+        inbox: Reclaims the signal handler that elastic installs.
+        gpus_per_node: Number of GPUs allocated on this node.
+        has_reported: True for a worker that has written its outcome and need not be waited for.
+        fork_server: Forks the workers, if given.
         """
         super().__init__(plan, generation, seat)
         self._fork_server = fork_server
@@ -107,15 +106,15 @@ class ElasticGroup(WorkerGroup):
         self._ended_at_s: float | None = None
 
     def folder(self, local_rank: int) -> RestartDir:
-        """Folder of this start, the same for all workers."""
+        """Folder of this start, shared by all workers."""
         return self._start.folder
 
     def start(self) -> None:
-        """Start the workers of this node.
+        """Start this node's workers.
 
         Raises:
-            StartAbandoned: they were to end before they were started.
-            Exception: whatever elastic raises when processes cannot be started.
+            StartAbandoned: the order to kill came before they were started.
+            Exception: whatever elastic raises if processes cannot be started.
         """
         if self.num_workers == 0:
             self._begin({})
@@ -132,7 +131,7 @@ class ElasticGroup(WorkerGroup):
         )
         self._elastic = _Elastic(spec, lambda: self.killing)
         started_ns = time.monotonic_ns()
-        # Elastic hands its own environment on, and this thread is the only one that starts workers.
+        # Workers inherit this process's environment through elastic, and only this thread starts workers.
         own = {SLOTS_VARIABLE: str(self.seat.slots.path), GROUP_VARIABLE: self.role.value}
         environment = {**own, **visible_gpus(self.plan, self._gpus_per_node)}
         with _environment(environment), _forked_by(self._fork_server):
@@ -141,8 +140,8 @@ class ElasticGroup(WorkerGroup):
         self._begin({local: Started(local, rank, pid, started_ns) for local, (rank, pid) in started.items()})
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:
-        """Take note of workers that have ended. Once one has failed, its peers are ended too: they may report what they
-        saw for ``PEER_TIMEOUT_S`` before."""
+        """Record exited workers. Once one has failed, its peers are killed too, after ``PEER_TIMEOUT_S`` to report what
+        they saw."""
         found = self._note_exits()
         if self._fork_server is not None:
             self._fork_server.watch_memory()
@@ -157,12 +156,12 @@ class ElasticGroup(WorkerGroup):
 
     @property
     def is_over(self) -> bool:
-        """True if no worker runs any more, or those that were killed do not end."""
+        """True if no worker is running, or killed ones do not exit."""
         given_up = self._ended_at_s is not None and time.monotonic() - self._ended_at_s > KILL_TIMEOUT_S
         return self.all_ended or given_up
 
     def close(self) -> None:
-        """End whatever is left, and collect the exits."""
+        """Kill whatever is left and reap it."""
         if self._elastic is not None:
             if not self.all_ended:
                 self.end()
@@ -187,7 +186,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _KnownNodes(RendezvousHandler):
-    """A rendezvous of nodes that have met before: nothing is sent, nothing is read, no port is opened."""
+    """A rendezvous of nodes that are already known: it sends nothing, reads nothing and opens no port."""
 
     def __init__(self, start: ElasticStart, node_index: int, num_nodes: int) -> None:
         self._start = start
@@ -199,14 +198,14 @@ class _KnownNodes(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers of several nodes meet in the store of agent 0; rank 0 opens none."""
+        """True for several nodes: their workers use agent 0's store, and rank 0 opens none."""
         return self._start.store != ""
 
     def next_rendezvous(self) -> RendezvousInfo:
         start = self._start
         host, _, port = start.store.rpartition(":")
-        # Without a store no native worker listens at MASTER_PORT, but a target of the user may; it is also part of the
-        # names that DeepSpeed gives to shared memory.
+        # Without a store no native worker listens on MASTER_PORT, but a user's target may; DeepSpeed also puts the port
+        # into the names of its shared memory.
         at = (host, int(port)) if start.store else (LOOPBACK, unused_port(LOOPBACK))
         place = RendezvousStoreInfo(*at)
         return RendezvousInfo(HashStore(), self._node_index, self._num_nodes, place)
@@ -215,7 +214,7 @@ class _KnownNodes(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """There is only one start."""
+        """Do nothing: there is only one start."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -228,19 +227,19 @@ class _KnownNodes(RendezvousHandler):
 
 
 class _Elastic(LocalElasticAgent):
-    """Elastic's agent with our way of starting and ending: its own loop never runs."""
+    """Elastic's agent with our own start and shutdown; its loop never runs."""
 
     def __init__(self, spec: WorkerSpec, is_ending: Callable[[], bool]) -> None:
         super().__init__(spec, _NoRedirects())
         self._is_ending = is_ending
 
     def launch(self) -> dict[int, tuple[int, int]]:
-        """Deal the ranks and start the processes; rank and process id by local rank."""
+        """Assign ranks and start the processes; returns rank and process id by local rank."""
         self._initialize_workers(self._worker_group)
         return {worker.local_rank: (worker.global_rank, worker.id) for worker in self._worker_group.workers}
 
     def close(self) -> None:
-        """Collect the exits of the processes, which have ended or are killed."""
+        """Reap the processes, killing those still running."""
         self._shutdown(signal.SIGKILL, CLOSE_TIMEOUT_S)
 
     def _start_workers(self, worker_group: TorchGroup) -> dict[int, object]:
@@ -252,7 +251,7 @@ class _Elastic(LocalElasticAgent):
 
 @contextlib.contextmanager
 def _forked_by(server: ForkServer | None) -> Iterator[None]:
-    """Have elastic take workers from a fork server, as far as it gives them, for as long as the block lasts."""
+    """Make elastic take workers from a fork server, if it can supply them, for the duration of the block."""
     if server is None:
         yield
         return
@@ -269,7 +268,7 @@ def _forked_by(server: ForkServer | None) -> Iterator[None]:
 
 
 class _Forked(SubprocessHandler):
-    """Elastic's handle of one worker, whose process may be forked."""
+    """Elastic's handle of one worker, whose process may come from the fork server."""
 
     def __init__(self, server: ForkServer, *arguments: Any, **named: Any) -> None:
         self._server = server
@@ -277,12 +276,12 @@ class _Forked(SubprocessHandler):
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
         forked = self._server.fork(arguments_of(args), env)
-        # Elastic asks for its process id, polls it and waits for it, which a forked worker can.
+        # Elastic only reads the pid, polls and waits, all of which a forked worker supports.
         return super()._popen(args, env) if forked is None else cast("subprocess.Popen[bytes]", forked)
 
 
 class _NoRedirects(LogsSpecs):
-    """Workers open their logs themselves, at the paths of the run directory."""
+    """No redirects: workers open their own logs in the run directory."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         none = dict.fromkeys(envs, "")

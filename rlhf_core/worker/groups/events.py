@@ -1,4 +1,4 @@
-"""Events of starts and exits of workers."""
+"""Events for starts and exits of workers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from rlhf_core.worker.groups.base import Exit, Started
 
 
 class GroupEvents:
-    """Logs what happens to the workers of a node."""
+    """Logs starts and exits of a node's workers."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -20,7 +20,7 @@ class GroupEvents:
         """Log a start.
 
         Args:
-            generation: Start of a group that runs beside the one whose restarts are counted; None for that one.
+            generation: Start number of the group; None for the group whose restarts are counted.
         """
         who = ", ".join(f"rank {worker.rank} = pid {worker.pid}" for worker in workers)
         ranks: dict[str, JsonValue] = {str(worker.local_rank): worker.rank for worker in workers}
@@ -32,7 +32,7 @@ class GroupEvents:
             self._events.add("workers_started", message, role, ranks=ranks, pids=pids, generation=generation)
 
     def exited(self, role: Role, worker: Started, end: Exit, generation: int | None = None) -> None:
-        """Log an exit; arguments as for :meth:`started`."""
+        """Log an exit; for ``generation`` see :meth:`started`."""
         how = f"exit code {end.code}" if end.code >= 0 else f"signal {-end.code}"
         by_agent = ", ended by the agent" if end.by_agent else ""
         of_role = "" if generation is None else f" of {role}"

@@ -1,12 +1,12 @@
-"""The fork server of a node: a process that has imported what workers need, and forks them.
+"""The fork server of a node: a process that preloads the workers' imports and forks workers.
 
-Most of a start is imports: torch, transformers and DeepSpeed take 5 s of processor time a rank, and longer from a cold
-file system. The fork server makes them once per node. A worker is forked from it in a tenth of a second, at the first
-start as in a restart in place, and shares its memory.
+Most of a start is spent on imports: torch, transformers and DeepSpeed take 5 s of CPU time per rank, and longer from a
+cold file system. The fork server imports them once per node. Forking a worker from it takes a tenth of a second, at the
+first start and in restarts in place alike, and the worker shares its memory.
 
-A worker is forked only where a new process would do the same: not from a server that is dead or stopped, that does not
-answer, or that was started with another environment or from other code. A new server takes its place then; where that
-cannot make the imports either, workers are started as new processes, and say themselves what is wrong.
+A worker is forked only if the result equals a new process: not from a server that is dead, stopped or unresponsive, or
+that was started with another environment or other code. Such a server is replaced; if the new one cannot import the
+modules either, workers are started as new processes and report the problem themselves.
 """
 
 import contextlib
@@ -30,48 +30,48 @@ from rlhf_core.worker.signals import SAVING, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 PACKAGE = "rlhf_core.worker"
-"""Module that the command line of a worker runs; its arguments follow."""
+"""Module that a worker's command line runs; the worker's arguments follow it."""
 READY = b"ready\n"
-"""First answer of a fork server: its imports are made."""
+"""First answer of a fork server, sent once its imports are done."""
 
 IMPORT_TIMEOUT_S = 300.0
-"""Longest time for imports. After it workers are new processes, which are given ``supervise.setup_floor_s``."""
+"""Longest time for imports, in seconds; then workers start as new processes, within ``supervise.setup_floor_s``."""
 
 ANSWER_TIMEOUT_S = 10.0
-"""Time for a server to answer that it has forked: it takes 0.1 s, and longer on a busy node."""
+"""Time a server has to confirm a fork, in seconds: it takes 0.1 s, longer on a busy node."""
 
 SERVER_BYTES = 1 << 30
-"""Memory of a server, generously: 0.45 GiB were measured with torch for CPU, its CUDA builds are larger."""
+"""Generous estimate of a server's memory: 0.45 GiB measured with CPU-only torch; CUDA builds are larger."""
 
 SHORT_OF_MEMORY = 0.1
-"""Share of the memory that stays free for the run. Below it the server is ended, and none is started."""
+"""Share of memory kept free for the run. Below it, the server is killed and no new one is started."""
 
 OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE, *ELASTIC_VARIABLES})
-"""Variables that each start of workers sets anew. A worker takes them over before anything reads them."""
+"""Variables set afresh for each start of workers. A worker adopts them before anything reads them."""
 
 CHECK_INTERVAL_S = 1.0
-"""Time between two looks at the memory."""
+"""Interval of memory checks, in seconds."""
 
 COMMAND_BYTES = 2048
-"""Room in the command line of the server for that of a worker, as ``ps`` shows it."""
+"""Space reserved in the server's command line for a worker's, as shown by ``ps``."""
 
 
 class ForkedWorker:
-    """The process of a worker that was forked: a child of the agent, with what is used of ``subprocess.Popen``."""
+    """A forked worker's process: a child of the agent, with the subset of ``subprocess.Popen`` in use."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Collect its exit code, negative for a signal; None while it lives."""
+        """Reap it and return its exit code, negative for a signal; None while it is alive."""
         return self._collect(os.WNOHANG)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for it to exit.
 
         Raises:
-            subprocess.TimeoutExpired: it lives still.
+            subprocess.TimeoutExpired: it is still alive.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while self._collect(0 if deadline_s is None else os.WNOHANG) is None:
@@ -85,7 +85,7 @@ class ForkedWorker:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # collected elsewhere, as Popen takes it
+            except ChildProcessError:  # reaped elsewhere: report 0, as Popen does
                 pid, status = self.pid, 0
             if pid == self.pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -94,25 +94,25 @@ class ForkedWorker:
 
 @dataclass
 class _Server:
-    """One process that has made the imports, or makes them."""
+    """A server process that has done its imports or is doing them."""
 
     process: "subprocess.Popen[bytes]"
     orders: int
-    """File descriptor to which orders are written, each a line of JSON."""
+    """File descriptor for writing orders, one line of JSON each."""
     answers: int
-    """File descriptor from which answers are read."""
+    """File descriptor for reading answers."""
     fingerprint: str
-    """Environment and code that it was started with."""
+    """Hash of the environment and code it was started with."""
     started_s: float
     is_ready: bool = False
 
     def read(self, timeout_s: float) -> bytes:
-        """Its next answer; empty where none comes in time, or where it has ended."""
+        """The next answer; empty if none comes in time or the server has exited."""
         readable, _, _ = select.select([self.answers], [], [], timeout_s)
         return os.read(self.answers, 256) if readable else b""
 
     def end(self) -> None:
-        """End it and collect its exit."""
+        """Kill and reap it."""
         processes.kill_group(self.process.pid)
         self.process.wait()
         for descriptor in (self.orders, self.answers):
@@ -121,7 +121,7 @@ class _Server:
 
 
 class ForkServer:
-    """The fork server of one node. For the main thread of the agent alone: a server dies with the thread that started
+    """The fork server of one node. Use it only from the agent's main thread: a server dies with the thread that started
     it."""
 
     def __init__(
@@ -130,11 +130,11 @@ class ForkServer:
         memory: Callable[[], tuple[int, int]] = memory_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start none yet.
+        """Create the handle without starting a server.
 
         Args:
-            say: receives sentences for the log of the agent.
-            memory: free bytes and all bytes that the processes of this node may use.
+            say: Receives sentences for the agent's log.
+            memory: Returns the free and the total bytes available to this node's processes.
         """
         self._say = say
         self._memory = memory
@@ -143,16 +143,16 @@ class ForkServer:
         self._checked_s = -CHECK_INTERVAL_S
         self._is_off = False
         self.started: set[int] = set()
-        """Processes of servers and of workers that were ever forked: their exits are read by their owners."""
+        """Process ids of all servers and forked workers so far: their owners reap them."""
 
     @property
     def pids(self) -> frozenset[int]:
-        """Process of the server, if there is one."""
+        """Process id of the server, if there is one."""
         return frozenset() if self._server is None else frozenset([self._server.process.pid])
 
     @property
     def is_importing(self) -> bool:
-        """True while it is worth waiting for: a server is making its imports."""
+        """True while a server is importing, which is worth waiting for."""
         server = self._server
         if server is None or self._has_imported(server):
             return False
@@ -163,7 +163,7 @@ class ForkServer:
         return self._server is not None
 
     def prepare(self) -> None:
-        """Have a server that can be used, or one that is importing. Start one where there is none."""
+        """Ensure that there is a usable or importing server, starting one if necessary."""
         if self._is_off:
             return
         present = fingerprint()
@@ -180,7 +180,7 @@ class ForkServer:
             self._server = self._start(present)
 
     def watch_memory(self) -> None:
-        """End the server where memory is short. Cheap, and called often."""
+        """Kill the server if memory is short. Cheap, and called often."""
         now_s = self._clock()
         if self._server is None or now_s - self._checked_s < CHECK_INTERVAL_S:
             return
@@ -190,14 +190,14 @@ class ForkServer:
             self._turn_off(f"memory is short ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker | None:
-        """Fork a worker. :meth:`prepare` comes before the first of a start.
+        """Fork a worker. Call :meth:`prepare` before the first fork of a start.
 
         Args:
-            arguments: of the worker, after ``python -m rlhf_core.worker``.
-            environment: its whole environment.
+            arguments: Arguments of the worker after ``python -m rlhf_core.worker``.
+            environment: The worker's complete environment.
 
         Returns:
-            Its process; None where no server can be used, or it is importing still.
+            Its process; None if no server is usable or it is still importing.
         """
         server = self._server
         if server is None:
@@ -217,7 +217,7 @@ class ForkServer:
         return None
 
     def close(self) -> None:
-        """End it; workers live on."""
+        """Kill the server; workers keep running."""
         self._end()
 
     @staticmethod
@@ -269,12 +269,12 @@ class ForkServer:
 
 
 def arguments_of(command: Sequence[str]) -> Sequence[str]:
-    """Arguments of a worker in its command line, of the interpreter's options and the package."""
+    """Arguments of a worker: its command line without the interpreter's options and the package."""
     return command[command.index(PACKAGE) + 1 :]
 
 
 def fingerprint() -> str:
-    """A hash of the environment of this process and of the files of this package, as a new process would find them."""
+    """Hash of this process's environment and this package's files, as a new process would find them."""
     digest = blake2b(digest_size=16)
     for name, value in sorted(os.environ.items()):
         if name in OF_A_START:

@@ -1,4 +1,4 @@
-"""The process of a fork server: it makes the imports of a worker, and forks one for each order that comes."""
+"""The fork server's process: preloads a worker's imports and forks one worker per order."""
 
 import ctypes
 import json
@@ -16,20 +16,20 @@ from rlhf_core.worker.roles import WARM, load
 from rlhf_core.worker.worker_process import prepare_signals
 
 COMMAND = ("python", "-P", "-m", PACKAGE)
-"""Command line under which a worker shows itself."""
+"""Command line that a worker shows."""
 ADOPTION_INTERVAL_S = 0.001
 
 
 def serve(orders: int, answers: int, become: Callable[[list[str]], int]) -> int:
-    """Make the imports, and fork a worker for each order. An agent that is gone sends none: this process ends.
+    """Preload the imports, then fork a worker for each order until the agent is gone.
 
     Args:
-        orders: file descriptor from which orders are read, each a line of JSON.
-        answers: file descriptor to which the process ids of the workers are written.
-        become: runs the command line of the worker, in the worker.
+        orders: File descriptor for reading orders, one line of JSON each.
+        answers: File descriptor to which the workers' process ids are written.
+        become: Runs the worker's command line, in the worker.
 
     Raises:
-        WorkerError: the imports have started threads, which a worker would be without.
+        WorkerError: the imports have started threads, which would not survive the fork.
     """
     prepare_signals()
     show_command(["fork-server"])
@@ -56,7 +56,7 @@ def serve(orders: int, answers: int, become: Callable[[list[str]], int]) -> int:
 
 
 def show_command(arguments: list[str]) -> None:
-    """Have ``ps`` show this command line. The kernel reads it from where it lay when the process was started."""
+    """Make ``ps`` show this command line. The kernel reads it from its location at process start."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(field) for field in fields[45:47])
     room = end - start
@@ -65,7 +65,7 @@ def show_command(arguments: list[str]) -> None:
 
 
 def _next_line(orders: int) -> bytes:
-    """The next order; empty once there is none to come. Read by hand: a worker must not inherit a buffer."""
+    """The next order; empty once no more will come. Read unbuffered: a worker must not inherit a buffer."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(orders, 1 << 16)
@@ -76,13 +76,13 @@ def _next_line(orders: int) -> bytes:
 
 
 def _fork() -> int:
-    """Fork a process that is a child of the agent: the one between ends at once, and the agent adopts what it leaves.
+    """Double-fork a child of the agent: the intermediate process exits at once, and the agent adopts its child.
 
     Returns:
-        Its process id; 0 in the process itself.
+        Its process id; 0 in the new process itself.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: the process cannot be created.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -104,16 +104,16 @@ def _fork() -> int:
     while os.getppid() == between:
         time.sleep(ADOPTION_INTERVAL_S)
     os.setsid()
-    os.write(writer, str(os.getpid()).encode())  # from now on the agent can end it, as the leader of its group
+    os.write(writer, str(os.getpid()).encode())  # from now on the agent can kill it through its process group
     os.close(writer)
     return 0
 
 
 def _prepare(arguments: list[str], environment: dict[str, str]) -> None:
-    """Make a forked process what a new one would be."""
+    """Bring a forked process into the state of a newly started one."""
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
     show_command(arguments)
-    if "numpy.random" in sys.modules:  # Python does it with its own generator
+    if "numpy.random" in sys.modules:  # Python reseeds its own generator after a fork
         sys.modules["numpy.random"].seed()

@@ -1,4 +1,4 @@
-"""The GPUs that the workers of a group see."""
+"""GPU visibility of a group's workers."""
 
 import os
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus_of(plan: GroupPlan, local_rank: int) -> tuple[int, ...]:
-    """GPUs that one worker computes on, of those that its group has on the node: an equal share where it is restarted
-    alone, otherwise the one of its number."""
+    """GPUs that one worker uses, out of its group's GPUs on the node: an equal share if workers restart individually,
+    otherwise the GPU with its local rank."""
     if not plan.gpus:
         return ()
     share = max(1, len(plan.gpus) // plan.workers_per_node) if plan.restart == "alone" else 1
@@ -21,14 +21,14 @@ def gpus_of(plan: GroupPlan, local_rank: int) -> tuple[int, ...]:
 def visible_gpus(
     plan: GroupPlan, gpus_per_node: int, local_rank: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Environment variables that show a worker its GPUs; nothing where it may see all that the node was given.
+    """Environment variables that limit a worker to its GPUs; empty if it may see all GPUs of the node's allocation.
 
     Args:
         plan: Its group.
-        gpus_per_node: GPUs of the allocation on the node.
-        local_rank: Of a worker that is restarted alone, which gets its share of the group's GPUs; None where all
-            workers of the group see the same.
-        environment: That of the agent, in which the scheduler may have named the GPUs of the allocation.
+        gpus_per_node: Number of GPUs allocated on the node.
+            local_rank: Local rank of an individually restarted worker, which gets its share of the group's GPUs; None
+                if all workers of the group see the same GPUs.
+        environment: The agent's environment, in which the scheduler may have listed the allocated GPUs.
     """
     gpus = plan.gpus if local_rank is None else gpus_of(plan, local_rank)
     if not gpus or gpus == tuple(range(gpus_per_node)):

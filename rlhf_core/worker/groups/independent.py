@@ -1,4 +1,4 @@
-"""Workers that know nothing of each other: one process each, restarted alone while all others stay at work."""
+"""Independent workers: one process each, restarted individually while all others keep running."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ REAP_TIMEOUT_S = 5.0
 
 
 class IndependentGroup(WorkerGroup):
-    """The workers of one group on this node, over all their starts in a phase. Each start has its own generation."""
+    """The workers of one group on this node, across all their starts in a phase. Each start has its own generation."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class IndependentGroup(WorkerGroup):
         """Args:
         generation: Number of the first start.
         attempt: Folder of the attempt.
-        command: Arguments after the interpreter, by generation.
-        gpus_per_node: GPUs of the allocation on this node.
-        fork_server: Forks the workers, where there is one.
+        command: Returns the interpreter arguments for a generation.
+        gpus_per_node: Number of GPUs allocated on this node.
+        fork_server: Forks the workers, if given.
         """
         super().__init__(plan, generation, seat)
         self.generations = dict.fromkeys(range(self.num_workers), generation)
-        """Start of each worker, by local rank."""
+        """Current generation of each worker, by local rank."""
         self._attempt = attempt
         self._command = command
         self._gpus_per_node = gpus_per_node
@@ -48,7 +48,7 @@ class IndependentGroup(WorkerGroup):
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
 
     def folder(self, local_rank: int) -> RestartDir:
-        """Folder of the present start of a worker."""
+        """Folder of a worker's current start."""
         return self.folder_of(self.generations[local_rank])
 
     def folder_of(self, generation: int) -> RestartDir:
@@ -56,14 +56,14 @@ class IndependentGroup(WorkerGroup):
         return self._attempt.group(self.role, generation)
 
     def marker(self, local_rank: int) -> str:
-        """Value of ``GROUP_VARIABLE`` of a worker and of all that it starts."""
+        """Value of ``GROUP_VARIABLE`` for a worker and all its descendants."""
         return f"{self.role}/{local_rank}"
 
     def start(self) -> None:
-        """Start all workers of this node.
+        """Start all of this node's workers.
 
         Raises:
-            StartAbandoned: they were to end before they were started.
+            StartAbandoned: the order to kill came before they were started.
             OSError: a process cannot be started.
         """
         if self.killing:
@@ -72,10 +72,10 @@ class IndependentGroup(WorkerGroup):
         self._begin({local_rank: self._launch(local_rank) for local_rank in range(self.num_workers)})
 
     def restart(self, local_rank: int, generation: int) -> Started | None:
-        """Start one worker again, of which the last start has ended.
+        """Restart one worker that has exited.
 
         Returns:
-            The worker; None where all are to end.
+            The worker; None if all workers are being killed.
 
         Raises:
             OSError: the process cannot be started.
@@ -97,10 +97,10 @@ class IndependentGroup(WorkerGroup):
         return started
 
     def poll(self) -> Sequence[tuple[Started, Exit]]:
-        """Take note of workers that have ended, and collect their exits."""
+        """Record exited workers and reap them."""
         found = self._note_exits()
         for worker, _ in found:
-            # What it was is known; this only takes it off the kernel's list.
+            # The exit code is known already; this only reaps the process.
             self._processes[worker.local_rank].wait(REAP_TIMEOUT_S)
         return found
 

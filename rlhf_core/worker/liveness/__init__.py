@@ -1,1 +1,1 @@
-"""Signs of life of a worker: its beats, the collective it is in, and what ``/proc`` shows of it from outside."""
+"""Liveness of a worker: its heartbeats, its current collective, and its state in ``/proc``."""

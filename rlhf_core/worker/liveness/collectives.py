@@ -1,8 +1,8 @@
-"""The collective that a worker is in: asked from torch's flight recorder while the worker itself can say nothing.
+"""The current collective of a worker, read from torch's flight recorder while its main thread is blocked.
 
-A worker that waits in a collective is busy in C++ without the interpreter lock, so a thread beside it can still write
-down what the flight recorder knows. The agent asks through a word in the header of the slot file. A worker that is
-stopped, or that holds the lock, gives no answer; that is not waited for.
+A worker that waits in a collective is in C++ code without the GIL, so a helper thread can still dump the flight
+recorder. The agent asks through a word in the header of the slot file. A worker that is stopped or holds the GIL does
+not answer, and the agent does not wait for it beyond a timeout.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.heartbeat import Beat
 
 ANSWER_TIMEOUT_S = 2.0
-"""Time for which the agent waits for answers."""
+"""Time that the agent waits for answers, in seconds."""
 INSPECTION_INTERVAL_S = 0.2
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-"""Number of collectives that torch remembers; without it none."""
+"""Environment variable with the number of collectives that torch records; none are recorded if it is unset."""
 BUFFER_SIZE = "256"
 
 THREAD_NAME = "rlhf-collective"
-"""As the kernel knows the answering thread; it keeps 15 characters."""
+"""The answering thread's name in the kernel, which keeps 15 characters."""
 
 _MODULE = "torch._C._distributed_c10d"
 _DEFAULT_GROUP = "default_pg"
 
 
 def answer_path(slots: Path, local_rank: int, number: int) -> Path:
-    """Path of a worker's answer: beside the slots, on the node."""
+    """Path of a worker's answer, next to the slot file on the node."""
     return slots.with_name(f"{slots.name}.collectives-{local_rank}-{number}.json")
 
 
@@ -41,12 +41,12 @@ def answer_path(slots: Path, local_rank: int, number: int) -> Path:
 
 
 def answer_in_background(beat: Beat, slots: Path, local_rank: int) -> None:
-    """Answer the agent's questions from now on, in a thread of its own. It never beats."""
+    """Start a thread that answers the agent's questions. It never beats."""
     threading.Thread(target=_answer, args=(beat, slots, local_rank), name="collectives", daemon=True).start()
 
 
 def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
-    # So a look at the worker's threads can tell this one, which never rests, from those that do its work.
+    # The name lets an inspection tell this thread, which is always active, from those doing the worker's work.
     processes.name_thread(THREAD_NAME)
     answered = beat.questions()
     while True:
@@ -62,12 +62,12 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
 
 
 def answer_from(read: Callable[[], str]) -> None:
-    """Answer with the flight recorder of a process that this worker speaks for, from now on."""
+    """From now on, answer with the flight recorder of a process that this worker represents."""
     _source.append(read)
 
 
 def _recorded() -> str:
-    """The content of torch's flight recorder; an empty object where torch is not in use."""
+    """The content of torch's flight recorder; an empty object if torch is not in use."""
     dump = getattr(sys.modules.get(_MODULE), "_dump_fr_trace_json", None)
     if dump is None:
         return "{}"
@@ -76,7 +76,7 @@ def _recorded() -> str:
 
 
 _source: list[Callable[[], str]] = [_recorded]
-"""Ways to read the flight recorder; the last one counts."""
+"""Functions that read the flight recorder; the last one is used."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In the agent
@@ -85,12 +85,12 @@ _source: list[Callable[[], str]] = [_recorded]
 def read_answers(
     ranks: Sequence[RankStatus], slots: Path, number: int, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> dict[int, str]:
-    """The answers to a question by local rank, once all are there that can be expected, or the patience is over."""
+    """Answers to a question by local rank, once all expected ones have arrived or the timeout has passed."""
     deadline = time.monotonic() + timeout_s
     waiting = {
         rank.local_rank: answer_path(slots, rank.local_rank, number)
         for rank in ranks
-        # One that has not beaten yet has not begun to listen.
+        # A worker that has not beaten yet is not listening yet.
         if rank.process_state not in STOPPED_STATES and rank.sequence > 0
     }
     found: dict[int, str] = {}
@@ -108,18 +108,18 @@ def read_answers(
 
 
 def with_collectives(ranks: Iterable[RankStatus], answers: Mapping[int, str]) -> list[RankStatus]:
-    """Statuses that also say which collective each worker has entered last, as far as it has answered."""
+    """Add to each status the collective that the worker entered last, if it has answered."""
     return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
 
 def with_collective(rank: RankStatus, content: str) -> RankStatus:
-    """A status that also says which collective the worker has entered last.
+    """Add to a status the collective that the worker entered last.
 
-    Only the default process group counts: the numbers of two groups cannot be compared.
+    Only the default process group counts: sequence numbers of different groups cannot be compared.
 
     Args:
-        rank: As read from its slot.
-        content: Its answer; anything that cannot be understood leaves the status as it was.
+        rank: Status read from the worker's slot.
+        content: The worker's answer; the status is unchanged if it cannot be parsed.
     """
     try:
         entries = [entry for entry in json.loads(content).get("entries", ()) if not entry["is_p2p"]]

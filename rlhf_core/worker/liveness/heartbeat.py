@@ -1,20 +1,20 @@
-"""Signs of life: one slot per worker in a small memory-mapped file on the node.
+"""Heartbeats: one slot per worker in a small memory-mapped file on the node.
 
-A worker's main thread writes its slot (a fraction of a microsecond, no system call); the agent reads all slots. A
-beat from a helper thread would call an endless loop healthy, so only the thread that made the :class:`Beat` may beat.
+A worker's main thread writes its slot (a fraction of a microsecond, no system call); the agent reads all slots. Beats
+from a helper thread would make an endless loop look healthy, so only the thread that created the :class:`Beat` may
+beat.
 
-What the agent asks of its workers (save, stop) stands in the header of the same file. A flag is used, and no signal,
-because it cannot be lost: it is there before the worker has started, it cannot kill a worker that has no handler yet,
-setting it twice is harmless, and it is read where the worker can act on it, between two steps, not in the middle of a
-C++ call.
+The agent's requests to its workers (save, stop) are flags in the header of the same file. Unlike a signal, a flag
+cannot get lost: it exists before the worker starts, cannot kill a worker that has no handler yet, may be set twice, and
+is read where the worker can act on it, between two steps rather than in the middle of a C++ call.
 
-Layout, 64-bit integers in the machine's own order: a header of 8 (``MAGIC``, slots, save requests, stop, questions),
-then per local rank 32 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds,
-warm phases, number of processes that it speaks for, their pids). Each is written by one store of 8 bytes, so a reader
-finds the old value or the new one.
-``struct.pack_into`` would not do: it fills its target with zeros first, and a worker that loses the processor in
-between looks as if it had been silent since the machine was started. ``multiprocessing.shared_memory`` would not do
-either: on Python 3.11 the first worker that exits removes it for all.
+Layout, 64-bit integers in native byte order: a header of 8 (``MAGIC``, slots, save requests, stop, questions), then 32
+per local rank (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm
+phases, number of represented processes, their pids). Each is written by a single 8-byte store, so a reader sees either
+the old value or the new one.
+``struct.pack_into`` is unsuitable: it zeroes its target first, so a worker preempted in between would look as if it had
+been silent since boot. ``multiprocessing.shared_memory`` is unsuitable too: on Python 3.11 the first worker to exit
+removes it for all.
 """
 
 import contextlib
@@ -40,21 +40,21 @@ SLOT_WORDS = 32
 WORD_BYTES = 8
 
 MEMORY = Path("/dev/shm")
-"""File system in memory of a node."""
+"""The node's in-memory file system."""
 _MEMORY_SUFFIX = ".memory"
 
 WARM_BEATS = 16
-"""A phase is warm once it was left, or after so many beats in it: some roles never leave theirs."""
+"""Beats in a phase after which it is warm, as it also is once left: some roles never leave their phase."""
 
-# Places in the header, and in a slot.
+# Word offsets in the header, and in a slot.
 _MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT, _QUESTIONS_AT = range(5)
 _PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_SPOKEN_FOR = range(11)
 _SPOKEN_FOR = _NUM_SPOKEN_FOR + 1
 
 MAX_SPOKEN_FOR = SLOT_WORDS - _SPOKEN_FOR
-"""Processes that one worker may speak for."""
+"""Maximum number of processes that one worker may represent."""
 
-# Looked up once: a beat is called in the innermost loops.
+# Looked up once: beats happen in the innermost loops.
 _monotonic_ns = time.monotonic_ns
 _this_thread = threading.get_ident
 
@@ -65,7 +65,7 @@ _CHECKPOINT = _NUMBER[Phase.CHECKPOINT]
 
 @dataclass(frozen=True)
 class Slot:
-    """The last values of one worker. ``pid`` 0: the slot is free."""
+    """The last values of one worker. The slot is free if ``pid`` is 0."""
 
     pid: int
     restart: int
@@ -80,25 +80,25 @@ class Slot:
     beat_ns: int
     """Time of the last beat on the node's monotonic clock, in nanoseconds."""
     warm: bool
-    """True if the worker has been through its present phase before."""
+    """True if the worker has completed its current phase before."""
     speaks_for: tuple[int, ...] = ()
-    """Process ids whose progress its beats show."""
+    """Ids of the processes whose progress its beats represent."""
 
 
 def slots_folder() -> Path:
-    """Folder of slot files, of this user alone: in memory where that can be had, otherwise among temporary files."""
+    """Folder of slot files, private to this user: in memory if possible, otherwise in the temporary directory."""
     return own_folder(MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
 
 
 class SlotFile:
-    """The agent's end: creates the file, reads slots, asks workers to save or stop."""
+    """The agent's side: creates the file, reads slots, asks workers to save or stop."""
 
     def __init__(self, run_id: str, attempt: int, node: str, num_slots: int, role: str = "") -> None:
-        """Create the file. One that an earlier agent of the same run left on this node is removed; what its workers
-        left in memory is taken over.
+        """Create the file. Removes the file of an earlier agent of the same run on this node and takes over what its
+        workers left in memory.
 
         Args:
-            role: Role of the group of workers that it is for; empty where there is only one.
+            role: Role of the worker group; empty if there is only one group.
         """
         folder = slots_folder()
         name = f"{node}.{role}" if role else node
@@ -110,7 +110,7 @@ class SlotFile:
         try:
             os.ftruncate(descriptor, size)
             self._words = _words(descriptor, size)
-            # The map has a descriptor of its own: locked until this process ends, however it ends.
+            # The map keeps a descriptor of its own, so the lock lasts until this process exits, in whatever way.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         finally:
             os.close(descriptor)
@@ -119,24 +119,24 @@ class SlotFile:
         _free_memory_of_dead_agents(folder, run_id)
 
     def _take_over(self, earlier: Sequence[Path]) -> None:
-        """Remove what earlier agents left, but for what the workers of the newest one left in memory."""
+        """Remove what earlier agents left, except for what the newest one's workers left in memory."""
         _remove(self.path)
         for stale in earlier:
             left, own = memory_folder(stale), memory_folder(self.path)
             if left is not None and own is not None and left.is_dir():
                 shutil.rmtree(own, ignore_errors=True)
-                with contextlib.suppress(FileNotFoundError):  # another agent has freed it just now
+                with contextlib.suppress(FileNotFoundError):  # another agent has just removed it
                     left.rename(own)
             _remove(stale)
 
     def clear(self) -> None:
-        """Forget the workers of the restart before, and what was asked of them but for a stop."""
+        """Clear the previous restart's workers and all requests to them except a stop."""
         for place in range(HEADER_WORDS, HEADER_WORDS + self.num_slots * SLOT_WORDS):
             self._words[place] = 0
         self._words[_SAVE_AT] = 0
 
     def read(self, local_rank: int) -> Slot:
-        """One slot. Its worker may be writing it just now: every number is whole, but some may be one beat newer."""
+        """Read one slot. Its worker may be writing meanwhile: no number is torn, but some may be one beat newer."""
         first = HEADER_WORDS + local_rank * SLOT_WORDS
         words = self._words[first : first + SLOT_WORDS].tolist()
         pid, restart, rank, entered, left, sequence, step, phase, beat_ns, warm = words[: _WARM + 1]
@@ -157,47 +157,47 @@ class SlotFile:
         )
 
     def clear_worker(self, local_rank: int) -> None:
-        """Forget one worker, which is started again alone."""
+        """Clear one worker's slot before its individual restart."""
         first = HEADER_WORDS + local_rank * SLOT_WORDS
         for place in range(first, first + SLOT_WORDS):
             self._words[place] = 0
 
     def ask_to_save(self) -> None:
-        """Ask every worker to save and go on."""
+        """Ask every worker to save and continue."""
         self._words[_SAVE_AT] += 1
 
     def ask_to_stop(self) -> None:
-        """Ask every worker to save and end. Also holds for workers that start later."""
+        """Ask every worker to save and stop. Also applies to workers that start later."""
         self._words[_STOP_AT] = 1
 
     def ask_for_collectives(self) -> int:
-        """Ask every worker which collective it is in; the number of the question."""
+        """Ask every worker for its current collective; returns the number of the question."""
         self._words[_QUESTIONS_AT] += 1
         return self._words[_QUESTIONS_AT]
 
     def store(self, restart: int) -> Path:
-        """Meeting place of the workers of a start that are all on this node: a file of this user alone, no port."""
+        """Rendezvous file for a start whose workers are all on this node: private to this user, needs no port."""
         return self.path.with_name(f"{self.path.name}.store-{restart}")
 
     def remove(self, *, keep_memory: bool = False) -> None:
-        """Remove the file and what lies beside it; workers that still have it open are not disturbed.
+        """Remove the file and its companions; workers that still have it open are not disturbed.
 
         Args:
-            keep_memory: leave what workers have left in memory to the next agent of the run on this node. The next one
-                of another run of this user frees it.
+            keep_memory: Keep what workers have left in memory for the run's next agent on this node. The next agent of
+                another run of this user frees it.
         """
         _remove(self.path, keep_memory=keep_memory)
 
 
 def memory_folder(slots: Path) -> Path | None:
-    """Folder beside a slot file for what workers leave in memory to those that come after them; None where it would not
-    lie in memory."""
+    """Folder next to a slot file for data that workers leave in memory for their successors; None if it would not be in
+    memory."""
     return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if MEMORY in slots.parents else None
 
 
 def _free_memory_of_dead_agents(folder: Path, run_id: str) -> None:
-    """Remove what workers of other runs have left in memory whose agent has gone: their slot file is locked no more.
-    That of this run is for the slot files that come next."""
+    """Remove data that workers of other runs left in memory, if their agent is gone (the slot file is not locked).
+    This run's data is kept for its next slot files."""
     for left in folder.glob(f"rlhf-*.slots{_MEMORY_SUFFIX}"):
         if left.name.startswith(f"rlhf-{run_id}-"):
             continue
@@ -210,7 +210,7 @@ def _free_memory_of_dead_agents(folder: Path, run_id: str) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
         except BlockingIOError:
-            pass  # its agent lives
+            pass  # its agent is alive
         finally:
             os.close(descriptor)
 
@@ -225,7 +225,7 @@ def _remove(path: Path, *, keep_memory: bool = False) -> None:
             shutil.rmtree(beside, ignore_errors=True)
         else:
             beside.unlink(missing_ok=True)
-    if not keeps:  # the slot file stays with the memory: that it is not locked tells that its agent has gone
+    if not keeps:  # the slot file stays with the data: its missing lock shows that its agent is gone
         path.unlink(missing_ok=True)
 
 
@@ -242,7 +242,7 @@ def _words(descriptor: int, size: int) -> "memoryview[int]":
 
 
 class _Collective:
-    """Context manager around collective calls; one object per worker, entered many times, never nested."""
+    """Context manager around collective calls; one per worker, reused, never nested."""
 
     def __init__(self, owner: "Beat") -> None:
         self._owner = owner
@@ -257,14 +257,14 @@ class _Collective:
 
 
 class Beat:
-    """The worker's end; the ``Reporter`` that training is given."""
+    """The worker's side; the ``Reporter`` passed to training."""
 
     def __init__(self, path: Path, local_rank: int, rank: int, restart: int) -> None:
         """Take the slot of ``local_rank``.
 
         Raises:
-            FileNotFoundError: the agent has removed the file; it does not expect this worker any more.
-            ValueError: the file is none of ours, or has no such slot.
+            FileNotFoundError: the agent has removed the file and no longer expects this worker.
+            ValueError: it is not a slot file, or has no such slot.
         """
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -296,16 +296,16 @@ class Beat:
         self._words[first + _RESTART] = restart
         self._words[first + _RANK] = rank
         self.beat(Phase.SETUP, 0)
-        # Last: with its process id the slot is taken, and what stands in it counts.
+        # Written last: the process id marks the slot as taken and its content as valid.
         self._words[first + _PID] = os.getpid()
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Sign of life, with what the worker is doing. Main thread only."""
+        """Send a heartbeat with the current phase and step. Main thread only."""
         self.phase = phase
         self.step = step
         words = self._words
         self._be_the_worker()
-        # The time first: whatever a reader catches in between, it sees a worker that is alive.
+        # The time first, so that a concurrent reader always sees a live worker.
         words[self._beat_at] = _monotonic_ns()
         words[self._step_at] = step
         number = _NUMBER[phase]
@@ -316,20 +316,20 @@ class Beat:
             words[self._phase_at] = self._number = number
             self._beats_in_phase = 0
         if number == _CHECKPOINT:
-            # All ranks enter a checkpoint at the same step: whatever was asked for up to now is being done.
+            # All ranks enter a checkpoint at the same step, so every request up to now is being fulfilled.
             self._saved = words[_SAVE_AT]
         self._sequence += 1
         words[self._sequence_at] = self._sequence
 
     def collective(self) -> _Collective:
-        """Wraps every collective call: counts it, and marks the rank as inside."""
+        """Context manager for every collective call: counts it and marks the rank as inside."""
         return self._collective
 
     def speak_for(self, pids: Sequence[int]) -> None:
-        """Say whose progress these beats show from now on: processes of this node that do not beat themselves.
+        """Set the processes whose progress these beats represent: processes on this node that do not beat themselves.
 
         Args:
-            pids: Their process ids, without that of this worker; empty when there are none any more.
+            pids: Their process ids, without this worker's own; empty if there are none.
 
         Raises:
             ValueError: there are more than ``MAX_SPOKEN_FOR``.
@@ -337,38 +337,38 @@ class Beat:
         if len(pids) > MAX_SPOKEN_FOR:
             raise ValueError(f"found {len(pids)} processes to speak for, expected at most {MAX_SPOKEN_FOR}")
         first = self._first
-        # The number last: a reader finds the old ones, none, or all of the new ones.
+        # The count is written last: a reader sees the old pids, none, or all of the new ones.
         self._words[first + _NUM_SPOKEN_FOR] = 0
         for place, pid in enumerate(pids):
             self._words[first + _SPOKEN_FOR + place] = pid
         self._words[first + _NUM_SPOKEN_FOR] = len(pids)
 
     def request(self) -> Literal["", "save", "stop"]:
-        """The request of the agent. ``save`` is repeated until this worker enters the checkpoint phase."""
+        """The agent's current request. ``save`` is returned until this worker enters the checkpoint phase."""
         if self._words[_STOP_AT]:
             return "stop"
         return "save" if self._words[_SAVE_AT] > self._saved else ""
 
     def questions(self) -> int:
-        """Number of questions of the agent for the collective that this worker is in. From any thread."""
+        """Number of times the agent has asked for this worker's collective. Callable from any thread."""
         return self._words[_QUESTIONS_AT]
 
     def enter(self) -> None:
-        """A collective begins."""
+        """Note the start of a collective."""
         self.entered += 1
         self._mark(self._entered_at, self.entered)
 
     def leave(self) -> None:
-        """A collective has ended, well or not."""
+        """Note the end of a collective, successful or not."""
         self.left += 1
         self._mark(self._left_at, self.left)
 
     def stand_at(self, entered: int, left: int) -> None:
-        """Note the collectives of a process that this worker speaks for. No sign of life: :meth:`beat` is.
+        """Set the collective counts of a process that this worker represents. Not a heartbeat; see :meth:`beat`.
 
         Args:
-            entered: Collectives that it has entered so far.
-            left: Collectives that it has left so far.
+            entered: Collectives entered so far.
+            left: Collectives left so far.
         """
         self.entered, self.left = entered, left
         self._words[self._entered_at] = entered

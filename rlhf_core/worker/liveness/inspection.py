@@ -1,8 +1,9 @@
-"""Looks at a worker through ``/proc``: what each of its threads waits for, and whether anything of it moves.
+"""Inspection of a worker through ``/proc``: the waits of its threads, and any sign of activity.
 
-A look needs no help from the worker and disturbs nothing; it takes some milliseconds, and only suspects and their peers
-are looked at. The call that a thread is in comes from ``/proc/<pid>/task/<tid>/syscall``, which the kernel shows to
-processes that may trace it: an agent may trace its own workers. Where it may not, the look says so.
+An inspection needs no cooperation from the worker and does not disturb it; it takes some milliseconds, and only
+suspects and their peers are inspected. A thread's current system call comes from ``/proc/<pid>/task/<tid>/syscall``,
+which the kernel shows to processes allowed to trace the worker, normally including its agent. If tracing is not
+allowed, the inspection reports that.
 """
 
 import contextlib
@@ -20,20 +21,21 @@ from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
 
 SERVING_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "pt_nccl", "NCCL", "cuda", "jemalloc", "rlhf-collective")
-"""Beginnings of names of threads that run no code of the user and may poll for ever: those of gloo, NCCL, torch's
-store, CUDA and the allocator, and our own that answers what is asked about collectives. They wake the main thread only
-when data has come or a GPU has finished, which is seen in ``io``, in the connections and in the GPU."""
+"""Name prefixes of threads that run no user code and may poll forever: those of gloo, NCCL, torch's store, CUDA and the
+allocator, and our own that answers questions about collectives. They wake the main thread only when data has arrived or
+a GPU has finished, which shows in ``io``, the connections and the GPU."""
 COLLECTIVE_THREADS = ("pt_gloo_runloop",)
-"""Those that carry out collectives: they wait for a lock while there is none, and with a time-out inside of one."""
+"""Name prefixes of threads that execute collectives: they wait for a lock when idle, and with a timeout inside one."""
 MAX_CONNECTIONS = 512
-"""Connections of a worker that are listed; with more of them, waiting for a peer is not told from waiting outside."""
+"""Maximum connections listed per worker; beyond it, waits for peers and for the outside are not distinguished."""
 
 _FUTEX, _READS = {"x86_64": (202, {0, 19, 45, 47}), "aarch64": (98, {63, 65, 207, 212})}.get(
     platform.machine(), (-1, set[int]())
 )
-"""Numbers of futex, and of read, readv, recvfrom, recvmsg. On another architecture everything waits for the outside."""
+"""System call numbers of futex, and of read, readv, recvfrom, recvmsg. On other architectures every wait counts as one
+for something outside the job."""
 _SLEEPS = {"x86_64": {35, 230, 219}, "aarch64": {101, 115, 128}}.get(platform.machine(), set[int]())
-"""Of nanosleep, clock_nanosleep, restart_syscall."""
+"""System call numbers of nanosleep, clock_nanosleep, restart_syscall."""
 _FUTEX_PRIVATE = 128
 _FUTEX_CLOCK_REALTIME = 256
 _FUTEX_WAITS = frozenset({0, 9})
@@ -46,37 +48,37 @@ _STATES = {"R": Wait.RUNNING, "T": Wait.STOPPED, "t": Wait.TRACED, "D": Wait.KER
 
 @dataclass(frozen=True)
 class Connection:
-    """A TCP connection of this node, in the words of ``/proc/net/tcp``: few of many are ever asked about."""
+    """A TCP connection of this node, kept in the raw form of ``/proc/net/tcp``: few of many are ever decoded."""
 
     local_field: str
     remote_field: str
     unsent_bytes: int
     is_open: bool
-    """True if it has another end; a listening socket has none."""
+    """True if it has a remote end; a listening socket has none."""
 
     @property
     def local(self) -> str:
-        """Own address and port."""
+        """Local address and port."""
         return _address(self.local_field)
 
     @property
     def remote(self) -> str:
-        """Address and port of the other end."""
+        """Remote address and port."""
         return _address(self.remote_field)
 
 
 def inspect_workers(
     ranks: Iterable[RankStatus], gpu_percents: Mapping[int, float], connections: Mapping[int, Connection] | None = None
 ) -> list[Inspection]:
-    """Look once at workers of this node.
+    """Inspect workers of this node once.
 
     Args:
         ranks: The workers.
-        gpu_percents: How busy each GPU is, by local rank; empty where that is not known.
-        connections: All TCP connections of the node by inode; None to read them.
+        gpu_percents: GPU utilisation by local rank; empty if unknown.
+        connections: All TCP connections of the node by inode; read here if None.
 
     Returns:
-        One look for each; a worker that has ended meanwhile has a look with a problem.
+        One inspection per worker; for a worker that has exited in the meantime it carries a problem.
     """
     ranks = list(ranks)
     if connections is None and ranks:
@@ -86,7 +88,7 @@ def inspect_workers(
 
 def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[int, Connection]) -> Inspection:
     at_s = time.monotonic()
-    # A worker that stands for one other process only follows it: what that one waits for is what counts.
+    # A worker that represents one other process only follows it, so that process's wait is what counts.
     pid = rank.speaks_for[0].pid if len(rank.speaks_for) == 1 else rank.pid
     try:
         threads = [_read_thread(pid, tid) for tid in _threads(pid)]
@@ -104,7 +106,7 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     wait, detail, _ = waits.get(pid, (Wait.OUTSIDE, "", ""))
     stopped = [one.pid for one in rank.speaks_for if one.process_state in _STOPPED]
     if stopped:
-        # Its beats show their progress: it stands as still as they do.
+        # The worker's beats represent these processes, so it stands still if they do.
         wait, detail = Wait.STOPPED, f"process {stopped[0]} that it speaks for (state T)"
     return Inspection(
         status=rank,
@@ -146,13 +148,13 @@ class _Thread:
     cpu_ticks: int
     switches: int
     call: tuple[int, ...]
-    """Number and arguments of the system call it is in; empty while it runs."""
+    """Number and arguments of its current system call; empty while it runs."""
     has_alarm: bool
-    """True if its process handles the signal of an alarm clock, which would end any wait."""
+    """True if its process handles an alarm signal, which could end any wait."""
 
 
 def _read(path: str) -> str:
-    """A small file of ``/proc``; a look reads a hundred of them, and pathlib would take most of its time."""
+    """Read a small file in ``/proc``. Avoids pathlib, which would dominate the time: an inspection reads a hundred."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, 1 << 16).decode(errors="replace")
@@ -172,13 +174,13 @@ def _read_thread(pid: int, tid: int) -> _Thread:
     status = dict(line.split(":", 1) for line in _read(f"{folder}/status").splitlines())
     switches = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
     has_alarm = bool(int(status["SigCgt"], 16) >> (signal.SIGALRM - 1) & 1)
-    # "running", or "-1" with two addresses for a thread that is blocked outside a system call.
+    # "running", or "-1" with two addresses for a thread blocked outside a system call.
     numbers = tuple(int(word, 0) for word in call[:7]) if len(call) > 3 else ()
     return _Thread(tid, name, fields[0], int(fields[11]) + int(fields[12]), switches, numbers, has_alarm)
 
 
 def _stat(path: str) -> tuple[str, list[str]]:
-    """The name, and the fields after it, from the state on (proc(5): the third)."""
+    """The process name, and the fields after it, beginning with the state (the third in proc(5))."""
     before, _, after = _read(path).rpartition(")")
     return before.partition("(")[2], after.split()
 
@@ -186,7 +188,7 @@ def _stat(path: str) -> tuple[str, list[str]]:
 def _classify(
     thread: _Thread, links: Mapping[int, str], connections: Mapping[int, Connection]
 ) -> tuple[Wait, str, str]:
-    """Wait of a thread: its kind, the same in words, and the connection as its other end names it."""
+    """A thread's wait: its kind, a description, and the connection as the remote end would name it."""
     if thread.state in _STATES:
         return _STATES[thread.state], f"nothing (state {thread.state})", ""
     if not thread.call:
@@ -236,21 +238,21 @@ def _socket_inodes(targets: Iterable[str]) -> set[int]:
 
 
 def read_connections(pid: int) -> dict[int, Connection]:
-    """TCP connections of the network namespace of a process, by inode; empty where they cannot be read."""
+    """TCP connections in a process's network namespace, by inode; empty if they cannot be read."""
     found: dict[int, Connection] = {}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
                 inode = int(fields[9])
-                if inode:  # without one it belongs to no process any more
+                if inode:  # without an inode it no longer belongs to a process
                     unsent = int(fields[4].partition(":")[0], 16)
                     found[inode] = Connection(fields[1], fields[2], unsent, is_open=fields[3] != _LISTENING)
     return found
 
 
 def _address(field: str) -> str:
-    """``0100007F:1F90`` as ``127.0.0.1:8080``; an IPv4 address that was mapped into IPv6 as itself."""
+    """Decode ``0100007F:1F90`` as ``127.0.0.1:8080``; an IPv4-mapped IPv6 address becomes its IPv4 address."""
     digits, _, port = field.partition(":")
     words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
     packed = b"".join(words)
@@ -266,10 +268,10 @@ def _ended_children_ticks(pid: int) -> int:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Living child processes of a process, with theirs.
+    """Living descendants of a process.
 
     Raises:
-        OSError: it has ended, or the kernel does not tell.
+        OSError: it has exited, or the kernel does not list its children.
     """
     found: list[int] = []
     left = [pid]
@@ -287,7 +289,7 @@ def descendants_of(pid: int) -> list[int]:
 class _Child:
     state: str
     cpu_ticks: int
-    """With that of its own ended children."""
+    """CPU time, including that of its reaped children."""
     io: int
 
 
@@ -297,5 +299,5 @@ def _read_child(pid: int) -> _Child:
 
 
 def _io(pid: int) -> int:
-    """Bytes and calls of reading and writing of a process, all of its threads together."""
+    """Sum of bytes and calls read and written by a process, across all its threads."""
     return sum(int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines())

@@ -1,1 +1,1 @@
-"""The nodes of an attempt: which they are, the facts about each, and the probe that compares and measures them."""
+"""The nodes of an attempt: their membership, the facts about each, and the probe that compares and measures them."""

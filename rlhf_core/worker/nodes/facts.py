@@ -1,7 +1,7 @@
-"""Facts about this node, before any process group. Takes well under a second; imports nothing of the training.
+"""Facts about this node, gathered before any process group exists, in well under a second and without training imports.
 
-What the nodes must agree on is compared by agent 0 (``diagnosis/nodes/checks.py``); what a node can see to be wrong by
-itself is a complaint.
+Agent 0 compares the facts that must agree between nodes (``diagnosis/nodes/checks.py``); a problem that a node can
+detect by itself is a complaint.
 """
 
 import importlib.metadata
@@ -34,17 +34,18 @@ from rlhf_core.worker.nodes.trainer_facts import TrainerFacts
 from rlhf_core.worker.telemetry.gpus import GpuTelemetry
 
 PLUGINS = "rlhf_flows.node_checks"
-"""Entry points whose functions take no arguments and return findings about this node."""
+"""Entry point group of functions that take no arguments and return findings about this node."""
 
 MAX_FILES = 1_000
-"""Files of a folder on another program's launch line that are read; of larger ones, so many names and sizes."""
+"""Maximum number of files read in a folder on an external trainer's launch line; of larger folders, this many names and
+sizes are used instead."""
 
 SHARED_MEMORY = Path("/dev/shm")
 CPU_SHARED_MEMORY_GB = 0.03
-"""Size that is enough for ranks on processor cores."""
+"""Shared memory that suffices for CPU-only ranks."""
 
 MIN_OPEN_FILES = 4096
-"""Fewer are used up by a few hundred ranks' sockets."""
+"""Minimum limit of open files: the sockets of a few hundred ranks exhaust a lower one."""
 
 
 def gather(
@@ -55,11 +56,11 @@ def gather(
     gpus: int,
     environment: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
-    """Everything that this node says of itself.
+    """Gather all facts about this node.
 
     Args:
-        gpus: How many GPUs it should have.
-        environment: What the node was given.
+        gpus: Number of GPUs it should have.
+        environment: Environment given to the node.
     """
     complaints = [*_room(spec, gpus), *_limits(nodes.num), *_tracing(), *_network(nodes), *_plugins()]
     theirs = trainer_facts.gather(run_dir, spec, environment) if spec.trainer.kind == "command" else TrainerFacts()
@@ -87,17 +88,17 @@ def gather(
 
 
 def confused(name: str, problem: str) -> NodeFacts:
-    """Facts of a node whose environment contradicts itself, so that it cannot even join the others."""
+    """Facts of a node that cannot join the others because its environment is contradictory."""
     advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: nothing may change or unset them on a node"
     complaint = blocked(node_checks.IDENTITY, problem, "each node in its own place of the allocation", advice, name)
     return NodeFacts(node=name, index=-1, complaints=(complaint,))
 
 
 def package_versions() -> dict[str, str]:
-    """Installed packages by normalised name; Python and the C library too."""
+    """Versions of installed packages by normalised name, and of Python and the C library."""
     found = {"python": platform.python_version(), "glibc": "-".join(platform.libc_ver())}
     for one in importlib.metadata.distributions():
-        # The folder's name tells both; reading its files takes seconds on a cold shared file system.
+        # The folder's name holds name and version; reading its files takes seconds on a cold shared file system.
         stem = Path(str(getattr(one, "_path", ""))).stem
         name, dash, version = stem.rpartition("-") if stem.count("-") == 1 else ("", "", "")
         if not dash:
@@ -112,7 +113,7 @@ def package_versions() -> dict[str, str]:
 
 
 def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
-    """Hashes of what this node reads: the run's files, our code, data, model and tokenizer."""
+    """Hashes of the files this node reads: the run's files, our code, data, model and tokenizer."""
     sources: dict[str, Path | None] = {
         "config (spec.json)": run_dir.spec,
         "placement.json": run_dir.attempt(attempt).placement,
@@ -147,7 +148,7 @@ def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
             yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a {what} that can be used", "make it")
             continue
         if free_gb < least_gb:
-            # Containers have little shared memory by default. NCCL fails on it; without GPUs some megabytes do.
+            # Containers have little shared memory by default. NCCL fails with that; CPU-only ranks need some megabytes.
             enough = path == SHARED_MEMORY and not gpus and free_gb > CPU_SHARED_MEMORY_GB
             say = warning if enough else blocked
             yield say(
@@ -172,7 +173,7 @@ def _limits(num_nodes: int) -> Iterable[CheckResult]:
 
 
 def _tracing() -> Iterable[CheckResult]:
-    """Yama's levels 0 and 1 let an agent trace its own workers; from 2 on only root may."""
+    """Check the Yama level: 0 and 1 let an agent trace its own workers; from 2 on, only root may."""
     try:
         level = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
@@ -215,7 +216,7 @@ def _is_free(port: int) -> bool:
 
 
 def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
-    """Number and types of the GPUs that work, the driver's version, and what is wrong with one of them."""
+    """Number and types of working GPUs, the driver's version, and findings about faulty GPUs."""
     try:
         telemetry = GpuTelemetry()
     except OSError as error:
@@ -246,15 +247,15 @@ _GPU_TROUBLE: Mapping[str, tuple[_Say, str]] = {
     "throttle_thermal": (warning, "slowed down by heat before anything runs"),
     "throttle_power_brake": (blocked, "slowed down by its power supply"),
 }
-"""Readings of a GPU that are not 0, how grave that is, and what to say."""
+"""GPU readings that should be 0, with the severity and message if they are not."""
 
 
 def _plugins() -> list[CheckResult]:
-    """Findings of the site's own checks. One that fails is said, and ends nothing."""
+    """Findings of the site's own checks. A check that raises is reported but does not end the attempt."""
     found = []
     for entry in importlib.metadata.entry_points(group=PLUGINS):
         results: list[CheckResult] = []
-        with Survived() as failed:  # other people's code must not end the attempt
+        with Survived() as failed:  # third-party code must not end the attempt
             results = [CheckResult.model_validate(dict(one)) for one in entry.load()()]
         if isinstance(failed.error, ValidationError):
             problem = f"{entry.name} returned something that is no finding: {failed.error.errors()[0]['msg']}"

@@ -1,8 +1,7 @@
-"""The nodes of an attempt, the place of this one among them, and its address.
+"""The nodes of an attempt, this node's index among them, and its address.
 
-The batch script of the job says it in one variable, because names of nodes need not resolve (``RLHF_NODES``, from one
-question to the scheduler); which node this is says the scheduler's own ``SLURM_NODEID``. Without both there is one
-node.
+The job's batch script queries the scheduler once and passes names and addresses in ``RLHF_NODES``, because node names
+need not resolve; the scheduler's own ``SLURM_NODEID`` gives this node's index. Without both there is a single node.
 """
 
 import os
@@ -19,25 +18,25 @@ NAME_VARIABLE = "SLURMD_NODENAME"
 
 
 class NodesError(Exception):
-    """The environment contradicts itself about the nodes; the message says how."""
+    """Raised if the environment is contradictory about the nodes; the message says how."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of an attempt, as one of them sees them."""
+    """The nodes of an attempt, as seen by one of them."""
 
     names: tuple[str, ...]
-    """In the order of the allocation; agent 0 runs on the first."""
+    """Node names in allocation order; agent 0 runs on the first."""
     addresses: tuple[str, ...]
     index: int
     """Index of this node among them."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> "Nodes":
-        """Read the environment.
+        """Read the nodes from the environment.
 
         Raises:
-            NodesError: it contradicts itself.
+            NodesError: the environment is contradictory.
         """
         listed = environment.get(NODES_VARIABLE, "")
         own_name = environment.get(NAME_VARIABLE) or socket.gethostname()
@@ -69,15 +68,15 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Address under which the others reach this node."""
+        """Address at which the other nodes reach this node."""
         return self.addresses[self.index]
 
     @property
     def listening_address(self) -> str:
-        """Number of the address at which this node listens for the others; empty for all interfaces.
+        """Numeric address on which this node listens for the others; empty for all interfaces.
 
-        So it is where its own name leads to none of them, or to the loopback interface though other nodes are
-        elsewhere: the probe ends such an attempt, and can only do so when the agents have met.
+        It is empty if the node's name resolves to none of its interfaces, or to loopback although there are other
+        nodes: the probe ends such an attempt, but only after the agents have connected.
         """
         own = _number(self.address)
         if not interface_of(own) or (
@@ -98,7 +97,7 @@ class Nodes:
 
 
 def interface_of(address: str) -> str:
-    """Network interface that has an address or the address of a name; empty when none has."""
+    """Network interface that has the address of a host; empty if there is none."""
     number = _number(address)
     for interface, entries in psutil.net_if_addrs().items():
         if number and any(entry.address == number for entry in entries):
@@ -118,10 +117,10 @@ def _is_loopback(number: str) -> bool:
 
 
 def unused_port(address: str) -> int:
-    """A port of this node that no other process listens at just now.
+    """A port of this node on which no process is listening at the moment.
 
     Args:
-        address: Address of this node; where it is of no interface here (a proxy, a name), the port is of all of them.
+        address: Address of this node; if it belongs to no local interface (a proxy, a name), all interfaces are used.
     """
     with socket.socket() as probe:
         try:

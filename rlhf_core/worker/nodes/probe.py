@@ -1,8 +1,8 @@
-"""The probe of an attempt: before its workers start, the nodes are compared and measured.
+"""The probe of an attempt, which compares and measures the nodes before the workers start.
 
-Every agent says what its node has (``facts.py``) and measures it with one process per rank
-(``training/probes/node.py``); agent 0 compares (``diagnosis``), writes ``probe-report.json`` and decides. A node that
-is not fit ends the attempt with its name, so that the next one goes without it.
+Every agent reports its node's facts (``facts.py``) and measures it with one process per rank
+(``training/probes/node.py``); agent 0 compares them (``diagnosis``), writes ``probe-report.json`` and decides. An unfit
+node ends the attempt, which records the node's name so that the next attempt excludes it.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import Nodes
 
 FACTS_S = 60.0
-"""Time in which a node reads what it is asked about."""
+"""Time that a node has to gather its facts, in seconds."""
 GRACE_S = 15.0
-"""Time for which agent 0 waits for measurements beyond that of the nodes themselves."""
+"""Time that agent 0 waits for measurements beyond the nodes' own limit, in seconds."""
 
 
 @dataclass(frozen=True)
 class ProbePlace:
-    """The place of a probe."""
+    """Location and parameters of a probe."""
 
     run_dir: RunDir
     attempt: int
@@ -48,11 +48,11 @@ class ProbePlace:
     spec: RunSpec
     placement: Placement
     endpoint: str
-    """``host:port`` of the agents' store; not used where there is one node only."""
+    """``host:port`` of the agents' store; unused on a single node."""
 
 
 class Probe:
-    """One node's part in the probe of an attempt; on agent 0 also what follows from all of them."""
+    """One node's part in the probe of an attempt; on agent 0 also the evaluation of all nodes."""
 
     def __init__(self, place: ProbePlace) -> None:
         self._place = place
@@ -66,7 +66,7 @@ class Probe:
             num_trainer_nodes=place.placement.num_nodes - place.spec.rollout.nodes,
         )
         self._began_s = time.monotonic()
-        # As it was given: what an agent sets for its workers follows from the node, and may differ.
+        # The original environment: variables that an agent sets for its workers depend on the node and may differ.
         self._environment = dict(os.environ)
         self._found: list[CheckResult] = []
         self._speeds: dict[int, NodeSpeed] = {}
@@ -79,14 +79,14 @@ class Probe:
 
     @property
     def timeout_s(self) -> float:
-        """Time for which agent 0 waits for what the nodes have measured."""
+        """Time that agent 0 waits for the nodes' measurements, in seconds."""
         return self._place.spec.preflight.probe_s + GRACE_S
 
     # -----------------------------------------------------------------------------------------------------------------
     # On every node
 
     def facts(self) -> NodeFacts:
-        """Facts about this node; also written down, as far as that is possible."""
+        """Gather this node's facts and write them to the run directory if possible."""
         place = self._place
         own = node_facts.gather(
             place.run_dir,
@@ -104,8 +104,8 @@ class Probe:
         """Measure this node, together with all others. Never takes longer than ``preflight.probe_s``.
 
         Args:
-            look: 1, or 2 for the second look.
-            is_over: Asked now and then; True ends it.
+            look: 1, or 2 for the second measurement.
+            is_over: Polled; returning True ends the measurement.
         """
         place = self._place
         ranks = place.spec.resources.ranks_per_node
@@ -134,7 +134,7 @@ class Probe:
             "store": store,
             "prefix": f"probe-{look}",
             "gpu": place.placement.gpus_per_node > 0,
-            # Starting is the long part: all ranks import torch from one file system.
+            # Startup takes longest: all ranks import torch from one file system.
             "start_s": timeout_s / 2,
             "timeout_s": timeout_s / 6,
         }
@@ -150,15 +150,15 @@ class Probe:
     # On agent 0
 
     def confused(self) -> list[NodeFacts]:
-        """Nodes that could not join because their environment contradicts itself, as they say in their files."""
+        """Facts of nodes that report in their files that a contradictory environment keeps them from joining."""
         found = (read_model(path, NodeFacts) for path in sorted(self._folder.probe.glob("*.json")))
         return [one for one in found if one is not None and one.index < 0]
 
     def without(self, came: Collection[str]) -> None:
-        """The agents of some nodes did not join.
+        """Record that the agents of some nodes did not join.
 
         Args:
-            came: Names of those that did.
+            came: Names of the nodes whose agents joined.
         """
         confused = self.confused()
         self._found += [complaint for one in confused for complaint in one.complaints]
@@ -167,15 +167,15 @@ class Probe:
     def take_facts(
         self, facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], broken: Mapping[str, str]
     ) -> None:
-        """Compare what the nodes said.
+        """Compare the nodes' facts.
 
         Args:
-            facts: By place in the allocation.
-            ahead_s: How far this node's clock is ahead of the others', in seconds.
-            broken: Node to what keeps its agent from reading its orders.
+            facts: Facts by index in the allocation.
+            ahead_s: Seconds by which this node's clock is ahead of each other node's.
+            broken: By node name, the reason why its agent cannot read its orders.
         """
         found = compare(facts, ahead_s, self._plan)
-        # Who came, and then could not read its orders, is not missing.
+        # A node that joined but could not read its orders is not missing.
         self._found += [one for one in found if not (one.id == node_checks.MISSING.id and one.node in broken)]
         advice = "see whether the shared file system is mounted there, and shows the same as elsewhere"
         expected = "a node that sees the run directory"
@@ -184,7 +184,7 @@ class Probe:
         ]
 
     def take_speeds(self, speeds: Mapping[int, NodeSpeed], look: int) -> bool:
-        """Judge what the nodes measured; True when a second look is needed before anything is said."""
+        """Judge the nodes' measurements; True if a second measurement is needed before reporting."""
         silent = {
             index: NodeSpeed(node=name, reached=("",), problems=("its agent said nothing",))
             for index, name in enumerate(self._plan.names)
@@ -210,12 +210,12 @@ class Probe:
             matmul_tflops=preflight.min_matmul_tflops,
         )
         earlier = self._place.placement.usual_speeds
-        # Each node against its own readings on the same device.
+        # Compare each node with its own earlier readings on the same device.
         usual = {one.node: earlier.get(one.node, {}).get(one.device, {}) for one in self._speeds.values()}
         return judge_speed(self._speeds, floors, usual)
 
     def report(self) -> ProbeReport:
-        """All that was found."""
+        """The report with all findings."""
         return ProbeReport(
             attempt=self._place.attempt,
             results=tuple(_without_those_turned_off(self._found, self._place.spec.preflight.off)),
@@ -226,7 +226,7 @@ class Probe:
 
 
 def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, str]) -> list[CheckResult]:
-    """Findings of checks that the run has turned off no longer count, and say why."""
+    """The findings, with those of disabled checks marked as skipped and annotated with the reason."""
     return [
         one.model_copy(
             update={
@@ -241,7 +241,7 @@ def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, 
 
 
 def in_a_sentence(results: Sequence[CheckResult]) -> str:
-    """The reason why the attempt cannot go on, from its blocking findings."""
+    """A sentence on why the attempt cannot continue, from its blocking findings."""
     shown = "; ".join(f"{one.found}, expected {one.expected}" for one in results[:3])
     more = f"; and {len(results) - 3} more" if len(results) > 3 else ""
     ids = ", ".join(dict.fromkeys(one.id for one in results))
@@ -257,7 +257,7 @@ def _sentence(text: str) -> str:
 
 
 def _lines(output: IO[bytes]) -> list[dict[str, Any]]:
-    """Lines of a process; one that was cut off, or is that of another program, is left out."""
+    """JSON lines of a process; truncated lines and other programs' output are skipped."""
     output.seek(0)
     found = []
     for line in output.read().splitlines():
@@ -269,7 +269,7 @@ def _lines(output: IO[bytes]) -> list[dict[str, Any]]:
 
 
 def _digest(node: str, said: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed:
-    """One node's speed from what its ranks said: the slowest of its devices, the sum of its links."""
+    """One node's speed from its ranks' output: that of its slowest device, and the sum of its links."""
     merged = [{key: value for line in lines for key, value in line.items()} for lines in said]
     speeds = {rank: float(one["tflops"]) for rank, one in enumerate(merged) if "tflops" in one}
     slowest = min(speeds, key=lambda rank: speeds[rank], default=0)
@@ -286,7 +286,7 @@ def _digest(node: str, said: Sequence[Sequence[Mapping[str, Any]]]) -> NodeSpeed
 
 
 def _pairs(said: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[PairSpeed, ...]:
-    """The better of what each rank measured with a peer; all ranks of the node together."""
+    """Speed per peer node: the better of each rank's measurements, combined over all ranks of the node."""
     found = []
     for peer in sorted({int(pair["peer"]) for own in said for pair in own}):
         tries = [[pair for pair in own if pair["peer"] == peer] for own in said]

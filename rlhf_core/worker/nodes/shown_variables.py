@@ -1,8 +1,8 @@
-"""Environment that a node shows: a list of names. Of everything else only a keyed hash leaves the node.
+"""Allowlist of environment variables whose values a node reveals. Of all others only a keyed hash leaves the node.
 
-A list of what to hide is never complete: every tool has its own names for keys and passwords. So the variables that
-explain why nodes train apart are listed, and credentials inside their values are masked. All others still show that
-nodes differ, by a hash under a key that only the owner of the run can read, so that values cannot be tried out.
+A denylist is never complete: every tool has its own names for keys and passwords. So only variables that can explain
+differences in training are listed, and credentials inside their values are masked. For all others a hash still shows
+that nodes differ; its key is readable only by the owner of the run, so that values cannot be brute-forced.
 """
 
 import fnmatch
@@ -23,28 +23,28 @@ OPENBLAS_* ROCR_* HIP_* HSA_* MIOPEN_* GPU_DEVICE_ORDINAL PYTHON* LD_LIBRARY_PAT
 VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV HOSTNAME USER HOME TMPDIR XDG_CACHE_HOME RLHF_NODES RLHF_JOB
 """
 SHOWN = (*MUST_AGREE, *LAUNCHING, *_OTHERS.split(), PASSED_VARIABLE)
-"""Names whose values are shown; ``*`` stands for any text."""
+"""Names of variables whose values are shown; ``*`` matches any text."""
 
 HIDDEN = "hidden"
-"""Shown for a value where there is no key to hash it with: nodes are not compared by it then."""
+"""Shown in place of a value if there is no key to hash it with; nodes are then not compared by it."""
 
 
 def shown_variables(environment: Mapping[str, str], key: bytes) -> dict[str, str]:
-    """Every variable as it may be shown.
+    """All variables in the form that may be shown.
 
     Args:
-        environment: What the node was given.
-        key: That of the attempt; empty where it cannot be read.
+        environment: Environment given to the node.
+        key: Key of the attempt; empty if it cannot be read.
     """
     passed = environment.get(PASSED_VARIABLE, "").split(",")
     return {name: shown(name, value, key, passed) for name, value in environment.items()}
 
 
 def shown(name: str, value: str, key: bytes, passed: Collection[str] = ()) -> str:
-    """A value as it may be shown: as it is, with its credentials masked, or as a hash.
+    """A value in the form that may be shown: unchanged, with credentials masked, or hashed.
 
     Args:
-        passed: Variables that were handed to the job as secrets.
+        passed: Names of variables passed to the job as secrets.
     """
     is_listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in SHOWN)
     if not is_listed or name in passed or is_secret_name(name):
@@ -58,8 +58,8 @@ def _hash(value: str, key: bytes) -> str:
 
 
 def attempt_key(path: Path) -> bytes:
-    """The key of an attempt, the same on all of its nodes; made by the first that comes. Empty where the run directory
-    cannot be used."""
+    """The key of an attempt, shared by all its nodes and created by the first to need it. Empty if the run directory is
+    unusable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         create_once(path, secrets.token_hex(32), FILE_MODE)

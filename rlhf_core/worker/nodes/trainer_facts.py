@@ -1,6 +1,6 @@
-"""Facts about another program that trains, on this node: the versions of its environment, the files of its launch line.
+"""Facts about an external trainer on this node: package versions of its environment, and files on its launch line.
 
-Nothing of it is imported; its interpreter is started once, in the shell that the program would be started in.
+None of it is imported; its interpreter is started once, in the shell in which the program would be started.
 """
 
 import json
@@ -25,32 +25,32 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.shell.launch_line import LaunchItem, LaunchLine, read_launch_line
 
 ANSWER_S = 20.0
-"""Time in which its interpreter lists what is installed."""
+"""Time that its interpreter has to list the installed packages, in seconds."""
 
 _WRITTEN = re.compile(r"out|log|cache|save|ckpt|checkpoint|tmp|temp|dump|report", re.IGNORECASE)
-"""Names of options whose files a program writes: they differ from node to node."""
+"""Names of options whose files the program writes; these differ between nodes."""
 
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """Facts about the program, for the comparison between nodes."""
+    """Facts about the program, for comparison between nodes."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Package to version; also ``python``."""
+    """Versions by package name, including ``python``."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Files and folders that its launch line reads, by what names them."""
+    """Files and folders that its launch line reads, by the word that names them."""
     complaints: tuple[CheckResult, ...] = ()
-    """Reasons why it could not start on this node."""
+    """Reasons why it cannot start on this node."""
 
 
 def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.environ) -> TrainerFacts:
-    """Facts about the program of a run, on this node.
+    """Gather facts about a run's program on this node.
 
     Args:
         environment: Environment of the job.
 
     Raises:
-        ValueError: rlhf-flows trains itself.
+        ValueError: the run's trainer is native, not an external program.
     """
     trainer = command_trainer(spec)
     values = {"run_dir": str(run_dir.root), "code": str(run_dir.code / "snapshot"), "run_id": run_dir.run_id}
@@ -79,10 +79,10 @@ def _complaint(found: str) -> CheckResult:
 def _versions(
     trainer: CommandTrainer, program: str, folder: Path | None, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Packages of the interpreter that would run a program; none where it is no Python program.
+    """Versions of packages in the interpreter that would run a program; empty if it is not a Python program.
 
     Raises:
-        ValueError: the program is not found, or its interpreter gives no answer.
+        ValueError: the program is not found, or its interpreter does not answer.
         OSError: it cannot be started.
         subprocess.SubprocessError: it takes too long.
     """
@@ -102,7 +102,7 @@ def _versions(
 
 
 def _shell(setup: Sequence[str]) -> list[str]:
-    """Lines in front of the program; what they print is not an answer."""
+    """Shell setup lines to run before the program; their output is discarded."""
     return ["{", *setup, ":", "} >/dev/null"]
 
 
@@ -119,14 +119,14 @@ def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], *m
 
 
 def _files(line: LaunchLine, run_dir: Path, working_dir: Path | None) -> Iterator[tuple[str, Path]]:
-    """Files and folders that the words of a line name and that are not the program's own output."""
+    """Files and folders named on a launch line, except for the program's own output."""
     for item in line.items:
         if item.role in ("variable", "wrapper") or _WRITTEN.search(item.name):
             continue
         for text in _texts(line, item):
             path = Path(text).expanduser()
             if not path.is_absolute():
-                # Names of models on a hub look like relative paths: those that are there count.
+                # Model names on a hub look like relative paths, so only existing paths count.
                 if working_dir is None or not (working_dir / path).exists():
                     continue
                 path = working_dir / path

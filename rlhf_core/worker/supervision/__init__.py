@@ -1,1 +1,1 @@
-"""Supervision of workers: the agent's second thread, suspicion and verdict on a hang, lost agents, deadlines."""
+"""Supervision of workers: the agent's second thread, hang detection and verdicts, lost agents, deadlines."""

@@ -1,6 +1,6 @@
-"""An agent that agent 0 does not hear any more: after how long its node is given up, and whose node that is.
+"""Loss of an agent: the time after which agent 0 gives up a silent node, and the choice of the node to give up.
 
-Two nodes that do not hear each other cannot tell which of them is cut off. Of more, the one that hears no other is.
+Two nodes that cannot reach each other cannot tell which of them is cut off. Among more, the one that hears no other is.
 """
 
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rlhf_core.worker.channel.channel import LOST_TIMEOUT_S, AgentChannel
 
 GAVE_UP_S = 0.6 * LOST_TIMEOUT_S
-"""A pause of agent 0 after which the others may have given it up, with a margin for when they heard it last."""
+"""Pause of agent 0 after which the others may have given it up, with a margin for the time they last heard it."""
 DELIVERY_TIMEOUT_S = 3.0
-"""Time after a pause in which messages still come that were sent before its end: they do not end a silence."""
+"""Time after a pause in which messages sent before its end may still arrive; these do not end a silence."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Loss:
 
 
 def find_loss(channel: AgentChannel, timeout_s: float) -> Loss | None:
-    """The node to give up because agents have been silent for too long, if there is one.
+    """The node to give up because agents have been silent for too long, if any.
 
     Args:
-        channel: agent 0's end of the channel.
-        timeout_s: silence that is allowed, in seconds.
+        channel: Agent 0's end of the channel.
+        timeout_s: Longest silence allowed, in seconds.
     """
     others = range(1, channel.nodes.num)
     silent_s = {index: channel.silence_s(index) for index in others}

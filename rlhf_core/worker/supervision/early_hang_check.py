@@ -1,7 +1,7 @@
-"""Early suspicion: looks at workers that are silent for longer than usual, long before their floors are over.
+"""Early hang check: inspects workers that are silent for longer than usual, long before their timeout floors.
 
-Agent 0 asks for looks, all agents look at their workers, and agent 0 judges what all of them saw together
-(:mod:`rlhf_core.diagnosis.hangs.standstill`). While no worker is suspect nothing is read.
+Agent 0 requests inspections, all agents inspect their workers, and agent 0 judges the combined results
+(:mod:`rlhf_core.diagnosis.hangs.standstill`). While no worker is suspect, nothing is inspected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,31 +19,31 @@ from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.inspection import inspect_workers
 
 INSPECTION_INTERVAL_S = 2.0
-"""Pause between two looks that may prove something together."""
+"""Time between two inspections that are compared with each other, in seconds."""
 RETRY_INTERVAL_S = 10.0
-"""Pause after an inspection of a worker that is at work, or waits for something outside the job."""
+"""Delay after an inspection found the worker active or waiting for something outside the job, in seconds."""
 ANSWER_TIMEOUT_S = 5.0
-"""Longest wait of agent 0 for the looks of other nodes."""
+"""Longest wait of agent 0 for other nodes' inspections, in seconds."""
 
 
 class NodeInspections:
-    """The looks of one node at its workers: one whenever agent 0 asks."""
+    """One node's inspections of its workers, made when agent 0 requests them."""
 
     def __init__(self, slots: SlotFile, plan: GroupPlan | None = None) -> None:
         """Args:
         slots: Slots of the group.
-        plan: Its workers and GPUs; None where worker ``i`` has GPU ``i``.
+        plan: Workers and GPUs of the group; None if worker ``i`` has GPU ``i``.
         """
         self._slots = slots
         self._plan = plan
         self._question = 0
         self.number = 0
-        """Number of the newest look; 0 when none is asked for."""
+        """Number of the newest inspection; 0 if none is requested."""
         self.inspections: tuple[Inspection, ...] = ()
-        """That look."""
+        """Results of the newest inspection."""
 
     def answer(self, order: InspectionOrder, ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -> None:
-        """Look, if that was asked for since the last time."""
+        """Inspect the workers if agent 0 has requested a new inspection."""
         if order.number == self.number:
             return
         self.number = order.number
@@ -54,7 +54,7 @@ class NodeInspections:
         )
 
     def _with_collectives(self, ranks: Sequence[RankStatus]) -> list[RankStatus]:
-        """With the answers to the question of the look before: no thread waits for the answer to a question."""
+        """Add the answers to the previous inspection's question, so that no thread has to wait for answers."""
         path, question = self._slots.path, self._question
         answers = collectives.read_answers(ranks, path, question, timeout_s=0.0) if question else {}
         self._question = self._slots.ask_for_collectives()
@@ -64,8 +64,7 @@ class NodeInspections:
 def _gpu_percents(
     ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan | None
 ) -> dict[int, float]:
-    """Utilisation of the GPU of each worker, or of the one of its GPUs that works most; nothing where the newest
-    reading is an old one."""
+    """Utilisation of each worker's GPU, or of its busiest one; empty if the newest reading is stale."""
     if "slow_reading_age_s" in telemetry:
         return {}
     found = {}
@@ -78,11 +77,11 @@ def _gpu_percents(
 
 
 class EarlyHangCheck:
-    """Judges the inspections of the workers of one group on all nodes, on agent 0."""
+    """Judges, on agent 0, the inspections of one group's workers on all nodes."""
 
     def __init__(self, tracker: GapTracker, *, alone: bool = False) -> None:
         """Args:
-        alone: The workers do not wait for each other: each is judged by itself.
+        alone: The workers do not wait for each other, so each is judged by itself.
         """
         self._tracker = tracker
         self._alone = alone
@@ -91,10 +90,10 @@ class EarlyHangCheck:
         self._requested_at_s = 0.0
         self._next_at_s = 0.0
         self.order = InspectionOrder()
-        """Request to all agents just now."""
+        """The current request to all agents."""
 
     def clear(self) -> None:
-        """No worker is suspect, or what was seen does not count any more."""
+        """Reset: no worker is suspect, or earlier inspections no longer count."""
         self._standstill.clear()
         self._next_at_s = 0.0
         self.order = InspectionOrder()
@@ -106,13 +105,13 @@ class EarlyHangCheck:
         now_s: float,
         waits_for: Conditions = MappingProxyType({}),
     ) -> list[Suspect]:
-        """Workers that are proven to stand still; inspections are requested while some are suspect.
+        """Workers proven to be at a standstill; requests inspections while some are suspect.
 
         Args:
-            ranks: All workers of the group, as just read.
+            ranks: Current statuses of all workers of the group.
             states: State of the group on each node, with the inspections of its workers.
             now_s: The monotonic time.
-            waits_for: Condition of the groups beside it.
+            waits_for: Condition of the other groups.
         """
         suspects = suspect(ranks, self._tracker, waits_for, alone=self._alone)
         if not suspects:
@@ -139,6 +138,6 @@ class EarlyHangCheck:
     def _request(self, ranks: Sequence[RankStatus], now_s: float) -> None:
         self._num_requests += 1
         self._requested_at_s = now_s
-        # Only ranks that all wait can disagree, and answering is work, which would look like movement.
+        # Ranks can disagree only if all of them wait, and answering is work, which would look like activity.
         all_wait = not self._alone and all(rank.in_collective for rank in ranks)
         self.order = InspectionOrder(number=self._num_requests, collectives=all_wait)

@@ -1,7 +1,7 @@
-"""The end of an agent that does not come to it by itself: its main thread may wait in a call that never returns.
+"""Forced exit of an agent that cannot exit by itself because its main thread is stuck in a call.
 
-Torch elastic asks the store of agent 0 without a time-out. Where agent 0 is stopped, or the network swallows packets,
-that answer never comes, and nothing that Python does can wake the thread that waits for it.
+Torch elastic queries agent 0's store without a timeout. If agent 0 is stopped or the network drops packets, the answer
+never comes, and nothing in Python can wake the waiting thread.
 """
 
 import os
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from rlhf_core.worker import processes
 
 LAST_WORDS_S = 3.0
-"""Longest wait for the last event to be written: a file system that does not answer holds up no end."""
+"""Longest wait for the last event to be written, in seconds: a hung file system must not delay the exit."""
 KILL_TIMEOUT_S = 5.0
-"""Longest wait for processes that this one has started."""
+"""Longest wait for this process's descendants to die, in seconds."""
 POLL_S = 0.2
 
 
 class ExitDeadline:
-    """Ends this process by force at a given time, with all that it has started, unless it has ended before."""
+    """Kills this process and all its descendants at a given time, unless it has exited before."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class ExitDeadline:
         end_descendants: Callable[[float], object] = processes.end_descendants,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        """Set no deadline yet.
+        """Create it without a deadline.
 
         Args:
-            last_words: writes down why the process is ended; may block.
-            end_descendants: kills all that this process has started, in so many seconds at most.
-            leave: ends the process.
+            last_words: Records why the process is killed; may block.
+            end_descendants: Kills all descendants of this process, within the given number of seconds.
+            leave: Exits the process.
         """
         self._last_words = last_words
         self._end_descendants = end_descendants
@@ -43,7 +43,7 @@ class ExitDeadline:
         self._thread: threading.Thread | None = None
 
     def set(self, seconds: float, why: str) -> None:
-        """End the process in so many seconds; an earlier deadline stands."""
+        """Kill the process after ``seconds``; an earlier deadline stays in force."""
         at_s = time.monotonic() + seconds
         with self._lock:
             if at_s >= self._at_s:
@@ -54,7 +54,7 @@ class ExitDeadline:
                 self._thread.start()
 
     def leave_now(self) -> None:
-        """End the process at once, with all that it has started, and without a word: the run goes on elsewhere."""
+        """Kill the process and its descendants at once, recording nothing: the run continues elsewhere."""
         self._end_descendants(KILL_TIMEOUT_S)
         self._leave(1)
 

@@ -1,4 +1,4 @@
-"""One group of workers as the supervising threads see it: inspected, judged, and ended by order of agent 0."""
+"""One group of workers under supervision: inspected, judged, and killed by order of agent 0."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +19,23 @@ Place = tuple[str, int]
 
 @dataclass
 class SupervisedGroup:
-    """A group of the present phase on this node, with what agent 0 knows of it on all nodes."""
+    """A group of the current phase on this node, with agent 0's knowledge of it on all nodes."""
 
     group: WorkerGroup
     start: int
-    """As ``GroupState.start``."""
+    """See ``GroupState.start``."""
     inspections: NodeInspections
     hang_check: EarlyHangCheck
     condition_clock: ConditionClock = field(default_factory=ConditionClock)
     condition: Condition = field(default_factory=lambda: Condition(is_at_fault=True))
     failed_at_s: float | None = None
-    """Time at which agent 0 saw that a worker had failed, by its monotonic clock."""
+    """Time at which agent 0 saw a failed worker, by its monotonic clock."""
     hangs: dict[Place, Hang] = field(default_factory=dict)
-    """Workers that agent 0 had ended alone, because they hung."""
+    """Workers that agent 0 had killed individually because they hung."""
     exits: dict[int, WorkerExit] = field(default_factory=dict)
-    """Workers of this node that have ended and were not started again, by local rank; of a group restarted alone."""
+    """Exited workers on this node that were not restarted, by local rank; for groups with individual restarts."""
     well: frozenset[int] = frozenset()
-    """Ranks that have done all that they were there for; of a group that is restarted alone."""
+    """Ranks that have completed their work; for groups with individual restarts."""
 
     @classmethod
     def of(cls, group: WorkerGroup, start: int, tracker: GapTracker) -> "SupervisedGroup":
@@ -45,11 +45,11 @@ class SupervisedGroup:
 
     @property
     def is_alone(self) -> bool:
-        """True if each of its workers is restarted alone."""
+        """True if its workers restart individually."""
         return self.group.is_alone
 
     def state(self, orders: GroupOrders, telemetry: dict[str, float]) -> GroupState:
-        """State on this node, after an inspection where one was requested."""
+        """State on this node, after an inspection if one was requested."""
         ranks = tuple(self.group.living())
         self.inspections.answer(orders.inspect, ranks, telemetry)
         return GroupState(
@@ -64,10 +64,10 @@ class SupervisedGroup:
         )
 
     def obey(self, orders: GroupOrders, node_index: int, say_killed: Callable[[str], object]) -> None:
-        """End the workers of this node that agent 0 wants to be ended.
+        """Kill this node's workers as ordered by agent 0.
 
         Args:
-            say_killed: Told when that is so.
+            say_killed: Receives a sentence when workers are killed.
         """
         group = self.group
         if not self.is_alone:
@@ -81,18 +81,18 @@ class SupervisedGroup:
             group.end(found)
 
     def observe(self, ranks: Sequence[RankStatus], tracker: GapTracker, now_s: float) -> None:
-        """Take note, on agent 0, of how the group stands on all nodes."""
+        """Record, on agent 0, the group's state on all nodes."""
         num_missing = self.group.plan.num_workers - len(ranks) - len(self.well)
         self.condition = self.condition_clock.observe(ranks, num_missing, tracker, now_s)
 
     def collect(self, wanted: Iterable[int], events: EventLog) -> tuple[RankStatus, ...]:
-        """Save the evidence of the workers of this node.
+        """Save evidence of this node's workers.
 
         Args:
             wanted: Ranks; empty for all.
 
         Returns:
-            How they stand afterwards, with what they say about their collectives.
+            Their statuses afterwards, with their reported collectives.
         """
         group, node = self.group, self.group.seat.node
         question = group.seat.slots.ask_for_collectives()
@@ -116,7 +116,7 @@ class SupervisedGroup:
         return tuple(collectives.with_collectives(again, answers))
 
     def starts_here(self, orders: GroupOrders, node_index: int) -> list[tuple[int, int]]:
-        """Local rank and generation of the workers of this node that agent 0 wants to be started again."""
+        """Local rank and generation of this node's workers that agent 0 has ordered to restart."""
         if not isinstance(self.group, IndependentGroup):
             return []
         newest = {one.local_rank: one.generation for one in orders.start_workers if one.node_index == node_index}
@@ -127,7 +127,7 @@ class SupervisedGroup:
 
 
 def states_of(one: SupervisedGroup, states: Mapping[int, NodeState]) -> dict[int, GroupState]:
-    """State of a group by index of the node, where it is the same start."""
+    """State of a group by node index, for nodes at the same start."""
     return {
         index: group
         for index, state in states.items()

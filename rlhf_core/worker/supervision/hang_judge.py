@@ -1,4 +1,4 @@
-"""Judgement of agent 0 over silent workers: suspicion, evidence of all nodes, verdict, and the order to end them."""
+"""Agent 0's handling of silent workers: suspicion, evidence from all nodes, verdict, and the order to kill."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from rlhf_core.worker.supervision.group import SupervisedGroup, states_of
 
 
 class HangJudge:
-    """Used by the supervising thread of agent 0 alone."""
+    """Judges hangs. Used only by agent 0's supervising thread."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class HangJudge:
         evidence_timeout_s: float,
     ) -> None:
         """Args:
-        evidence_timeout_s: Longest wait for the evidence of other nodes.
+        evidence_timeout_s: Longest wait for other nodes' evidence, in seconds.
         """
         self._channel = channel
         self._orders = orders
@@ -37,7 +37,7 @@ class HangJudge:
         self._evidence_timeout_s = evidence_timeout_s
 
     def judge(self, one: SupervisedGroup, states: Sequence[GroupState], conditions: Mapping[Role, Condition]) -> None:
-        """Judge one group by a reading of its workers on all nodes.
+        """Judge one group by the current state of its workers on all nodes.
 
         Args:
             states: State of the group on each node.
@@ -62,8 +62,10 @@ class HangJudge:
         suspects: list[Suspect],
         conditions: Mapping[Role, Condition],
     ) -> None:
-        """Suspect, collect on all nodes, read again, and only then: verdict, and end. The first kill spoils the
-        evidence."""
+        """Collect evidence on all nodes, read the statuses again, and only then reach a verdict and kill.
+
+        The first kill spoils the evidence.
+        """
         group = one.group
         self._events.add("suspect", "; ".join(map(describe, suspects)), group.role)
         wanted = tuple(suspect.status.rank for suspect in suspects) if one.is_alone else ()
@@ -73,7 +75,7 @@ class HangJudge:
         before = [rank for rank in before if not wanted or rank.rank in wanted]
         self._tracker.observe(ranks, conditions)
         still = confirm(suspects, ranks) or judge(ranks, self._tracker, conditions, alone=one.is_alone)
-        # Evidence takes seconds: a suspect may have gone on, or have ended, which is found out elsewhere.
+        # Collecting evidence takes seconds: a suspect may have resumed or exited, which is handled elsewhere.
         gone = _processes(before) - _processes(ranks)
         if one.is_alone:
             still = [suspect for suspect in still if _processes([suspect.status]) <= _processes(before)]
@@ -100,7 +102,7 @@ class HangJudge:
         group.end()
 
     def _end_hung(self, one: SupervisedGroup, suspect: Suspect) -> None:
-        """End one worker of a group whose workers do not wait for each other."""
+        """Kill one worker of a group whose workers do not wait for each other."""
         rank, role = suspect.status, one.group.role
         verdict = blame([rank], [rank.rank], {rank.rank: suspect.evidence} if suspect.evidence else {})
         one.hangs[rank.node, rank.pid] = Hang(verdict, (rank,), rank.age_s)
@@ -113,7 +115,7 @@ class HangJudge:
     def _receive_evidence(
         self, number: int, one: SupervisedGroup, answers_here: Sequence[RankStatus]
     ) -> list[RankStatus]:
-        """Status of the workers of all nodes after the evidence was saved; of a node that does not answer, before."""
+        """Statuses of all nodes' workers after the evidence was saved; for a node that does not answer, from before."""
         channel, role = self._channel, one.group.role
         deadline = time.monotonic() + self._evidence_timeout_s
         while len(answers := channel.received(f"evidence/{role}/{number}", Collected)) < channel.nodes.num - 1:

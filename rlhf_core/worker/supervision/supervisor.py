@@ -1,8 +1,8 @@
-"""The agent's supervising thread: reads signals, orders and slots, finds hangs, publishes what it sees.
+"""The agent's supervising thread: reads signals, orders and slots, detects hangs and publishes its observations.
 
-It only ever watches, asks and kills. What follows from a failure is decided in the main thread, which starts the
-workers and sees them end. On agent 0 it watches over the workers of all nodes: the others tell it several times a
-second how theirs stand, and do as it orders.
+It only observes, sends requests and kills. The main thread, which starts and reaps the workers, decides how to respond
+to a failure. On agent 0 the supervising thread watches the workers of all nodes: the other agents report their state
+several times a second and follow its orders.
 """
 
 import os
@@ -49,49 +49,49 @@ PUBLISH_INTERVAL_S = 2.0
 COMMANDS_INTERVAL_S = 1.0
 REAP_INTERVAL_S = 10.0
 LAST_STATE_TIMEOUT_S = 15.0
-"""Silence of an agent after which its node is given up, once all workers are being ended."""
+"""Silence of an agent after which its node is given up while all workers are being killed, in seconds."""
 UNHEARD_TIMEOUT_S = 3.0
-"""Silence of an agent, several times its pulse, from which on its workers count as missing for those who wait for them:
-a lost node of rollout engines is found as such, and not as a hang of the trainers."""
+"""Silence of an agent, several heartbeats long, after which its workers count as missing for those that wait for them:
+a lost node of rollout engines is diagnosed as such rather than as a hang of the trainers."""
 LEADER_LOST_TIMEOUT_S = 10.0
-"""Longest time for the main thread to end after agent 0 was lost: with its store nothing is left to be agreed on."""
+"""Longest time for the main thread to exit after agent 0 was lost: without its store no agreement is possible."""
 END_TIMEOUT_S = 120.0
-"""The same in any other case, an outcome that cannot be written for a while included."""
+"""The same for any other cause; allows for an outcome that cannot be written for a while."""
 
 
 @dataclass(frozen=True)
 class PeerTimeouts:
-    """Time for which agent 0 waits for other nodes, in seconds."""
+    """Time that agent 0 waits for other nodes, in seconds."""
 
     evidence_s: float = 10.0
-    """For evidence, before all workers of a hung job are ended."""
+    """For evidence, before all workers of a hung job are killed."""
     agent_s: float = 20.0
-    """For a sign of a silent agent, before its node is given up."""
+    """For a heartbeat of a silent agent, before its node is given up."""
 
 
 @dataclass
 class ExternalRequests:
-    """Requests to this agent from outside. Each is retained once it was given; empty means that there was none."""
+    """External requests to this agent. Each is kept once received; empty means that there was none."""
 
     cancel: str = ""
-    """The user ends the run: why."""
+    """Reason given by the user for cancelling the run."""
     end: str = ""
-    """A signal ends the agent: which, and on which node if it is another one."""
+    """Signal that ends the agent, with the node if it is another one."""
     stop: str = ""
-    """Save and end: who asked."""
+    """Source of a request to save and stop."""
     broken: str = ""
-    """An agent cannot go on, or is not heard any more: why."""
+    """Reason why an agent cannot continue or is considered lost."""
     broken_kind: FailureKind = FailureKind.UNKNOWN
     broken_node: str = ""
 
     @property
     def to_end(self) -> bool:
-        """True if no worker may run any more."""
+        """True if all workers must be killed."""
         return bool(self.cancel or self.end or self.broken)
 
 
 class Supervisor(threading.Thread):
-    """One per agent; lives from before the first worker until after the last."""
+    """The supervising thread, one per agent; it outlives all workers."""
 
     def __init__(
         self,
@@ -140,23 +140,23 @@ class Supervisor(threading.Thread):
     # Called by the main thread
 
     def enter(self, role: Role, restart_dir: RestartDir) -> None:
-        """From now on the agent is busy with this role in this restart."""
+        """Set the agent's current role and restart."""
         with self._lock:
             self._place = (role, restart_dir)
             self._publish_at_s = 0.0
 
     def supervise(self, group: WorkerGroup, start: int) -> SupervisedGroup:
-        """Judge these workers from now on, beside those of other groups.
+        """Start supervising these workers, in addition to other groups.
 
         Args:
-            start: As ``GroupState.start``.
+            start: See ``GroupState.start``.
         """
         with self._lock:
             self._tracker.begin_restart(group.role)
             self._anomalies.begin_restart()
             supervised = SupervisedGroup.of(group, start, self._tracker)
             if group.role in self._orders.current.groups:
-                # Starts and ends of single workers belong to a phase; numbers of requests only grow.
+                # Orders to start or kill single workers belong to a phase; request numbers only ever increase.
                 before = self._orders.current.groups[group.role]
                 self._orders.set_group(group.role, GroupOrders(collect=before.collect))
             self._groups[group.role] = supervised
@@ -167,12 +167,12 @@ class Supervisor(threading.Thread):
         return supervised
 
     def settle(self) -> None:
-        """The workers of this node have ended. Returns once nothing is being found out about them any more."""
+        """Wait, after this node's workers have exited, until no investigation of them is in progress."""
         with self._lock:
             pass
 
     def release(self, role: Role) -> None:
-        """Stop judging a group: what becomes of its workers is decided on all nodes."""
+        """Stop supervising a group; all nodes agree on the fate of its workers."""
         with self._lock:
             self._groups.pop(role, None)
 
@@ -185,7 +185,7 @@ class Supervisor(threading.Thread):
         return self._orders.group(role)
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._over.set()
         self.join(timeout=evidence.STACK_TIMEOUT_S + 5.0)
         self._series.stop(time.monotonic())
@@ -198,14 +198,14 @@ class Supervisor(threading.Thread):
         """Tick until stopped."""
         threading.Thread(target=self._stay_awake, name="awake", daemon=True).start()
         while not self._over.is_set():
-            with Survived() as failed:  # workers must not be left alone because one tick failed
+            with Survived() as failed:  # one failed tick must not leave the workers unsupervised
                 self._tick()
             if failed.error is not None:
                 self._say_once(f"supervision stumbled: {failed.problem}")
                 time.sleep(TICK_INTERVAL_S)
 
     def _stay_awake(self) -> None:
-        """The clock of pauses in a thread of its own: a tick may take long because of a file system, or of evidence."""
+        """Tick the pause clock in a dedicated thread: a slow file system or evidence may delay the main loop."""
         while not self._over.wait(AWAKE_INTERVAL_S):
             self.clock.tick(time.monotonic())
 
@@ -239,18 +239,18 @@ class Supervisor(threading.Thread):
             self._reap(now_s)
 
     def _wake_up(self) -> None:
-        """This process stood still: a suspended job, a frozen node. Meanwhile the run may have gone on without it."""
+        """Handle a pause of this process (a suspended job, a frozen node), during which the run may have moved on."""
         if self._deadline is not None and self._is_superseded():
             self._deadline.leave_now()
         self._events.say(f"this agent stood still for {self.clock.pause_s:.0f} s; silences are counted from now")
 
     def _end_in(self, seconds: float, why: str) -> None:
-        """The main thread may wait in a call that never returns: then this thread ends the agent."""
+        """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""
         if self._deadline is not None:
             self._deadline.set(seconds, f"{why} within {seconds:.0f} s; it is ended by its second thread")
 
     def _state(self, now_s: float) -> NodeState:
-        """State of this node; with a new reading of its telemetry when one is due."""
+        """State of this node, with a new telemetry reading if one is due."""
         if self._place is not None and now_s >= self._publish_at_s:
             self._published += 1
             ranks = [rank for one in self._groups.values() for rank in one.group.living()]
@@ -272,7 +272,7 @@ class Supervisor(threading.Thread):
         if number == SAVING:
             self._order_stop(f"{number.name}: the time limit is near or the nodes are taken back")
         elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.asked.stop:
-            # So Slurm announces a preemption, and scancel; it kills by itself when the time is up.
+            # Slurm announces preemption and scancel in this way; it kills by itself when the time is up.
             self._order_stop(f"{number.name}: Slurm takes the nodes back or ends the job")
         elif number in ENDING:
             self._order_end(number.name)
@@ -312,7 +312,7 @@ class Supervisor(threading.Thread):
             one.group.end()
 
     def _trained_groups(self) -> list[SupervisedGroup]:
-        """Groups whose state is saved. Those that are restarted alone serve them, until they have ended."""
+        """Groups whose state is saved. Groups with individual restarts only serve these, until these have finished."""
         return [one for one in self._groups.values() if not one.is_alone]
 
     def _ask_to_save(self) -> None:
@@ -323,7 +323,7 @@ class Supervisor(threading.Thread):
     # Agent 0 leads
 
     def _lead(self) -> None:
-        """Look at all nodes: agents to give up, workers that failed, workers that hang."""
+        """Check all nodes for lost agents, failed workers and hung workers."""
         states = self._channel.received("state", NodeState)
         self._find_lost_agents(states)
         now_s = time.monotonic()
@@ -352,7 +352,7 @@ class Supervisor(threading.Thread):
             self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
 
     def _agent_timeout_s(self) -> float:
-        """All workers are being ended: an agent that lives says so within seconds, and all wait for it."""
+        """Allowed silence of an agent; shorter while all workers are being killed, when every node waits for it."""
         groups = self._trained_groups()
         ending = any(self._orders.group(one.group.role).kill == one.group.generation for one in groups)
         return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
@@ -364,10 +364,10 @@ class Supervisor(threading.Thread):
             self._kill_workers()
 
     def _end_all(self, one: SupervisedGroup) -> None:
-        """A worker has failed on some node: its peers may say what they saw, then they are ended everywhere."""
+        """Order all workers of a failed group killed on every node, after their peers had time to report."""
         group, now_s = one.group, time.monotonic()
         if one.is_alone:
-            group.end()  # all is to end: nothing else ends all of them
+            group.end()  # the attempt is ending, and nothing else kills all of them
             return
         if one.failed_at_s is None:
             one.failed_at_s = now_s
@@ -385,7 +385,7 @@ class Supervisor(threading.Thread):
             self.asked.broken = "agent 0 does not answer any more"
             self._kill_workers()
             self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, and this agent has not ended")
-            # The controller acts on this line: it need not wait until files of agent 0 have been silent for long.
+            # The controller acts on this line, which saves it waiting for agent 0's files to go stale.
             self._events.add("peer", f"{self.asked.broken}; everything is ended", leader_lost=True)
         if orders is None:
             return
@@ -435,7 +435,7 @@ class Supervisor(threading.Thread):
             write_model(restart_dir.agent_status(self._node), status)
             self._unwritten = ""
         except OSError as error:
-            # Training does not need it; the next one is tried in two seconds.
+            # Training does not depend on it, and the next attempt follows in two seconds.
             self._say_once(f"the status could not be written: {error}")
 
     def _readings(self) -> Iterable[NodeReading]:
@@ -444,8 +444,7 @@ class Supervisor(threading.Thread):
             yield NodeReading(name, state.published, state.telemetry, state.ranks, work)
 
     def _work_of(self, index: int) -> str:
-        """Roles of a node's workers that are restarted together; of those that are restarted alone, where it has no
-        others."""
+        """Roles of a node's groups that restart as a whole or, if it has none, of those with individual restarts."""
         here = [one for one in self._groups.values() if index in one.group.plan.nodes]
         return " ".join(one.group.role for one in here if not one.is_alone) or " ".join(one.group.role for one in here)
 
@@ -453,7 +452,7 @@ class Supervisor(threading.Thread):
         owned = {worker.pid for one in self._groups.values() for worker in one.group.workers.values()}
         if owned and now_s >= self._reap_at_s:
             self._reap_at_s = now_s + REAP_INTERVAL_S
-            # A young child may be a worker that is just being started: its exit belongs to its group.
+            # A young child may be a worker that is just being started; its group reaps it.
             processes.reap_orphans(owned | set(self._owned_elsewhere()), min_age_s=REAP_INTERVAL_S)
 
     def _say_once(self, text: str) -> None:

@@ -1,1 +1,1 @@
-"""Telemetry of a node: its figures and those of its GPUs, their series over time, and anomalies among all nodes."""
+"""Telemetry of a node: metrics of the node and its GPUs, their time series, and anomalies across nodes."""

@@ -1,4 +1,4 @@
-"""Anomalies in the telemetry of all nodes: findings in the status of agent 0, and an event when one begins or ends."""
+"""Anomalies across all nodes' telemetry: findings in agent 0's status, and an event when one begins or ends."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from rlhf_core.worker.event_log import EventLog
 
 @dataclass(frozen=True)
 class NodeReading:
-    """The last publication of one node."""
+    """The last published telemetry of one node."""
 
     node: str
     sequence: int
-    """Its publications so far; one that has not changed since the last look is no new reading."""
+    """Number of publications so far; unchanged since the last look means no new reading."""
     telemetry: dict[str, float]
     ranks: tuple[RankStatus, ...]
     work: str = ""
-    """Work of the node: those with other work are not compared with it."""
+    """Roles running on the node: only nodes with the same work are compared."""
 
 
 class Anomalies:
-    """Compares the nodes. Used by the supervising thread of agent 0 alone."""
+    """Compares the nodes. Used only by agent 0's supervising thread."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -31,16 +31,16 @@ class Anomalies:
         self._present: tuple[str, ...] = ()
 
     def begin_restart(self) -> None:
-        """Other workers, or another role: what stood out among those before says nothing about them."""
+        """Discard earlier anomalies: they say nothing about the new workers or role."""
         self._watch = ImbalanceWatch()
         self._seen.clear()
         self._present = ()
 
     def look(self, readings: Iterable[NodeReading], now_s: float) -> tuple[str, ...]:
-        """Take in what is new, and say what stands out.
+        """Add new readings and return the current anomalies.
 
         Args:
-            readings: The last of each node.
+            readings: The last reading of each node.
             now_s: This agent's monotonic clock, in seconds.
         """
         for reading in readings:

@@ -1,7 +1,7 @@
-"""Figures of the node's GPUs, read from the driver through NVML (nvidia-ml-py).
+"""Metrics of the node's GPUs, read from the driver through NVML (nvidia-ml-py).
 
-Everything a device does not offer (old driver, MIG slice, consumer card) is left out, and the rest is still read.
-Names and units of the calls are those of NVIDIA's "NVML API Reference Guide".
+Metrics that a device does not support (old driver, MIG slice, consumer card) are omitted; the rest are still read.
+Names and units of the calls follow NVIDIA's "NVML API Reference Guide".
 """
 
 import contextlib
@@ -15,22 +15,22 @@ GIB = 2**30
 
 @dataclass
 class _Device:
-    """One GPU that the job may see."""
+    """One GPU visible to the job."""
 
     handle: Any
     xids: Any = None
-    """NVML's set of events for its XIDs; None where the driver offers none."""
+    """NVML event set for its XIDs; None if the driver does not support it."""
     last_xid: int = 0
 
 
 class GpuTelemetry:
-    """Reads the GPUs that the job may see, numbered as the job numbers them."""
+    """Reads the GPUs visible to the job, numbered as the job numbers them."""
 
     def __init__(self) -> None:
-        """Open the driver's library.
+        """Load NVML.
 
         Raises:
-            OSError: there is no NVML, no driver, or it refuses; the message says which.
+            OSError: NVML or the driver is missing or fails to initialise; the message says which.
         """
         try:
             import pynvml
@@ -44,10 +44,10 @@ class GpuTelemetry:
             raise OSError(f"NVML: {error}") from error
 
     def read(self) -> dict[str, float]:
-        """Figures of each GPU, flat: ``gpu0_util_percent``, and so on.
+        """Metrics of each GPU in a flat mapping: ``gpu0_util_percent`` and so on.
 
         Returns:
-            Per GPU, as far as its driver offers them: ``util_percent`` (time a kernel was running), ``memory_used_gb``,
+            Per GPU, if its driver supports them: ``util_percent`` (time a kernel was running), ``memory_used_gb``,
             ``memory_total_gb``, ``power_w``, ``power_limit_w``, ``temperature_c``, ``temperature_slowdown_c`` (from
             which on the hardware slows down), ``sm_clock_mhz``, ``ecc_corrected`` and ``ecc_uncorrected`` (errors since
             the driver was loaded), ``throttle_thermal`` and ``throttle_power_brake`` (0 or 1: slowed down by heat, by
@@ -60,7 +60,7 @@ class GpuTelemetry:
         return found
 
     def names(self) -> list[str]:
-        """Types of the GPUs, in their order."""
+        """Types of the GPUs, in order."""
         return [_text(self._nvml.nvmlDeviceGetName(device.handle)) for device in self._devices]
 
     def driver(self) -> str:
@@ -78,7 +78,7 @@ class GpuTelemetry:
         by_index = name.isdigit()
         handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
         device = _Device(handle)
-        # Without these events (containers, Windows, some virtual GPUs) XIDs stand in the kernel's log alone.
+        # Without these events (containers, Windows, some virtual GPUs) XIDs appear only in the kernel log.
         with contextlib.suppress(nvml.NVMLError):
             xids = nvml.nvmlEventSetCreate()
             nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, xids)
@@ -94,11 +94,11 @@ class GpuTelemetry:
         return found
 
     def _try(self, read: Callable[[_Device], dict[str, float]], device: _Device, found: dict[str, float]) -> None:
-        """Read what the device offers; that it is lost is a figure too."""
+        """Read a metric if the device supports it; record the device as lost if it is."""
         try:
             found |= read(device)
         except AttributeError:
-            pass  # a later nvidia-ml-py that has dropped this call
+            pass  # a newer nvidia-ml-py has dropped this call
         except self._nvml.NVMLError as error:
             if error.value == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 found["lost"] = 1.0
@@ -142,7 +142,7 @@ class GpuTelemetry:
 
     def _throttling(self, device: _Device) -> dict[str, float]:
         nvml = self._nvml
-        # The power cap is left out: under load a healthy GPU runs at it. So is HwSlowdown, which is set with the rest.
+        # The power cap is omitted: a healthy GPU under load runs at it. So is HwSlowdown, which is set with the others.
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device.handle)
         heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
         return {
@@ -152,7 +152,7 @@ class GpuTelemetry:
 
     def _xid(self, device: _Device) -> dict[str, float]:
         with contextlib.suppress(self._nvml.NVMLError_Timeout):
-            # Ends by the time-out once there is no further event.
+            # The loop ends with a timeout once there are no more events.
             while device.xids is not None:
                 event = self._nvml.nvmlEventSetWait_v2(device.xids, 0)
                 device.last_xid = int(event.eventData)
@@ -160,5 +160,5 @@ class GpuTelemetry:
 
 
 def _text(name: str | bytes) -> str:
-    """NVML's Python bindings gave bytes until version 12."""
+    """Decode a name: NVML's Python bindings returned bytes before version 12."""
     return name.decode() if isinstance(name, bytes) else name

@@ -1,4 +1,4 @@
-"""Figures of the node, published beside the beats."""
+"""Metrics of the node, published along with the heartbeats."""
 
 import contextlib
 import os
@@ -16,30 +16,30 @@ GIB = 2**30
 MB = 1e6
 
 PERIOD_S = 2.0
-"""Pause between two readings of what may block."""
+"""Time between two readings of sources that may block, in seconds."""
 
 STALE_S = 15.0
-"""A reading of the GPUs or of the disk that is older says that the driver or the file system does not answer."""
+"""Age beyond which a GPU or disk reading shows that the driver or the file system is hung, in seconds."""
 
 LOOPBACK = "lo"
 INFINIBAND = Path("/sys/class/infiniband")
 _INFINIBAND_WORD = 4
-"""Bytes that InfiniBand's data counters count as one (InfiniBand Architecture Specification, PortCounters)."""
+"""Bytes per unit of InfiniBand's data counters (InfiniBand Architecture Specification, PortCounters)."""
 
 
 class Telemetry:
-    """Reads the node's figures; shares and rates are those since the reading before.
+    """Reads the node's metrics; percentages and rates cover the time since the previous reading.
 
-    What can block (a GPU driver, a file system that is away) is read by a thread of its own: supervision must go on
-    when a broken GPU holds every call into its driver.
+    Sources that can block (a GPU driver, an unreachable file system) are read in a separate thread: supervision must
+    continue when a broken GPU blocks every call into its driver.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None, folder: Path | None = None) -> None:
-        """Begin to measure.
+        """Start measuring.
 
         Args:
-            say: Told once why there are no figures of GPUs.
-            folder: Where the run directories lie; its free space is measured.
+            say: Receives, once, the reason why there are no GPU metrics.
+            folder: Folder of the run directories, whose free space is measured.
         """
         self._say = say
         self._processes: dict[int, psutil.Process] = {}
@@ -50,10 +50,10 @@ class Telemetry:
         psutil.cpu_percent()
 
     def read(self, worker_pids: Collection[int]) -> dict[str, float]:
-        """One reading.
+        """Take one reading.
 
         Args:
-            worker_pids: Workers of this node; what has ended counts nothing.
+            worker_pids: Process ids of this node's workers; exited ones are ignored.
 
         Returns:
             ``cpu_percent`` (of all cores), ``cpu_cores``, ``load_1min``, ``memory_used_gb``, ``memory_total_gb``;
@@ -61,8 +61,8 @@ class Telemetry:
             ``network_received_mb_per_s``, ``network_sent_mb_per_s`` (all interfaces but loopback),
             ``loopback_mb_per_s`` (everything that stays on the node), ``infiniband_received_mb_per_s``,
             ``infiniband_sent_mb_per_s`` (where there is InfiniBand), ``disk_read_mb_per_s``, ``disk_write_mb_per_s``;
-            ``runs_free_gb``; per GPU what :class:`GpuTelemetry` reads; and ``slow_reading_age_s`` when the GPUs or the
-            file system have not answered for long.
+            ``runs_free_gb``; per GPU the metrics of :class:`GpuTelemetry`; and ``slow_reading_age_s`` if the GPUs or
+            the file system have not answered for long.
         """
         memory = psutil.virtual_memory()
         found = {
@@ -75,11 +75,11 @@ class Telemetry:
         return found | self._workers(worker_pids) | self._rates() | self._slow_figures()
 
     def stop(self) -> None:
-        """End the reading thread; one that is stuck in a driver does not hold the process."""
+        """Stop the reading thread; a thread stuck in a driver does not keep the process alive."""
         self._slow.stop()
 
     def _workers(self, pids: Collection[int]) -> dict[str, float]:
-        # The same objects every time: psutil measures a share since the question before to the same object.
+        # Reuse the objects: psutil computes CPU shares since the previous call on the same object.
         self._processes = {pid: known for pid, known in self._processes.items() if pid in pids}
         resident, share = 0, 0.0
         for pid in pids:
@@ -93,7 +93,7 @@ class Telemetry:
         now_s, counters = time.monotonic(), _counters()
         passed_s = max(now_s - self._read_at_s, 1e-3)
         before, self._counters, self._read_at_s = self._counters, counters, now_s
-        # A counter that went back was reset (an interface that came up again): nothing is known of that time.
+        # A counter that decreased was reset (an interface came up again); its unknown rate is reported as 0.
         return {
             name: round(max(0, count - before[name]) / MB / passed_s, 3)
             for name, count in counters.items()
@@ -109,7 +109,7 @@ class Telemetry:
 
 
 class _SlowReader:
-    """Reads GPUs and free space in a thread, which begins with the first question."""
+    """Reads GPUs and free space in a thread that starts on first use."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -121,7 +121,7 @@ class _SlowReader:
         self._read_at_s = time.monotonic()
 
     def newest(self) -> tuple[dict[str, float], str, float]:
-        """The newest figures, why there are none of GPUs, and the age of the figures in seconds."""
+        """The newest metrics, the reason for missing GPU metrics, and the age of the metrics in seconds."""
         if self._thread is None:
             self._read_at_s = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
@@ -130,7 +130,7 @@ class _SlowReader:
             return dict(self._figures), self._problem, time.monotonic() - self._read_at_s
 
     def stop(self) -> None:
-        """End the thread, unless it is stuck."""
+        """Stop the thread, unless it is stuck."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
@@ -157,7 +157,7 @@ class _SlowReader:
 
 
 def _counters() -> dict[str, int]:
-    """Bytes so far, by the name of the rate that is made of them."""
+    """Cumulative byte counts, by the name of the rate derived from them."""
     interfaces = psutil.net_io_counters(pernic=True)
     outer = [counts for name, counts in interfaces.items() if name != LOOPBACK]
     found = {
@@ -166,7 +166,7 @@ def _counters() -> dict[str, int]:
     }
     if LOOPBACK in interfaces:
         found["loopback_mb_per_s"] = interfaces[LOOPBACK].bytes_sent
-    # Containers may hide the disks.
+    # None if a container hides the disks.
     disk = psutil.disk_io_counters()
     if disk is not None:
         found |= {"disk_read_mb_per_s": disk.read_bytes, "disk_write_mb_per_s": disk.write_bytes}
@@ -174,7 +174,7 @@ def _counters() -> dict[str, int]:
 
 
 def _infiniband() -> dict[str, int]:
-    """RDMA passes by the kernel's interfaces; the adapters count it themselves."""
+    """Byte counts of the InfiniBand adapters: RDMA bypasses the kernel's network interfaces."""
     found: dict[str, int] = {}
     for name, counter in (("received", "port_rcv_data"), ("sent", "port_xmit_data")):
         for path in INFINIBAND.glob(f"*/ports/*/counters/{counter}"):

@@ -1,4 +1,4 @@
-"""Figures of the node over time: ``telemetry-<node>.jsonl``, one line per period with the means of its readings."""
+"""Time series of the node's metrics: ``telemetry-<node>.jsonl``, one line per period with the mean of its readings."""
 
 import contextlib
 import math
@@ -12,23 +12,23 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import TelemetryLine
 
 FINE_PERIOD_S = 10.0
-"""Of a line, in the first hour of a restart: most of what goes wrong does so there."""
+"""Period of a line in the first hour of a restart, when most failures happen, in seconds."""
 
 PERIOD_S = 60.0
-"""Of a line, later: about 10,000 lines for a week, 5 MB for a node without GPUs and 25 MB for one with eight."""
+"""Period of a line after that, in seconds: about 10,000 lines a week, 5 MB without GPUs and 25 MB with eight."""
 
 FINE_FOR_S = 3600.0
 
 UNCHANGING = ("cpu_cores", "_total_gb", "_limit_w", "_slowdown_c")
-"""Ends of the names of figures that stand in ``agents/<node>.json`` and do not change."""
+"""Name suffixes of metrics that do not change; they are in ``agents/<node>.json``."""
 
 _MOST_WAITING = 100
-"""Lines kept for a file system that does not answer; more are thrown away."""
+"""Maximum number of lines queued while the file system is hung; more are dropped."""
 
 
 class TelemetrySeries:
-    """Gathers readings and appends their means. Used by the supervising thread alone, which never waits for it: a
-    thread of its own writes."""
+    """Averages readings and appends the means. Used only by the supervising thread, which never blocks on it: a
+    separate thread writes."""
 
     def __init__(self, node: str, say: Callable[[str], None]) -> None:
         self._node = node
@@ -42,11 +42,11 @@ class TelemetrySeries:
         self._thread.start()
 
     def add(self, place: RestartDir, figures: Mapping[str, float], now_s: float) -> None:
-        """Take in a reading.
+        """Add a reading.
 
         Args:
             place: The restart it belongs to.
-            figures: What was read.
+            figures: The metrics read.
             now_s: This agent's monotonic clock, in seconds.
         """
         if place != self._place:
@@ -60,7 +60,7 @@ class TelemetrySeries:
             self._end_period(now_s)
 
     def stop(self, now_s: float) -> None:
-        """Write what there is and end the thread; one that is stuck does not hold the process."""
+        """Write what is pending and stop the thread; a stuck thread does not keep the process alive."""
         self._end_period(now_s)
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
@@ -88,7 +88,7 @@ class TelemetrySeries:
                 writer.write(item[1])
                 unwritten = ""
             except OSError as error:
-                # Nothing needs it; the next line is written into a file opened anew, which closes off a torn one.
+                # Nothing depends on it. The file is reopened for the next line, which terminates a torn one.
                 _close(writer)
                 writer = None
                 if str(error) != unwritten:
@@ -98,12 +98,12 @@ class TelemetrySeries:
 
 
 def _period_s(age_s: float) -> float:
-    """Seconds that a line spans, in a restart of this age."""
+    """Seconds that a line spans in a restart of this age."""
     return FINE_PERIOD_S if age_s < FINE_FOR_S else PERIOD_S
 
 
 def _short(value: float) -> float:
-    """Four digits tell more than such a mean knows."""
+    """Round to four significant digits, more than such a mean is accurate to."""
     return float(f"{value:.4g}")
 
 

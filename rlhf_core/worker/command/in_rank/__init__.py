@@ -1,4 +1,4 @@
-"""The part that runs inside the ranks of another program: standard library alone, any Python from 3.8 on.
+"""Code that runs inside the ranks of an external trainer: standard library only, Python 3.8 or newer.
 
-The folder is put on PYTHONPATH of the program. Python then loads ``sitecustomize.py`` at the start of every process.
+This folder is put on the program's PYTHONPATH, so that Python loads ``sitecustomize.py`` at the start of every process.
 """

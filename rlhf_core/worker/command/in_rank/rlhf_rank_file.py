@@ -1,7 +1,7 @@
-"""Status of one rank of another program: a small memory-mapped file between the rank and the worker that follows it.
+"""Status of one rank of an external trainer: a small memory-mapped file shared by the rank and its worker.
 
-Both ends map the same 64-bit words, each written by one side alone. Loaded in the rank as a top-level module, with the
-standard library alone.
+Both sides map the same 64-bit words; each word is written by one side only. The rank loads this file as a top-level
+module, so it uses the standard library alone.
 """
 
 import mmap
@@ -13,7 +13,7 @@ MAGIC = 0x726C68666D6401
 WORDS = 16
 
 PATH_VARIABLE = "RLHF_RANK_STATUS"
-"""Environment variable with the path of the files, without the local rank at its end."""
+"""Environment variable with the path of the files, without the local rank that ends it."""
 
 # Written by the rank.
 PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE = range(1, 10)
@@ -21,7 +21,7 @@ PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE = range(1, 10)
 QUESTION, SAVE, STOP = range(10, 13)
 
 NO_GROUP, HAS_GROUP = 1, 2
-"""Values of ``GROUP`` once torch is loaded: the rank has joined no process group, or has. Before that it is 0."""
+"""Values of ``GROUP`` once torch is loaded: the rank has joined no process group, or has joined one. 0 before that."""
 
 _INT64 = struct.Struct("q")
 
@@ -33,8 +33,8 @@ class RankFile:
         """Map the file.
 
         Raises:
-            OSError: it is not there, or cannot be made.
-            ValueError: it is none of ours.
+            OSError: the file does not exist or cannot be created.
+            ValueError: it is not a rank file.
         """
         self.path = path
         size = WORDS * _INT64.size
@@ -56,12 +56,12 @@ class RankFile:
         return self._words[word]
 
     def set(self, word: int, value: int) -> None:
-        """Write one word, with one store."""
+        """Write one word, in a single store."""
         self._words[word] = value
 
     @property
     def answer_path(self) -> str:
-        """Path of the content of the flight recorder, as the rank writes it on request."""
+        """Path to which the rank writes its flight recorder on request."""
         return self.path + ".recorder"
 
 
@@ -71,7 +71,7 @@ def rank_path(prefix: str, local_rank: int) -> str:
 
 
 def own_file() -> "RankFile | None":
-    """File of the rank that this process is; None where it is none, or only a helper of one."""
+    """The file of this process's rank; None if the process is not a rank but, for example, a helper of one."""
     prefix, local_rank = os.environ.get(PATH_VARIABLE), os.environ.get("LOCAL_RANK", "")
     if not prefix or not local_rank.isdigit():
         return None
@@ -79,12 +79,12 @@ def own_file() -> "RankFile | None":
         found = RankFile(rank_path(prefix, int(local_rank)))
     except (OSError, ValueError):
         return None
-    # A rank hands its environment on to processes that it starts; the first one is the rank.
+    # Processes started by a rank inherit its environment; the first process to get here is the rank.
     if found.get(PID) == 0:
         found.set(PID, os.getpid())
     return found if found.get(PID) == os.getpid() else None
 
 
 def now_ns() -> int:
-    """Monotonic time of the node in nanoseconds, as both ends read it."""
+    """Monotonic time of the node in nanoseconds, the same for both sides."""
     return time.monotonic_ns()

@@ -1,10 +1,10 @@
-"""Loaded by Python at the start of every process of another program.
+"""Startup hook that Python loads in every process of an external trainer.
 
-In a rank it starts a thread that notes the number of collectives the rank has entered, from torch's flight recorder,
-and writes down the recorder's content when the worker asks. The thread touches nothing of the program: it calls torch
-only once the program itself has made a process group, and never beats for it.
+In a rank it starts a thread that publishes the number of collectives the rank has entered, read from torch's flight
+recorder, and dumps the recorder when the worker asks. The thread does not interfere with the program: it calls torch
+only once the program itself has created a process group, and never beats for it.
 
-Then it hands on to the ``sitecustomize`` that the environment would have loaded, if it has one.
+It then loads the ``sitecustomize`` that it hides, if the environment has one.
 """
 
 import importlib.machinery
@@ -17,12 +17,12 @@ import time
 
 INTERVAL_S = 0.25
 THREAD_NAME = b"rlhf-collective"
-"""As the kernel knows the thread; looks at the threads of a rank leave it out."""
+"""The thread's name in the kernel; inspections of a rank's threads ignore it."""
 _PR_SET_NAME = 15
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: any Python from 3.8 on
+def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must run on Python 3.8
     import rlhf_rank_file as words
 
     try:
@@ -30,7 +30,7 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: 
 
         ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME, 0, 0, 0)
     except (OSError, AttributeError, ImportError):
-        pass  # it then counts as a thread of the program
+        pass  # the thread then counts as one of the program's
     answered = status.get(words.QUESTION)
     while True:
         time.sleep(INTERVAL_S)
@@ -39,7 +39,7 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: 
             if distributed is None or not hasattr(distributed, "is_initialized"):
                 continue
             if not distributed.is_initialized():
-                # At the end of its work a program leaves its group again.
+                # A program destroys its process group when it is done.
                 if status.get(words.GROUP) != words.HAS_GROUP:
                     status.set(words.GROUP, words.NO_GROUP)
                 continue
@@ -56,7 +56,7 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: 
                     file.write(_dump(recorder, True))
                 os.replace(status.answer_path + ".tmp", status.answer_path)
                 status.set(words.ANSWERED, answered)
-        except Exception:  # a recorder of another torch must not disturb the program; the worker sees that it is silent
+        except Exception:  # an incompatible torch must not disturb the program; the worker notices the silence
             time.sleep(10 * INTERVAL_S)
 
 
@@ -66,7 +66,7 @@ def _dump(recorder, entries):  # type: ignore[no-untyped-def]
 
 
 def _counts(recorder):  # type: ignore[no-untyped-def]
-    """Collectives of the default process group that were entered, and left."""
+    """Number of collectives of the default process group that were entered and left."""
     groups = json.loads(_dump(recorder, False)).get("pg_status", {})
     if not groups:
         return 0, 0
@@ -76,7 +76,7 @@ def _counts(recorder):  # type: ignore[no-untyped-def]
 
 
 def _hand_on() -> None:
-    """Load the ``sitecustomize`` that this one hides."""
+    """Load the ``sitecustomize`` hidden by this one."""
     elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
     found = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if found is not None and found.loader is not None:
@@ -86,7 +86,7 @@ def _hand_on() -> None:
 
 
 class _OwnPackage:
-    """Finds ``rlhf_core.callback`` where the environment of the program does not have the package itself."""
+    """Finds ``rlhf_core.callback`` if the program's environment does not have the package."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]

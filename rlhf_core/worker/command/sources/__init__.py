@@ -1,4 +1,4 @@
-"""Sources of progress of a program that does not beat, one file each."""
+"""Sources of progress for programs that send no heartbeats, one file each."""
 
 from collections.abc import Callable, Mapping
 
@@ -29,10 +29,10 @@ _OF_PROGRAM: Mapping[ProgressSource, Callable[[Watched], Source]] = {
 
 
 def make_sources(watched: Watched, status: RankFile) -> list[Source]:
-    """The sources that a trainer has, in its order.
+    """Create a trainer's sources, in its order.
 
     Args:
-        watched: The program, from the view of one of its ranks.
+        watched: The program, as seen by one of its ranks.
         status: Status of that rank.
     """
     return [

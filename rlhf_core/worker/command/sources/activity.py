@@ -1,7 +1,7 @@
-"""Life seen by processor time, reading and writing, and GPU use of a rank's processes.
+"""Liveness from the CPU time, I/O and GPU use of a rank's processes.
 
-Sees ranks that are stopped, or wait without using processor, disk or GPU. Blind to an endless loop, and to a rank that
-spins in a collective (NCCL does, and the GPU is then as busy as in training).
+Detects ranks that are stopped, or that wait without using CPU, disk or GPU. Misses endless loops and ranks that spin in
+a collective (NCCL does, and the GPU is then as busy as in training).
 """
 
 import contextlib
@@ -18,24 +18,24 @@ from rlhf_core.worker.command.observation import Reading, Watched
 from rlhf_core.worker.liveness.inspection import descendants_of
 
 SAMPLE_S = 2.0
-"""Least time between two samples in seconds: processor time is counted in hundredths of a second."""
+"""Minimum time between samples, in seconds: CPU time is counted in hundredths of a second."""
 MIN_CPU_SHARE = 0.02
-"""Share of one core from which on a rank is alive. Threads that wait with a time-out, as those of NCCL, of a progress
-bar and of loggers, use less."""
+"""Share of one core at or above which a rank counts as alive. Threads that wait with a timeout, such as those of NCCL,
+progress bars and loggers, use less."""
 MIN_IO_BYTES_PER_S = 1024.0
-"""Bytes read and written per second from which on a rank is alive; wake-ups through pipes are smaller."""
+"""Bytes read and written per second at or above which a rank counts as alive; wake-ups through pipes are smaller."""
 _DRIVER = Path("/dev/nvidiactl")
 
 
 class _Usage(NamedTuple):
-    """Use of processor and files of a process since it began."""
+    """CPU time and I/O of a process since it started."""
 
     cpu_s: float
     io_bytes: float
 
 
 class Activity:
-    """Use of processor, files and GPUs since the sample before, of the rank's processes and their descendants."""
+    """CPU, I/O and GPU use of the rank's processes and their descendants since the previous sample."""
 
     kind = ProgressSource.ACTIVITY
 
@@ -53,7 +53,7 @@ class Activity:
                 self._problem = f"GPU use is not seen: {error}"
 
     def poll(self, now_s: float) -> Reading:
-        """Take a sample every other second; between two samples there is no news."""
+        """Take a sample every ``SAMPLE_S``; in between, return an empty reading."""
         if self._sampled_at_s is not None and now_s - self._sampled_at_s < SAMPLE_S:
             return Reading()
         own = _processes(self._watched.pids())
@@ -63,7 +63,7 @@ class Activity:
         problem, self._problem = self._told.tell(self._problem), ""
         if not own or not before or all(_is_stopped(process) for process in own):
             return Reading(problem=problem)
-        # A process that was started since the sample before has used all that it has since then.
+        # Everything used by a process started after the previous sample counts.
         began_s = time.time() - passed_s
         used = [_difference(usage[key], before.get(key)) for key in usage if key in before or key[1] >= began_s]
         is_busy = (
@@ -100,7 +100,7 @@ def _usage(processes: list[psutil.Process]) -> dict[tuple[int, float], _Usage]:
 
 
 def _io_bytes(process: psutil.Process) -> float:
-    """Bytes that went through reads and writes, cached ones included; 0 where the kernel does not show it."""
+    """Bytes passed through reads and writes, including cached ones; 0 if the kernel does not show them."""
     try:
         counters = process.io_counters()
     except (psutil.Error, NotImplementedError, AttributeError):
@@ -113,7 +113,7 @@ def _difference(now: _Usage, before: _Usage | None) -> _Usage:
 
 
 def _is_stopped(process: psutil.Process) -> bool:
-    """True for one that is stopped: what its children do is no life of the rank."""
+    """True for a stopped process: activity of its children does not make the rank alive."""
     try:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -121,13 +121,13 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 class _Gpus:
-    """The GPUs of the node, by NVML."""
+    """The node's GPUs, through NVML."""
 
     def __init__(self) -> None:
-        """Open the driver's library.
+        """Load NVML.
 
         Raises:
-            OSError: there is no NVML or it refuses.
+            OSError: NVML is missing or fails to initialise.
         """
         try:
             import pynvml
@@ -141,7 +141,7 @@ class _Gpus:
             raise OSError(f"NVML: {error}") from error
 
     def are_used_by(self, pids: set[int]) -> bool:
-        """True if a GPU on which one of these processes computes was busy within the driver's last sample."""
+        """True if a GPU used by one of these processes was busy during the driver's last sample."""
         for handle in self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
                 present = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}

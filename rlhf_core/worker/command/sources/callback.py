@@ -1,8 +1,8 @@
-"""Progress as the rank itself tells it, through ``rlhf_core.callback``.
+"""Progress reported by the rank itself, through ``rlhf_core.callback``.
 
-Sees every hang of a rank within the trainer's loop, with the phase it is in. Blind to a hang before the loop begins,
-and to code that the trainer runs outside of its callbacks: a reward function of minutes looks like a hang unless it
-beats itself (``SupervisionCallback.beat``).
+Detects every hang of a rank inside the trainer's loop, with its phase. Misses hangs before the loop begins, and cannot
+see code that the trainer runs outside its callbacks: a reward function that takes minutes looks like a hang unless it
+calls ``SupervisionCallback.beat``.
 """
 
 from rlhf_core.schemas.command_trainer import ProgressSource
@@ -14,7 +14,7 @@ _PHASES = tuple(Phase)
 
 
 class CallbackSource:
-    """Reads the beats of one rank."""
+    """Reads one rank's beats."""
 
     kind = ProgressSource.CALLBACK
 

@@ -1,7 +1,7 @@
-"""Progress seen by checkpoints that appear.
+"""Progress shown by new checkpoints.
 
-Sees a job that saves no more checkpoints. Blind to the rank that is to blame, and to anything shorter than the time
-between two checkpoints: a job that hangs right after one looks well until the next one is late.
+Detects a job that no longer saves checkpoints. Cannot tell which rank is to blame, and misses anything shorter than the
+checkpoint interval: a job that hangs right after a checkpoint looks healthy until the next one is overdue.
 """
 
 from pathlib import Path
@@ -13,11 +13,11 @@ from rlhf_core.worker.command.found_checkpoints import CheckpointContent, Watche
 from rlhf_core.worker.command.observation import Reading, Watched
 
 POLL_S = 1.0
-"""Least time between two readings in seconds: each asks for the size of every file of every checkpoint."""
+"""Minimum time between readings, in seconds: each stats every file of every checkpoint."""
 
 
 class Checkpoints:
-    """New checkpoints in the output folder. While one grows, the phase is ``checkpoint``."""
+    """New checkpoints in the output folder. While one is being written, the phase is ``checkpoint``."""
 
     kind = ProgressSource.CHECKPOINTS
 
@@ -37,7 +37,7 @@ class Checkpoints:
             self._problem = _in_words(error)
 
     def poll(self, now_s: float) -> Reading:
-        """Read once a second; between two readings there is no news."""
+        """Read once a second; in between, return an empty reading."""
         if now_s < self._next_poll_s:
             return Reading(step=self._step)
         self._next_poll_s = now_s + POLL_S
@@ -46,7 +46,7 @@ class Checkpoints:
         except OSError as error:
             return Reading(step=self._step, problem=self._told.tell(_in_words(error)))
         contents = {one.path: self._checkpoints.content(one.path) for one in found}
-        # One that was there before counts from the moment that the program writes into it.
+        # A checkpoint that existed before counts once the program writes into it.
         self._old = {path: content for path, content in self._old.items() if contents.get(path) == content}
         new = [one for one in found if one.path not in self._old]
         grown = [one for one in new if contents[one.path] != self._contents.get(one.path)]

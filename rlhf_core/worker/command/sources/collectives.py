@@ -1,8 +1,8 @@
-"""Progress as the number of collectives that a rank has entered, by torch's flight recorder.
+"""Progress measured by the number of collectives a rank has entered, from torch's flight recorder.
 
-Sees a rank that enters no more collectives while others wait for it, and ranks that disagree about one. Blind to a loop
-that goes on to enter collectives without training, and to phases without any, such as a long rollout on one rank. Torch
-counts the collectives of every backend, with ``TORCH_FR_BUFFER_SIZE`` set, which the launch does.
+Detects a rank that stops entering collectives while others wait for it, and ranks that disagree about one. Misses loops
+that enter collectives without training, and phases without collectives, such as a long rollout on one rank. Torch
+counts the collectives of every backend if ``TORCH_FR_BUFFER_SIZE`` is set; the launch sets it.
 """
 
 from rlhf_core.schemas.command_trainer import ProgressSource
@@ -21,7 +21,7 @@ class CollectivesSource:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Collectives that were entered, and left."""
+        """Number of collectives entered and left."""
         return self._status.get(words.ENTERED), self._status.get(words.LEFT)
 
     def poll(self, now_s: float) -> Reading:

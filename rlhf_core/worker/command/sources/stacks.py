@@ -1,10 +1,10 @@
-"""Life seen by the Python stacks of a rank, sampled with py-spy.
+"""Liveness from the Python stacks of a rank, sampled with py-spy.
 
-Sees ranks whose Python stacks do not change at all. Blind to an endless loop of more than one line, and to any service
-thread that wakes up now and then: every change of any thread is taken for progress.
+Detects ranks whose Python stacks do not change at all. Misses endless loops of more than one line, and is misled by
+service threads that wake up now and then: a change in any thread counts as progress.
 
-py-spy reads the memory of the process and does not stop it (``--nonblocking``): training is not disturbed, and one that
-is stopped can be read too. What it reads of a process that runs may not fit together; it has changed then anyway.
+py-spy reads the process's memory without stopping it (``--nonblocking``), so training is not disturbed and a stopped
+process can be read too. Reading a running process may give inconsistent stacks, but then they have changed anyway.
 """
 
 import json
@@ -21,18 +21,18 @@ from rlhf_core.worker.command.observation import Reading, Watched
 from rlhf_core.worker.evidence.collection import find_py_spy
 
 SAMPLE_S = 5.0
-"""Least time between the beginnings of two samples in seconds."""
+"""Minimum time between the starts of two samples, in seconds."""
 TIMEOUT_S = 20.0
-"""Longest time for a sample in seconds."""
+"""Longest duration of a sample, in seconds."""
 MAX_PROCESSES = 4
-"""Processes of the rank that are looked at."""
+"""Maximum number of the rank's processes to sample."""
 
 Stack = tuple[tuple[str, str, int], ...]
-"""Function, file and line of each frame, the innermost first."""
+"""Function, file and line of each frame, innermost first."""
 
 
 class Stacks:
-    """Python stacks of all threads of the rank's processes, compared with those of the sample before."""
+    """Python stacks of all threads of the rank's processes, compared with the previous sample."""
 
     kind = ProgressSource.STACKS
 
@@ -45,7 +45,7 @@ class Stacks:
         self._before: dict[int, dict[int, Stack]] = {}
 
     def poll(self, now_s: float) -> Reading:
-        """Collect the samples that have come, and begin the next ones; nothing is waited for."""
+        """Collect finished samples and start the next ones, without waiting."""
         if self._program is None:
             return Reading(problem=self._told.tell(_MISSING))
         moved, problem, waiting = False, "", []
@@ -68,7 +68,7 @@ class Stacks:
         return Reading(moved, problem=self._told.tell(problem))
 
     def _begin(self, now_s: float) -> str:
-        """Start a sample of each process. Returns a sentence if that fails."""
+        """Start a sample of each process; returns a sentence if that fails."""
         self._began_at_s = now_s
         pids = list(self._watched.pids())[:MAX_PROCESSES]
         self._before = {pid: stacks for pid, stacks in self._before.items() if pid in pids}
@@ -89,12 +89,12 @@ class _Dump:
         """Start it.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: py-spy cannot be started.
         """
         self.pid = pid
         self._is_late = False
         self._files = ExitStack()
-        # Into files in memory: a pipe that is full would hold it until it is read.
+        # Write to in-memory files: a full pipe would block py-spy until it is read.
         self._output = self._files.enter_context(os.fdopen(os.memfd_create("py-spy"), "w+b"))
         self._errors = self._files.enter_context(os.fdopen(os.memfd_create("py-spy"), "w+b"))
         command: Sequence[str] = (program, "dump", "--nonblocking", "--json", "--pid", str(pid))
@@ -110,17 +110,17 @@ class _Dump:
 
     @property
     def is_wanted(self) -> bool:
-        """True if the process that is looked at has not ended meanwhile."""
+        """True if the sampled process is still alive."""
         return Path(f"/proc/{self.pid}").exists()
 
     def kill(self) -> None:
-        """Have it end; it is collected at a later poll like any other."""
+        """Kill py-spy; a later poll reaps it like any other."""
         self._is_late = True
         with suppress(ProcessLookupError):
             self._process.kill()
 
     def result(self) -> tuple[dict[int, Stack] | None, str]:
-        """Stacks by thread, or None and the reason."""
+        """Stacks by thread id, or None with the reason."""
         with self._files:
             self._output.seek(0)
             self._errors.seek(0)
@@ -136,10 +136,10 @@ class _Dump:
 
 
 def stacks_of(threads: list[dict[str, Any]]) -> dict[int, Stack]:
-    """Stacks by thread id, from py-spy's JSON. The state of threads is left out: a thread that waits changes it too.
+    """Stacks by thread id, from py-spy's JSON. Thread states are ignored: they change even in waiting threads.
 
     Raises:
-        KeyError, TypeError: it has another form.
+        KeyError, TypeError: the JSON has an unexpected form.
     """
     return {
         thread["thread_id"]: tuple((frame["name"], frame["filename"], frame["line"]) for frame in thread["frames"])

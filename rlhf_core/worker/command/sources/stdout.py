@@ -1,7 +1,7 @@
-"""Progress seen by lines of the program's output that match ``trainer.stdout_patterns``.
+"""Progress shown by output lines that match ``trainer.stdout_patterns``.
 
-Sees a job that prints no more progress. Blind to the rank that is to blame, where all write into one log, and to output
-that the program holds back in a buffer, as Python does unless PYTHONUNBUFFERED is set.
+Detects a job that no longer prints progress. Cannot tell which rank is to blame if all write to one log, and cannot see
+output that the program buffers, as Python does unless PYTHONUNBUFFERED is set.
 """
 
 import re
@@ -13,17 +13,17 @@ from rlhf_core.worker.command.following import ToldOnce, by_step, is_of_this_sta
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
 POLL_S = 0.5
-"""Least time between two readings in seconds."""
+"""Minimum time between readings, in seconds."""
 MAX_BYTES_PER_POLL = 1 << 20
-"""Most that is read of a log at once; the rest follows at the next poll."""
+"""Maximum read from a log per poll; the rest follows at the next poll."""
 MAX_LINE_CHARACTERS = 4_000
-"""Beginning of a line that a pattern is held against: some patterns take very long over very long lines."""
+"""Length of the prefix of a line that patterns are matched against: some patterns are very slow on very long lines."""
 _LINE_END = re.compile(rb"[\r\n]+")
 STEP_GROUP = "step"
 
 
 class Stdout:
-    """Lines of output that show progress. A line about a step shows it only if its pattern had another step before."""
+    """Output lines that show progress. A line with a step counts only if its pattern last matched another step."""
 
     kind = ProgressSource.STDOUT
 
@@ -36,7 +36,7 @@ class Stdout:
         self._next_poll_s = float("-inf")
 
     def poll(self, now_s: float) -> Reading:
-        """Read twice a second; between two readings there is no news."""
+        """Read twice a second; in between, return an empty reading."""
         if now_s < self._next_poll_s:
             return Reading(step=self._step)
         self._next_poll_s = now_s + POLL_S
@@ -72,11 +72,10 @@ class Stdout:
 
 
 class _Log:
-    """One log, followed as it grows; carriage returns end a line as newlines do.
+    """One growing log; a carriage return ends a line as a newline does.
 
-    A progress bar begins its line with the carriage return and leaves it without an end. What is there is therefore
-    taken for a line once it has stayed the same from one poll to the next; if it goes on all the same, it is read
-    again as a whole.
+    A progress bar starts its line with a carriage return and leaves the line unterminated. An unterminated line
+    therefore counts as complete once it is unchanged between two polls; if it grows later, it is read again as a whole.
     """
 
     def __init__(self, path: Path, watched: Watched) -> None:
@@ -89,7 +88,7 @@ class _Log:
             if not is_of_this_start(path, watched):
                 self._offset = path.stat().st_size
         except OSError:
-            pass  # not there yet, or told at the first poll
+            pass  # does not exist yet, or was reported at the first poll
 
     def new_lines(self) -> list[str]:
         try:
@@ -104,7 +103,7 @@ class _Log:
             return []
         *lines, rest = _LINE_END.split(block)
         if not lines and len(rest) == MAX_BYTES_PER_POLL:
-            lines, rest = [rest], b""  # one endless line: its beginning is looked at, the rest is the next one
+            lines, rest = [rest], b""  # one endless line: match its beginning and treat the rest as the next line
         self._offset += len(block) - len(rest)
         is_same = rest == self._rest and not lines
         if is_same and rest and not self._is_rest_taken:

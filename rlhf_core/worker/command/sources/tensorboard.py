@@ -1,11 +1,11 @@
-"""Progress seen by scalars in TensorBoard's event files.
+"""Progress shown by scalars in TensorBoard event files.
 
-Sees a job that makes no more steps. Blind to the rank that is to blame, since mostly the first rank writes for all, and
-to anything shorter than the time between two logged steps. torch's writer brings every event into the file at once,
-unless TensorFlow is installed beside it: then up to 120 s later (``flush_secs``). transformers flushes at every log.
+Detects a job that makes no more steps. Cannot tell which rank is to blame, since usually the first rank writes for all,
+and misses anything shorter than the time between two logged steps. torch's writer writes each event to the file at
+once unless TensorFlow is installed too: then up to 120 s later (``flush_secs``). transformers flushes at every log.
 
-The records are read here, at offsets, and not with TensorBoard's loader: that holds the file open, for which a network
-file system may show it as it was, reads an image of any size to check it in Python, and cannot tell a replaced file.
+Records are read here by offset rather than with TensorBoard's loader, which keeps the file open, so that a network file
+system may serve stale content, reads images of any size to verify them in Python, and does not notice a replaced file.
 The content of a record is TensorBoard's own (``event.proto``; frames: TFRecord, ``tensorflow/core/lib/io``).
 """
 
@@ -22,24 +22,24 @@ from rlhf_core.worker.command.following import ToldOnce, by_step
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
 POLL_S = 1.0
-"""Least time between two readings in seconds."""
+"""Minimum time between readings, in seconds."""
 SEARCH_S = 5.0
-"""Time between two searches for new files in seconds."""
+"""Time between searches for new files, in seconds."""
 MAX_FOLDERS = 2_000
-"""Folders that are searched at most, folders of checkpoints not counted."""
+"""Maximum number of folders searched, not counting those of checkpoints."""
 MAX_RECORD_BYTES = 256 << 10
-"""Largest record that is read; a scalar has some 60 bytes, and larger ones are images, texts and histograms."""
+"""Largest record read; a scalar takes some 60 bytes, larger records are images, texts and histograms."""
 MAX_BYTES_PER_POLL = 1 << 20
-"""Most that is read at once, so that a poll stays short; the rest follows at the next one."""
+"""Maximum read per poll, to keep it short; the rest follows at the next one."""
 _NAME = re.compile(r"events\.out\.tfevents\..+")
 _HEADER, _FOOTER = 12, 4
 _CHECKED_LENGTH = struct.Struct("<QI")
 _DT_FLOAT, _DT_DOUBLE = 1, 2
-"""Of ``types.proto``."""
+"""Data types, from ``types.proto``."""
 
 
 class TensorBoard:
-    """Scalars that were written since the start."""
+    """Scalars written since the program started."""
 
     kind = ProgressSource.TENSORBOARD
 
@@ -51,7 +51,7 @@ class TensorBoard:
         self._next_poll_s = self._next_search_s = float("-inf")
 
     def poll(self, now_s: float) -> Reading:
-        """Read once a second; between two readings there is no news."""
+        """Read once a second; in between, return an empty reading."""
         if now_s < self._next_poll_s:
             return Reading(step=self._step)
         self._next_poll_s = now_s + POLL_S
@@ -75,7 +75,7 @@ class TensorBoard:
         return Reading(bool(figures), self._step, metrics=by_step(figures), problem=self._told.tell(problem))
 
     def _search(self) -> str:
-        """Take up new files. Returns a sentence if there is more than could be searched."""
+        """Find new files; returns a sentence if there were more folders than could be searched."""
         is_checkpoint = _checkpoint_names(self._watched.trainer)
         for number, (folder, folders, names) in enumerate(os.walk(self._watched.output_dir)):
             folders[:] = sorted(name for name in folders if not is_checkpoint.fullmatch(name))
@@ -92,7 +92,7 @@ class TensorBoard:
 
 
 def _checkpoint_names(trainer: CommandTrainer) -> re.Pattern[str]:
-    """Names of checkpoints' folders, which hold many files and no events."""
+    """Pattern of checkpoint folder names; these folders hold many files and no events."""
     name = re.escape(Path(trainer.checkpoint_name).name)
     return re.compile(name.replace(re.escape("*"), ".*").replace(re.escape(STEP_FIELD), r"\d+"))
 
@@ -102,26 +102,26 @@ def _checkpoint_names(trainer: CommandTrainer) -> re.Pattern[str]:
 
 class _Record(NamedTuple):
     end: int
-    """Offset of the byte after it."""
+    """Offset just past the record."""
     content: bytes
-    """Empty for one that is too large to be a scalar."""
+    """Empty for a record too large to be a scalar."""
 
 
 class _EventFile:
-    """One event file, read on from its last whole record."""
+    """One event file, read from after its last complete record."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._mark = (0, 0)
         self.problem = ""
-        """Sentence on a record that is damaged: nothing behind it can be read."""
+        """Sentence on a damaged record: nothing after it can be read."""
 
     def new_scalars(self, started_at_s: float) -> list[StepFigures]:
-        """Scalars since the last call that were written after the start.
+        """Scalars found since the last call that were written after the start.
 
         Raises:
-            OSError: the file is there and cannot be read.
+            OSError: the file exists but cannot be read.
             ImportError: tensorboard is not installed.
         """
         try:
@@ -129,7 +129,7 @@ class _EventFile:
         except FileNotFoundError:
             return []
         mark = (found.st_mtime_ns, found.st_size)
-        # A whole minute before the start for clocks that differ: each record has the time at which it was written.
+        # Allow a minute before the start for clock skew: each record carries the time at which it was written.
         if mark == self._mark or found.st_mtime < started_at_s - 60:
             return []
         if found.st_size < self._offset and mark[0] > self._mark[0]:
@@ -185,7 +185,7 @@ def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures]:
 
 
 def _number(value: Any) -> float | None:
-    """A scalar in its old form (torch) or as a tensor (TensorFlow 2, JAX); None for anything else."""
+    """The value of a scalar in its old form (torch) or as a tensor (TensorFlow 2, JAX); None for anything else."""
     if value.HasField("simple_value"):
         return float(value.simple_value)
     if not value.HasField("tensor") or any(one.size != 1 for one in value.tensor.tensor_shape.dim):

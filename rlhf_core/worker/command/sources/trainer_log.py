@@ -1,10 +1,10 @@
-"""Progress seen by the log that the trainer writes, a line of JSON for every logged step.
+"""Progress shown by the trainer's log, one line of JSON per logged step.
 
-Read are ``logging.jsonl`` (ms-swift) and ``trainer_log.jsonl`` (LLaMA-Factory); where there is neither, the
+Reads ``logging.jsonl`` (ms-swift) and ``trainer_log.jsonl`` (LLaMA-Factory) or, if there is neither, the
 ``log_history`` in the ``trainer_state.json`` of every checkpoint (transformers, TRL).
 
-Sees a job that makes no more steps. Blind to the rank that is to blame, since the first rank writes for all, and to
-anything shorter than the time between two lines (``logging_steps``; without a log, between two checkpoints).
+Detects a job that makes no more steps. Cannot tell which rank is to blame, since the first rank writes for all, and
+misses anything shorter than the time between two lines (``logging_steps``; without a log, between two checkpoints).
 """
 
 import json
@@ -27,20 +27,20 @@ from rlhf_core.worker.command.found_checkpoints import checkpoint_folders
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
 POLL_S = 1.0
-"""Least time between two readings in seconds."""
+"""Minimum time between readings, in seconds."""
 LOG_NAMES = ("logging.jsonl", "trainer_log.jsonl")
 STATE_NAME = "trainer_state.json"
 SUMMARY_KEY = "log_history"
-"""Key of the line that ms-swift writes at the end, which sums up the training and belongs to no step."""
+"""Key of ms-swift's last line, which summarises the training and belongs to no step."""
 STEP_KEYS = ("global_step/max_steps", "iteration", "current_steps", "global_step", "step")
-"""Keys with the step, the first that is there counts: of ms-swift, of its Megatron trainer, of LLaMA-Factory, and of
-transformers. The first two have the form ``3/8``."""
+"""Keys that may hold the step, first match wins: of ms-swift, its Megatron trainer, LLaMA-Factory and transformers. The
+first two have the form ``3/8``."""
 _OTHER_STEP_KEYS = ("total_steps", "max_steps")
 _STEP = re.compile(r"(\d+)(?:/\d+)?")
 
 
 class TrainerLog:
-    """Lines of the trainer's log that have come since its start."""
+    """Lines written to the trainer's log since it started."""
 
     kind = ProgressSource.TRAINER_LOG
 
@@ -62,7 +62,7 @@ class TrainerLog:
             self._problem = _in_words(error)
 
     def poll(self, now_s: float) -> Reading:
-        """Read once a second; between two readings there is no news."""
+        """Read once a second; in between, return an empty reading."""
         if now_s < self._next_poll_s:
             return Reading(step=self._step)
         self._next_poll_s = now_s + POLL_S
@@ -106,7 +106,7 @@ class TrainerLog:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _present_states(self) -> Iterator[tuple[Path, tuple[int, int]]]:
-        """State files of the checkpoints and of the output folder, with the marks that change when one is written."""
+        """State files of the checkpoints and the output folder, each with a mark that changes when it is written."""
         found_checkpoints = checkpoint_folders(self._watched.trainer, self._watched.output_dir)
         folders = [path for _, path in sorted(found_checkpoints)]
         for folder in [*folders, *output_folders(self._watched.output_dir)]:
@@ -118,14 +118,14 @@ class TrainerLog:
             yield path, (found.st_mtime_ns, found.st_size)
 
     def _figures_of_states(self) -> list[StepFigures]:
-        """Entries of histories that were not told yet. One that is being written is read again later."""
+        """History entries not reported yet. A file that is being written is read again later."""
         figures, told = [], self._told_step
         for path, mark in self._present_states():
             if self._states.get(path) == mark:
                 continue
             self._states[path] = mark
             state = _parsed(_document(path))
-            # A new file that does not reach what was told: the trainer has begun again, and its steps with it.
+            # A new file that ends before the last reported step: the trainer has restarted, and its steps with it.
             told = told if (_step_of(state) or 0) >= told else 0
             figures += [one for one in _history(state) if one.step > told]
             told = max([told, *(one.step for one in figures[-1:])])
@@ -133,10 +133,10 @@ class TrainerLog:
 
 
 def history_of(checkpoint: Path) -> list[StepFigures]:
-    """Figures of all steps up to a checkpoint, from its state file; empty where it has none.
+    """Figures of all steps up to a checkpoint, from its state file; empty if it has none.
 
     Raises:
-        OSError: the file is there and cannot be read.
+        OSError: the file exists but cannot be read.
     """
     return by_step(_history(_parsed(_document(checkpoint / STATE_NAME))))
 
@@ -153,11 +153,11 @@ def _document(path: Path) -> bytes:
     try:
         return read_document(path)
     except FileNotFoundError:
-        return b""  # the trainer has removed its checkpoint meanwhile
+        return b""  # the trainer has removed its checkpoint in the meantime
 
 
 def _parsed(text: bytes | None) -> dict[str, Any]:
-    """The JSON object of a line; empty for anything else, such as a line that a killed trainer has left unfinished."""
+    """The JSON object in a line; empty for anything else, such as a line left unfinished by a killed trainer."""
     try:
         content = json.loads(text or b"")
     except (ValueError, RecursionError):
