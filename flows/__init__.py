@@ -1,1 +1,1 @@
-"""The order of the steps of a run: ``stages`` in plain Python, ``run`` as a Prefect flow. Prefect lives here."""
+"""The Prefect side: a run as a flow, deployments, notifications and services. Only this package imports Prefect."""
