@@ -99,7 +99,7 @@ def prepare(
         config_source: the config file, as given.
         overrides: the ``--set`` overrides, as given.
         folder: source of user code and git revision. Default: the current folder.
-        revision: git revision of that code, where the folder is a copy. Default: read from git.
+        revision: git revision of that code, if the folder is a copy. Default: read from git.
         owner: the requesting user. Default: the user of this process.
         tags: labels to find it by.
         run_id: its id, for requests that must get the same run when repeated. Default: a new one.

@@ -1,6 +1,6 @@
 """Incidents held against nodes across all runs: strikes from the history, weighted by ``diagnosis/nodes/strikes.py``.
 
-Strikes are derived from incidents and stay in the history. The repair of a node is recorded in a file beside the run
+Strikes are derived from incidents and stay in the history. The repair of a node is recorded in a file next to the run
 directories (:class:`NodeCleared`): from then on no controller that shares those directories counts earlier strikes.
 """
 
