@@ -1,8 +1,8 @@
-"""Cancellations of the flow runs of a worker, polled so that no outage of the server makes it deaf to them.
+"""Poll for cancelled flow runs, so that a worker still hears of cancellations after a server outage.
 
-Prefect 3.7.7's worker is told of them over a websocket. Without a server it tries ten times to connect again, then asks
-every ten seconds instead, and after three questions without an answer it gives up for good; it logs that, works on, and
-cancels nothing any more. What is cancelled between two connections it does not hear of either.
+Prefect 3.7.7's worker learns of cancellations over a websocket. When the server is gone, it tries ten times to
+reconnect, then falls back to polling every ten seconds, and gives up for good after three failed polls: it logs that,
+keeps working, and never cancels anything again. It also misses any cancellation made between two connections.
 """
 
 import asyncio
@@ -23,25 +23,25 @@ from prefect.runner import Runner
 from rlhf_core.survival import Survived
 
 POLL_INTERVAL_S = 3.0
-"""Seconds between two polls for flow runs that are to be cancelled."""
+"""Seconds between two polls for cancelled flow runs."""
 
 POLL_TIMEOUT_S = 120.0
-"""Time from which on a poll counts as hung: Prefect's client tries for a minute."""
+"""Age at which a poll counts as hung: Prefect's client retries for a minute."""
 
 
 _AT_MOST = 200
-"""As many as Prefect gives at a time; the others are asked for again."""
+"""Prefect's page size; the next poll picks up the rest."""
 
 
 class Cancellations:
-    """Has Prefect's runner cancel what is to be cancelled. The runner itself does nothing twice."""
+    """Polls for cancellations and hands them to Prefect's runner, which ignores duplicates."""
 
     def __init__(self, runner: Runner, say: Callable[[str], None]) -> None:
-        """Take over from the runner's own observer what it would give up.
+        """Replace the runner's own cancellation observer, which gives up during an outage.
 
         Args:
-            runner: Of the worker; it has begun.
-            say: Told what could not be done.
+            runner: The worker's runner, already started.
+            say: Called with a description of each failure.
         """
         self._runner = runner
         self._say = say
@@ -54,13 +54,13 @@ class Cancellations:
 
     @property
     def is_alive(self) -> bool:
-        """True if cancellations are asked for, be the server away or not."""
+        """True while the polling loop is running, even if the server is down."""
         return time.monotonic() - self._asked_at < POLL_TIMEOUT_S
 
     async def watch(self) -> None:
-        """Ask for ever."""
+        """Poll until cancelled."""
         while True:
-            with Survived() as failed:  # whatever Prefect's client raises: it is asked again
+            with Survived() as failed:  # whatever Prefect's client raises, the next poll tries again
                 await self._ask()
                 self._said = ""
             if failed.error is not None:
@@ -81,14 +81,14 @@ class Cancellations:
             self._ending[flow_run.id] = asyncio.create_task(self._end(flow_run))
 
     def _say_once(self, text: str) -> None:
-        """Once per outage."""
+        """Report a failure once per outage."""
         if text != self._said:
             self._said = text
             self._say(text)
 
     async def _end(self, flow_run: FlowRun) -> None:
         try:
-            with Survived() as failed:  # the server may go away meanwhile: what is left is asked for again
+            with Survived() as failed:  # the server may go down in between; the next poll picks up the rest
                 await self._runner._cancel_run(flow_run)
             if failed.error is not None:
                 self._say(f"flow run {flow_run.id} could not be cancelled, trying again: {failed.problem}")
@@ -97,4 +97,4 @@ class Cancellations:
 
 
 async def _nothing() -> None:
-    """Stand-in for the observer of Prefect's that asks: it does nothing that could fail."""
+    """No-op that replaces the polling of Prefect's observer, so that it cannot fail."""

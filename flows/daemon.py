@@ -1,4 +1,4 @@
-"""The daemon of a site, with Prefect: its rounds are flow runs, and it looks after flow runs that have not begun."""
+"""The site daemon with Prefect: its rounds are flow runs, and it also watches flow runs that have not started."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ log = logging.getLogger("rlhf.daemon")
 
 
 def serve(site: Site, stop: threading.Event) -> None:
-    """Look after the site until ``stop`` is set. Raises what :func:`rlhf_core.control.reconcile.loop.run` raises."""
+    """Watch the site until ``stop`` is set. Raises what :func:`rlhf_core.control.reconcile.loop.run` raises."""
     chores = [
         Chore("the cancellation of scheduled runs that are not to begin", lambda store: _skip(site)),
         Chore("the list of requests without a run", lambda store: _list_requests(site, store)),
@@ -27,7 +27,7 @@ def serve(site: Site, stop: threading.Event) -> None:
 
 
 def flow_runs_of(site: Site) -> PrefectFlowRuns | None:
-    """The flow runs of the site; None where this process was told of no Prefect server, be it away just now."""
+    """The flow runs of the site; None if this process has no Prefect server configured. The server may be down."""
     return PrefectFlowRuns(site) if PREFECT_API_URL.value() else None
 
 

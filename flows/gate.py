@@ -1,8 +1,7 @@
-"""The question whether a model may be promoted, as a pause of the flow run: a form in Prefect's UI, with the evaluation
-in its text.
+"""The promotion gate as a pause of the flow run: a form in Prefect's UI that shows the evaluation.
 
-Prefect is told and asked by a thread of its own, so that the controller keeps its lease whatever the server does. The
-form's answer goes the way of every answer (``promotion.json``); one that comes from elsewhere resumes the flow run.
+A separate thread talks to Prefect, so that the controller keeps its lease whatever the server does. The form's answer
+is recorded like any other (``promotion.json``); an answer given elsewhere resumes the flow run.
 """
 
 import contextvars
@@ -34,24 +33,24 @@ from rlhf_core.survival import Survived
 from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
 
 POLL_INTERVAL_S = 2.0
-"""Time between two looks for an answer."""
+"""Time between two polls for an answer."""
 
 RETRY_INTERVAL_S = 10.0
-"""Pause after Prefect could not be reached."""
+"""Pause after a failure to reach Prefect."""
 
 SHUTDOWN_TIMEOUT_S = 15.0
-"""Time for which the controller waits for Prefect to take an answer."""
+"""Time that the controller waits for Prefect to accept an answer."""
 
 SLACK = timedelta(hours=1)
-"""Time by which Prefect's deadline is later than our own: Prefect fails a flow run that was not resumed. With a living
-controller that does not happen."""
+"""Margin by which Prefect's deadline is later than ours. Prefect fails a flow run that is not resumed in time; with a
+live controller that does not happen."""
 
 _KEY_PREFIX = "rlhf-promotion"
-"""Beginning of the keys under which form and answer lie in Prefect."""
+"""Prefix of the keys under which Prefect stores the form and the answer."""
 
 
 class Approval(RunInput):
-    """The form. Flat, and with a switch: a list to choose from does not open with the mouse in Prefect's older UI."""
+    """The form. It is flat and has a switch, because a drop-down does not open with the mouse in Prefect's older UI."""
 
     approve: bool = Field(
         default=False, description="On: it is promoted. Off: it is refused, whatever the button below is called."
@@ -62,7 +61,8 @@ class Approval(RunInput):
     reason: str = Field(default="", description="Why, in a sentence.")
 
     def as_answer(self) -> PromotionAnswer:
-        """The answer that counts. Every holder of the server's password can give any name: it is kept as a claim."""
+        """The answer to record. Anybody with the server's password can enter any name, so the name is stored as a
+        claim."""
         return PromotionAnswer(
             verdict="approved" if self.approve else "refused",
             by=attributed(self.by, THROUGH_PREFECT),
@@ -73,7 +73,7 @@ class Approval(RunInput):
 
 @contextmanager
 def asked_in_prefect(controller: Controller, question: Question) -> Iterator[None]:
-    """Pause the flow run with the form for as long as the block lasts. Outside of a flow run nothing happens."""
+    """Pause the flow run and show the form for the duration of the block. Outside a flow run this does nothing."""
     flow_run_id = runtime.flow_run.id
     if not flow_run_id:
         yield
@@ -87,7 +87,7 @@ def asked_in_prefect(controller: Controller, question: Question) -> Iterator[Non
 
 
 class _GateThread:
-    """The thread that talks to Prefect."""
+    """Thread that talks to Prefect."""
 
     def __init__(self, controller: Controller, question: Question, flow_run_id: UUID) -> None:
         self._say = controller.observer.log
@@ -95,7 +95,7 @@ class _GateThread:
         self._run_dir = question.run_dir
         self._flow_run_id = flow_run_id
         self._asked: Keyset | None = None
-        """Keys of the form that is shown; None before."""
+        """Keys of the form on display; None before it is shown."""
         self._shown = False
         self._silent = False
         self._over = threading.Event()
@@ -103,11 +103,11 @@ class _GateThread:
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefect-thread", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start asking."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop asking: the question is answered, or no controller waits for the answer any more."""
+        """Stop asking: the question is answered, or no controller is waiting any more."""
         self._over.set()
         self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
 
@@ -117,8 +117,8 @@ class _GateThread:
         self._tried(self._resume)
 
     def _tried(self, action: Callable[[SyncPrefectClient], None]) -> bool:
-        with Survived() as failed:  # whatever Prefect raises, the question is open in the terminal too
-            if not server_answers():  # Prefect's own client would try for a minute
+        with Survived() as failed:  # whatever Prefect raises, the question can still be answered in the terminal
+            if not server_answers():  # Prefect's own client would retry for a minute
                 raise ConnectionError("its server does not answer")
             with get_client(sync_client=True) as client:
                 action(client)
@@ -132,7 +132,7 @@ class _GateThread:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _poll(self, client: SyncPrefectClient) -> None:
-        """Ask where that is still to be done; else see whether there is an answer."""
+        """Show the form if it is not shown yet; otherwise check for an answer."""
         if not self._shown:
             _take_over(client, self._run_dir, self._flow_run_id)
             self._show()
@@ -147,7 +147,7 @@ class _GateThread:
                 self._over.set()
                 return
         if state.is_running():
-            self._ask(client)  # for the first time, or again: it was resumed by a way that has no form
+            self._ask(client)  # the first time, or again after the flow run was resumed without the form
 
     def _show(self) -> None:
         text = self._question.text
@@ -178,19 +178,19 @@ class _GateThread:
             )
 
     def _resume(self, client: SyncPrefectClient) -> None:
-        """Let the flow run go on, with the answer that counted; without one it stays paused, as the question does."""
+        """Resume the flow run with the recorded answer; without one it stays paused, like the question itself."""
         answer = read_answer(self._run_dir)
         if answer is None or self._asked is None:
             return
-        client.resume_flow_run(self._flow_run_id, run_input=_as_form(answer))  # refused where it goes on already
+        client.resume_flow_run(self._flow_run_id, run_input=_as_form(answer))  # refused if it has already resumed
         late = _form(client, self._flow_run_id, self._asked)
         if late is not None and late != Approval.model_validate(_as_form(answer)):
-            self._give(late)  # pressed at the same moment: says that it does not count
+            self._give(late)  # submitted at the same moment: reports that it does not count
 
 
 def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> None:
-    """Flow runs whose controller was killed while they asked the same: an answer given there counts, and a form that is
-    still shown is taken away, because no process would read it."""
+    """Handle flow runs whose controller was killed while asking the same question: accept an answer given there, and
+    remove a form that is still shown, because no process would read it."""
     wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id]))
     for other in client.read_flow_runs(flow_run_filter=wanted):
         if other.id == own:
@@ -204,7 +204,7 @@ def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> 
 
 
 def _form(client: SyncPrefectClient, flow_run_id: UUID, keys: Keyset) -> Approval | None:
-    """The filled-in form; None where the flow run was resumed without."""
+    """The submitted form; None if the flow run was resumed without one."""
     try:
         content = client.read_flow_run_input(flow_run_id, keys["response"])
     except PrefectHTTPStatusError as error:

@@ -1,7 +1,7 @@
-"""The limit ``rlhf-runs``: how many runs may be driven at the same time, over all machines. Prefect keeps it.
+"""The limit ``rlhf-runs``: the number of runs driven at the same time, across all machines. Prefect enforces it.
 
-Make a global concurrency limit of this name, in the UI or with ``prefect gcl create``, and change it there at any time.
-Without it there is none.
+Create a global concurrency limit of this name in the UI or with ``prefect gcl create``; it can be changed at any time.
+Without it, the number of runs is unlimited.
 """
 
 import contextvars
@@ -23,24 +23,24 @@ LIMIT = "rlhf-runs"
 """Name of the global concurrency limit."""
 
 RETRY_INTERVAL_S = 3.0
-"""Pause between two tries to get a place."""
+"""Pause between two attempts to get a slot."""
 
 ANSWER_TIMEOUT_S = 20.0
-"""Time for the server to say whether there is a place; after that the run goes on without one."""
+"""Time that the server has to grant or refuse a slot; after that the run goes ahead without one."""
 
 PLACE_TTL_S = 90
-"""Time for which Prefect keeps a place for a controller that has died, in seconds."""
+"""Time that Prefect keeps the slot of a dead controller, in seconds."""
 
 _LOCKED = 423
-"""HTTP status of Prefect's server where all places are taken."""
+"""HTTP status of Prefect's server when all slots are taken."""
 
 
 @contextmanager
 def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
-    """Hold one of the places for the block, once there is one. The lease on the run is kept while it waits.
+    """Hold a slot for the duration of the block, waiting until one is free. The lease is kept during the wait.
 
-    Yields what gives the place back earlier: a completed run that waits days for an approval is not at work. One that
-    is completed already takes none.
+    Yields a function that releases the slot early: a completed run may wait days for an approval. A run that is already
+    completed takes no slot.
 
     Raises:
         LeaseLost: another controller has the run.
@@ -55,7 +55,7 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
 
 
 def _wait(controller: Controller, place: "_Place") -> None:
-    """Wait for a place. A request to end the run is answered by the first step, which begins at once then."""
+    """Wait for a slot. A request to end the run stops the wait: the first step starts at once and handles it."""
     until = controller.clock() + ANSWER_TIMEOUT_S
     told = False
     try:
@@ -75,11 +75,11 @@ def _wait(controller: Controller, place: "_Place") -> None:
 
 
 class _Place:
-    """A thread that gets a place, holds it, and gives it back: a server that never answers holds no run up."""
+    """Thread that gets, holds and releases a slot, so that a server that never answers cannot block a run."""
 
     def __init__(self) -> None:
         self.decided = threading.Event()
-        """Set once a place is held, none is needed, or none can be had."""
+        """Set once a slot is held, is not needed, or cannot be had."""
         self.full = False
         self.failure = ""
         self._over = threading.Event()
@@ -88,7 +88,7 @@ class _Place:
         self._thread.start()
 
     def give_back(self) -> None:
-        """Let go of it."""
+        """Release the slot."""
         self._over.set()
         self._thread.join(timeout=ANSWER_TIMEOUT_S)
 

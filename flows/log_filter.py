@@ -1,7 +1,7 @@
-"""Keeps out of the log what the state of a flow run says already.
+"""Log filter for errors that the state of a flow run already describes.
 
-Where a flow returned a failed or cancelled state, Prefect's engine raises that as an exception when it asks for the
-result, and logs the place in its own program where it did: 2,800 characters that tell nothing.
+If a flow returns a failed or cancelled state, Prefect's engine raises it as an exception when it reads the result and
+logs the traceback: 2,800 characters of Prefect internals that explain nothing.
 """
 
 import logging
@@ -9,16 +9,16 @@ import logging
 from prefect.exceptions import CancelledRun, FailedRun
 
 LOGGERS = ("prefect.flow_runs", "prefect.engine")
-"""Loggers in which Prefect's engine says it: the log of the flow run, and that of its process."""
+"""Loggers that carry these tracebacks: that of the flow run and that of its process."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """True if a line is more than the exception that Prefect makes of a state that was returned."""
+    """False for a line that only reports the exception Prefect makes of a returned state."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, FailedRun | CancelledRun)
 
 
 def leave_out() -> None:
-    """Have the loggers of this process keep what is news; harmless when it was done before."""
+    """Install the filter on this process's loggers; safe to call more than once."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)

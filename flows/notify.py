@@ -1,8 +1,7 @@
-"""Notifications: automations of Prefect that post a message when something happens to a run.
+"""Notifications: Prefect automations that post a message when something happens to a run.
 
-The events come from the controllers (``rlhf.run.failed``, ``rlhf.incident.node_lost``, ``rlhf.promotion.waiting`` ...),
-the messages are sent by the Prefect server. The address may hold a secret: it lies encrypted in a block of Prefect, and
-nowhere else.
+Controllers emit the events (``rlhf.run.failed``, ``rlhf.incident.node_lost``, ``rlhf.promotion.waiting`` ...), and the
+Prefect server sends the messages. The address may contain a secret, so it is stored only in a Prefect block, encrypted.
 """
 
 import time
@@ -28,22 +27,22 @@ BLOCK = "rlhf-notify"
 """Name of the block with the address."""
 
 PREFIX = "rlhf notify: "
-"""Beginning of the names of our automations; all of that name are ours, and are removed when they are not wanted."""
+"""Name prefix of our automations. Every automation with this prefix is ours, and is removed if it is not configured."""
 
 TEST = "test"
 _TEST_EVENT = "rlhf.notify.test"
 TEST_TIMEOUT_S = 60.0
-"""Time that a test message may take: events are written in batches, some seconds late."""
+"""Time allowed for a test message: the server writes events in batches, with a delay of some seconds."""
 
 
 @dataclass(frozen=True)
 class Notification:
-    """The events of an occasion, and its message."""
+    """The events that trigger a notification, and its message."""
 
     events: tuple[str, ...]
-    """Names of its events; an asterisk at the end stands for any ending."""
+    """Names of the events; a trailing asterisk matches any ending."""
     text: str
-    """The sentence, as a Jinja expression over the event."""
+    """The message text, as a Jinja expression over the event."""
 
 
 OCCASIONS: Mapping[str, Notification] = {
@@ -56,20 +55,20 @@ OCCASIONS: Mapping[str, Notification] = {
 }
 
 _FIELDS = ("run_id", "name", "owner", "state", "failure_kind", "phase", "step", "suspect_nodes", "message", "url")
-"""Fields of the payload that go into a message."""
+"""Event payload fields that the message includes."""
 
 
 def register(site: Site) -> list[str]:
-    """Have the configured Prefect server send the site's notifications, and no others of ours.
+    """Make the automations on the Prefect server match the site's notification settings.
 
-    Harmless when it was done before; changed settings are applied. An automation that was paused by hand stays so.
+    Idempotent; changed settings are applied. An automation that was paused by hand stays paused.
 
     Returns:
         The names of the automations.
 
     Raises:
-        BadConfig: the address is none.
-        PrefectUnavailable: the server did not take it.
+        BadConfig: the address is invalid.
+        PrefectUnavailable: the server did not accept the automations.
     """
     url = site.notify.webhook_url
     _require_address(url)
@@ -80,13 +79,13 @@ def register(site: Site) -> list[str]:
         with get_client(sync_client=True) as client:
             if wanted:
                 block_id = Webhook(method="POST", url=SecretStr(url)).save(BLOCK, overwrite=True)
-                assert isinstance(block_id, UUID)  # outside of an event loop it is saved at once
+                assert isinstance(block_id, UUID)  # outside an event loop, save() is synchronous
                 for name, occasion in wanted.items():
                     _put(client, _automation(name, OCCASIONS[occasion], block_id))
             _remove_others(client, set(wanted))
             if not wanted:
                 _remove_block(client)
-    except Exception as error:  # noqa: BLE001 - Prefect raises many kinds; one sentence is what is needed
+    except Exception as error:  # noqa: BLE001 - Prefect raises many types; the user needs one sentence
         raise PrefectUnavailable(
             f"the notifications could not be set up: {_without_secret(error, url)}. Runs are not touched by this"
         ) from None
@@ -96,11 +95,11 @@ def register(site: Site) -> list[str]:
 def send_test(
     site: Site, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Send a message the way all are sent, and say what the other side answered. Register before.
+    """Send a test message through the same path as real ones and report the response. Call :func:`register` first.
 
     Raises:
         BadConfig: notifications are off on this site.
-        PrefectUnavailable: it could not be sent, or was not taken.
+        PrefectUnavailable: it could not be sent, or the receiver rejected it.
     """
     if not site.notify.webhook_url:
         raise BadConfig("notify.webhook_url is empty; set it in rlhf.toml, or RLHF_NOTIFY_WEBHOOK_URL, then try again")
@@ -120,7 +119,7 @@ def send_test(
 
 
 def _outcome(client: SyncPrefectClient, event_id: UUID) -> dict[str, Any] | None:
-    """The event that says what became of the message about another event."""
+    """The event that reports the delivery of the message for another event."""
     wanted = {
         "event": {"name": ["prefect.automation.action.executed", "prefect.automation.action.failed"]},
         "related": {"id": [f"prefect.event.{event_id}"]},
@@ -162,10 +161,10 @@ def _automation(name: str, notification: Notification, block_id: UUID) -> Automa
 
 
 def template(notification: Notification) -> str:
-    """The message as a Jinja template: JSON with `text`, which chats understand, and the fields for programs.
+    """The message as a Jinja template: JSON with `text` for chat services and separate fields for programs.
 
-    Every value goes through ``string`` and ``tojson``, so that neither a quote, nor a number, nor a field that an event
-    lacks makes it something else than JSON.
+    Every value goes through ``string`` and ``tojson``, so that quotes, numbers and missing fields still give valid
+    JSON.
     """
     values = [f"{{% set {field} = event.payload.{field} | default('') | string %}}" for field in _FIELDS]
     text = f"{notification.text} ~ (': ' ~ message if message else '') ~ ('\\n' ~ url if url else '')"
@@ -181,7 +180,7 @@ def _put(client: SyncPrefectClient, wanted: AutomationCore) -> None:
         client.create_automation(wanted)
         return
     client.update_automation(present[0].id, wanted.model_copy(update={"enabled": present[0].enabled}))
-    for double in present[1:]:  # two `rlhf up` at the same time
+    for double in present[1:]:  # two `rlhf up` ran at the same time
         client.delete_automation(double.id)
 
 
@@ -210,5 +209,5 @@ def _require_address(url: str) -> None:
 
 
 def _without_secret(text: object, url: str) -> str:
-    """Message about an error, without the address."""
+    """An error message with the address removed."""
     return str(text).replace(url, "the webhook") if url else str(text)

@@ -1,6 +1,6 @@
-"""The reason why a run that was asked for in Prefect has not begun yet: its flow run, its pool, its workers.
+"""Reasons why a run requested in Prefect has not started: its flow run, its work pool, its workers.
 
-A run that waits its turn (a schedule, a limit) is told apart from one that no worker is there to begin.
+Distinguishes a run that is waiting its turn (a schedule, a limit) from one that no worker is available to start.
 """
 
 from collections.abc import Sequence
@@ -24,45 +24,45 @@ from flows.server.settings import server_answers
 from rlhf_core.errors import RunCancelled, RunFailed
 
 SOON = timedelta(seconds=5)
-"""A flow run that is due within this is due: workers look some seconds ahead."""
+"""A flow run due within this time counts as due: workers look a few seconds ahead."""
 
 PROMPT = timedelta(seconds=20)
-"""Time for workers that are online to take a flow run; they ask every five to fifteen seconds."""
+"""Time within which online workers pick up a flow run; they poll every five to fifteen seconds."""
 
 SILENT_BEATS = 2.0
-"""A worker that let so many of its heartbeats pass is taken for gone. Prefect itself waits for three."""
+"""Missed heartbeats after which a worker counts as gone. Prefect itself waits for three."""
 
 _SLOT = "AwaitingConcurrencySlot"
-"""Name of the state in which the limit of a deployment has a flow run wait."""
+"""Name of the state of a flow run that is held back by its deployment's concurrency limit."""
 
 
 @dataclass(frozen=True)
 class QueueWait:
-    """The reason why a run has not begun."""
+    """The reason why a run has not started."""
 
     words: str
-    """The finding and the advice. The same as long as nothing has changed."""
+    """The finding and the advice. Unchanged as long as nothing has changed."""
     stuck: bool = False
-    """True if no worker could begin it: it may wait forever, unless that is repaired."""
+    """True if no worker could start the run: without a repair it may wait forever."""
 
 
 @dataclass(frozen=True)
 class QueuePlace:
-    """Pool, queue and workers of a flow run that waits."""
+    """Pool, queue and workers of a waiting flow run."""
 
     pool: WorkPool | None
     queue: WorkQueue | None
     workers: Sequence[Worker]
     limit: int | None
-    """Limit on the runs of its deployment at the same time."""
+    """Concurrency limit of its deployment."""
 
 
 def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> QueueWait:
-    """Ask Prefect why a flow run has not made its run yet.
+    """Ask Prefect why a flow run has not created its run yet.
 
     Raises:
-        RunFailed: its flow run has ended, or is gone: there will be no run.
-        RunCancelled: it was cancelled before it began.
+        RunFailed: the flow run has ended or was deleted: there will be no run.
+        RunCancelled: it was cancelled before it started.
     """
     if not server_answers():
         return QueueWait(
@@ -80,7 +80,7 @@ def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> QueueWai
 
 
 def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
-    """Explain why a flow run that has not ended has made no run. Pure."""
+    """Explain why a flow run that has not ended has not created its run. Pure."""
     state = flow_run.state
     if state is None or state.type is not StateType.SCHEDULED:
         name = state.name if state is not None else "unknown"
@@ -97,7 +97,7 @@ def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
 
 
 def _hindered(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait | None:
-    """The reason why no worker could begin it, if there is one."""
+    """The reason why no worker could start it, if any."""
     name = flow_run.work_pool_name
     if place.pool is None:
         found = f"the Prefect server has no work pool {name!r} any more" if name else "its deployment has no work pool"
@@ -123,7 +123,7 @@ def _hindered(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait 
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:
-    """True if a worker is alive, judged by its own heartbeats: for Prefect one that was killed is online for 90 s."""
+    """True if a worker is alive by its own heartbeats: Prefect shows a killed worker as online for another 90 s."""
     if worker.last_heartbeat_time is None:
         return False
     beat_s = worker.heartbeat_interval_seconds or 30
@@ -153,7 +153,7 @@ def _late(flow_run: FlowRun, place: QueuePlace, due: datetime, now: datetime) ->
 
 
 def _require_open(flow_run: FlowRun) -> None:
-    """Raise where the flow run has ended."""
+    """Raise if the flow run has ended."""
     state = flow_run.state
     if state is None or not state.is_final():
         return
@@ -185,9 +185,9 @@ def _place(client: SyncPrefectClient, flow_run: FlowRun) -> QueuePlace:
 
 
 def withdraw(run_id: str, reason: str) -> bool:
-    """Cancel the flow run that would make a run; False where Prefect knows none that has not begun.
+    """Cancel the flow run that would create a run; False if Prefect has none that has not started.
 
-    One that a worker has just taken is cancelled by its worker, which ends the process.
+    If a worker has just picked it up, that worker cancels it and ends the process.
     """
     waiting = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
     asked = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)

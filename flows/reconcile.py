@@ -1,7 +1,7 @@
-"""``rlhf-reconcile``: the rounds of the reconciler as flow runs, with a schedule and a table of what was done.
+"""``rlhf-reconcile``: the reconciler's rounds as scheduled flow runs, with a table of the actions taken.
 
-No worker carries them out: that a worker has died is what they are there to mend. The daemon polls for those that are
-due and runs them in its own process. Between them it looks more often; a look that finds nothing leaves no flow run.
+No worker runs them, because a dead worker is one of the faults they repair. The daemon polls for due flow runs and runs
+them in its own process. Between them it checks more often; a check that finds nothing leaves no flow run.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.survival import Survived
 
 DEPLOYMENT = "rlhf-reconcile/site"
-"""The deployment whose flow runs the site daemon carries out."""
+"""The deployment whose flow runs the site daemon executes."""
 
 ARTIFACT_KEY = "rlhf-reconcile"
-"""Key of the table of what was found and done."""
+"""Key of the table of findings and actions."""
 
 EVERY_S = 600.0
-"""Time between two scheduled rounds, which leave a flow run in any case."""
+"""Time between two scheduled rounds, which always leave a flow run."""
 
 DESCRIPTION = (
     "Compares database, Prefect and scheduler, and mends what disagrees. The site daemon (`rlhf serve daemon`) "
@@ -43,7 +43,7 @@ DESCRIPTION = (
 
 
 class Turn:
-    """One round, carried out once, whatever happens to Prefect before, during and after it."""
+    """One round, executed exactly once, whatever happens to Prefect before, during and after it."""
 
     def __init__(self, work: Callable[[], Sequence[ActionResult]]) -> None:
         self._work = work
@@ -51,10 +51,10 @@ class Turn:
         self._step = Step("round", "a round of the reconciler", self._carry_out)
 
     def __call__(self) -> Sequence[ActionResult]:
-        """Carry it out; its results, or its error, as often as they are asked for."""
+        """Execute the round on the first call; return its results, or raise its error, on every call."""
         if not self._step.begun:
             self._step.run()
-        self._step.result()  # its flow run takes the first error, and is no answer: each caller is given it
+        self._step.result()  # a flow run may already have consumed the error: raise it for every caller
         return self._results
 
     def _carry_out(self) -> None:
@@ -69,7 +69,7 @@ def rlhf_reconcile() -> State[None]:
     """Compares database, Prefect and scheduler, and mends what disagrees."""
     turn = _turn.get()
     if turn is None:
-        # Returned: of an error Prefect would log where in this program it was raised.
+        # Returned, because Prefect would log the traceback of a raised error.
         return Failed(message="this flow is carried out by the site daemon alone: `rlhf up` starts it")
     results = [result for result in turn() if result.action.kind not in ROUTINE]
     create_table_artifact(table=_table(results), key=ARTIFACT_KEY, description=_summary(results))
@@ -77,11 +77,11 @@ def rlhf_reconcile() -> State[None]:
 
 
 def register(site: Site) -> None:
-    """Make the deployment, with its schedule; harmless when it is there.
+    """Create the deployment and its schedule; idempotent.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
-    del site  # one deployment per server, which is the site's own
+    del site  # there is one deployment per server, and each site has its own server
     with get_client(sync_client=True) as client:
         client.create_deployment(
             flow_id=client.create_flow(rlhf_reconcile),
@@ -101,14 +101,14 @@ def register(site: Site) -> None:
 
 
 def carry_out_round(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> Sequence[ActionResult]:
-    """One round: as the flow run that is due, as a new one where there is something to do, or plainly.
+    """Carry out one round: as the due flow run, as a new flow run if there is something to do, or without one.
 
     Raises:
         HistoryError: the history does not answer.
     """
     due = _quietly(_due)
     if due is not None:
-        # The round looks by itself: what its flow run shows is what is so when it begins.
+        # The round checks again, so that its flow run shows the state at its start.
         whole = Turn(lambda: reconciler.carry_out(reconciler.poll(retention=retention), may))
         return _as_flow_run(due, whole)
     actions = reconciler.poll(retention=retention)
@@ -119,7 +119,7 @@ def carry_out_round(reconciler: Reconciler, may: Callable[[], bool], retention: 
 
 def _as_flow_run(flow_run: FlowRun, turn: Turn) -> Sequence[ActionResult]:
     with _handed(turn), contextlib.suppress(Exception):
-        # return_type: how it went stands in the flow run; an error of the round itself is raised below, by the turn.
+        # return_type: the flow run shows the outcome; an error of the round itself is raised by the turn, below.
         run_flow(rlhf_reconcile, flow_run=flow_run, parameters={}, return_type="state")
     return turn()
 
@@ -134,7 +134,7 @@ def _handed(turn: Turn) -> Iterator[None]:
 
 
 def _due() -> FlowRun | None:
-    """The newest flow run that is due; older ones, from a time without a daemon, are called off."""
+    """The newest due flow run; older ones, left from a time without a daemon, are cancelled."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
         waiting = client.get_scheduled_flow_runs_for_deployments([deployment.id], scheduled_before=datetime.now(UTC))
@@ -148,16 +148,16 @@ def _due() -> FlowRun | None:
 def _new_flow_run() -> FlowRun:
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
-        # Not scheduled: it is carried out here and now, and must not be found due by the next round as well.
+        # No longer scheduled: it runs now, and the next round must not find it due as well.
         made = client.create_flow_run_from_deployment(deployment.id, state=Pending())
         return client.read_flow_run(made.id)
 
 
 def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
-    """An answer of Prefect; None where it gives none: the round is done without a flow run then."""
+    """Prefect's answer; None if there is none, in which case the round goes ahead without a flow run."""
     if not server_answers():
         return None
-    with Survived():  # no deployment is registered, say; whatever its client raises, the round is done
+    with Survived():  # the deployment may not be registered, say; whatever the client raises, the round goes ahead
         return ask()
     return None
 

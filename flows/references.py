@@ -1,4 +1,4 @@
-"""Configs that Prefect refers to: a snapshot that a deployment or a flow run may still need is not removed."""
+"""Configs that Prefect refers to: the snapshot of a deployment or an unfinished flow run must not be removed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -10,13 +10,13 @@ from prefect.client.schemas.objects import StateType
 _Row = TypeVar("_Row")
 
 _PAGE = 200
-"""As many as Prefect gives at a time."""
+"""Prefect's page size."""
 
 
 def configs() -> Iterator[str]:
-    """Configs of deployments, and of flow runs that may still begin or be retried.
+    """Configs of deployments, and of flow runs that may still start or be retried.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
     begun_again = [one for one in StateType if one is not StateType.COMPLETED]
     open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=begun_again)))
@@ -30,7 +30,8 @@ def configs() -> Iterator[str]:
 
 
 def _overlapping(read: Callable[[int], Sequence[_Row]]) -> Iterator[Sequence[_Row]]:
-    """Pages that overlap by half: one that ends while it is read moves all after it, and none may be missed."""
+    """Pages that overlap by half: a flow run that ends during the read shifts all later ones, and none may be
+    missed."""
     offset = 0
     while True:
         page = read(offset)

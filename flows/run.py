@@ -2,10 +2,10 @@
 
     preflight -> [allocate -> train -> evaluate] for each attempt -> promote
 
-The controller (:mod:`rlhf_core.control.steps`) yields the steps, one at a time, from wherever the run stands. Each is a
-task run: a failed attempt shows as a failed task, the wait before the next one as a task, and the stages of the next
-one as tasks again, with the excluded nodes in their names. The flow itself has no retries: whether a job is retried,
-and where, is decided from the evidence of its failure (:mod:`rlhf_core.control.attempts.recovery`).
+The controller (:mod:`rlhf_core.control.steps`) yields the steps one at a time, starting from the run's current state.
+Each is a task run: a failed attempt shows as a failed task, the wait before the next one as a task, and the stages of
+the next one as tasks again, with the excluded nodes in their names. The flow itself has no retries: the recovery policy
+(:mod:`rlhf_core.control.attempts.recovery`) decides from the evidence of a failure whether and where to retry a job.
 """
 
 import textwrap
@@ -45,8 +45,8 @@ DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are 
 
 
 def carry_out(controller: Controller) -> None:
-    """Carry out the steps of a run as task runs: preflight, allocate, train, evaluate; again after a failure that is
-    retried. Raises what :func:`rlhf_core.control.steps.steps` raises."""
+    """Run the steps as task runs: preflight, allocate, train, evaluate; again after a failure that is retried. Raises
+    what :func:`rlhf_core.control.steps.steps` raises."""
     tasks = TaskRunner(controller.observer.log)
     with run_slot(controller) as give_back:
         controller.show_question = _asking(controller, give_back)
@@ -55,7 +55,7 @@ def carry_out(controller: Controller) -> None:
 
 
 def _described(function: Callable[..., State[None]]) -> Callable[..., State[None]]:
-    """Give the flow function the docstring and the bounds from which Prefect makes its form."""
+    """Give the flow function the docstring and the bounds from which Prefect builds its form."""
     arguments = "\n".join(f"{name}: {meaning}".replace("\n", "\n    ") for name, meaning in meanings().items())
     bounded = {name: field for name, field in Form.model_fields.items() if field.annotation in (str, int, float)}
     function.__annotations__ |= {name: field.rebuild_annotation() for name, field in bounded.items()}
@@ -68,7 +68,7 @@ def _described(function: Callable[..., State[None]]) -> Callable[..., State[None
     description=DESCRIPTION,
     retries=0,
     persist_result=False,
-    validate_parameters=False,  # flows.form does, and says what to do
+    validate_parameters=False,  # flows.form validates, with advice in its messages
     on_cancellation=[end_run],
     on_crashed=[leave_run],
 )
@@ -92,23 +92,23 @@ def rlhf_run(
         handed = _handed.get()
         return _of_the_terminal(*handed) if handed is not None else _of_the_form(form)
     except RlhfError as error:
-        # It was raised on purpose, and its message says all: Prefect would log where in this program, too.
+        # Raised on purpose, with a complete message: Prefect would also log a traceback.
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
 
 
 def ended_well(run_dir: RunDir, promoted: str = "") -> State[None]:
-    """End of the flow run of a run that has completed; its words are all that Prefect's lists show of it."""
+    """Final state of the flow run of a completed run; Prefect's lists show only its message."""
     said = ["completed", regression_text(regressed(run_dir)), promoted]
     return Completed(message=f"run {run_dir.run_id} " + "; ".join(part for part in said if part))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A run of the form: a flow run of a deployment, in the process that a worker has started
+# A run from the form: a flow run of a deployment, in a process that a worker started
 
 
 def _of_the_form(given: Mapping[str, Any]) -> State[None]:
-    """Make the run that was asked for in Prefect, or go on with it, and bring it to its end.
+    """Create the run requested in Prefect, or continue it, and drive it to its end.
 
     Raises:
         BadInput: the form, the config or an override cannot be used, or preflight blocked.
@@ -127,7 +127,7 @@ def _of_the_form(given: Mapping[str, Any]) -> State[None]:
 
 
 def _busy_with(site: Site) -> str:
-    """Reason why this flow run does not begin: its deployment skips times at which its last run still goes on."""
+    """Reason not to start this flow run: its deployment skips scheduled times while its last run is still running."""
     flow_run = flow_run_links.present()
     if flow_run is None or not schedules.is_to_be_skipped(flow_run):
         return ""
@@ -138,7 +138,7 @@ def _busy_with(site: Site) -> str:
 
 
 def run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, bool]:
-    """The run of this flow run, and whether it is gone on with: a flow run that is tried again never makes a second."""
+    """The run of this flow run, and True if it already existed: a retried flow run never creates a second run."""
     if form.run_id:
         return RunDir.of(site.runs_dir, form.run_id), not link.adopts
     made = link.run_dir(site.runs_dir)
@@ -146,12 +146,12 @@ def run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, 
         return made, True
     overrides = overrides_of(form)
     kept = kept_with(form.config)
-    folder = kept.folder if kept is not None else site.home  # this process is in a folder that goes with it
+    folder = kept.folder if kept is not None else site.home  # this process's folder is deleted when it ends
     return new_run(form.config, overrides, site, folder=folder, owner=form.owner, tags=form.tags, flow_run=link), False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A run of a terminal: `rlhf run` has its controller already, and becomes a flow run for as long as Prefect goes along
+# A run from a terminal: `rlhf run` already has a controller, and shows as a flow run while Prefect is reachable
 
 
 _Shown = AbstractContextManager[None]
@@ -161,13 +161,13 @@ _handed: ContextVar[tuple[Controller, Step] | None] = ContextVar("handed", defau
 
 
 def run_in_prefect(controller: Controller) -> None:
-    """Drive a run whose controller is open as a flow run. Raises what :func:`rlhf_core.control.steps.steps` raises.
+    """Drive a run with an open controller as a flow run. Raises what :func:`rlhf_core.control.steps.steps` raises.
 
-    A Prefect server that is lost on the way changes nothing but the view.
+    Losing the Prefect server on the way affects only the display.
     """
     whole = _whole_run(controller)
     with _hand_over(controller, whole):
-        with Survived() as failed:  # Prefect's own: it does not stop a run; ours is in the step
+        with Survived() as failed:  # Prefect's own errors do not stop a run; ours are kept in the step
             rlhf_run(run_id=controller.run_dir.run_id)
         if isinstance(failed.error, CancelledRun):
             if whole.error is None:
@@ -197,10 +197,10 @@ def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
 
 
 def _whole_run(controller: Controller) -> Step:
-    """The whole run as one piece of work that is done once, whether Prefect begins it or fails before it does."""
+    """The whole run as one unit of work, done once even if Prefect fails before or after it starts."""
 
     def work() -> None:
-        controller.record_controller(FlowRunLink())  # unless the flow run did: Prefect may have failed before it began
+        controller.record_controller(FlowRunLink())  # unless the flow run did: Prefect may have failed before that
         carry_out(controller)
 
     return Step("run", controller.run_dir.run_id, work)
@@ -208,14 +208,14 @@ def _whole_run(controller: Controller) -> Step:
 
 def _asking(controller: Controller, give_back: Callable[[], None]) -> Callable[[Question], _Shown]:
     def ask(question: Question) -> _Shown:
-        give_back()  # a run that waits for an approval keeps no other run waiting
+        give_back()  # a run that waits for an approval must not block other runs
         return asked_in_prefect(controller, question)
 
     return ask
 
 
 def _finished(controller: Controller, whole: Step) -> State[None]:
-    """Do the work, and say in Prefect's words how it ended."""
+    """Do the work and return its outcome as a Prefect state."""
     with published(controller):
         whole.run()
         try:

@@ -1,7 +1,7 @@
-"""Scheduled flow runs that are not to begin: their schedule was paused, or the last run of their deployment goes on.
+"""Scheduled flow runs to skip: their schedule was paused, or the last run of their deployment is still running.
 
-Prefect removes the planned flow runs of a schedule that is paused, but not those that are due already and wait for
-their turn: they would begin hours later. Nor does it know a schedule that leaves a time out.
+Prefect removes the planned flow runs of a paused schedule, but not those that are already due and queued: they would
+start hours later. Nor can its schedules skip a time.
 """
 
 from collections.abc import Iterator
@@ -33,19 +33,19 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 
 SKIP_IF_BUSY = "rlhf-skip-if-busy"
-"""Tag of the deployments, and so of their flow runs, whose schedule leaves a time out while their last run goes on."""
+"""Tag of deployments, and so of their flow runs, whose schedule skips a time while their last run is still running."""
 
 EVENT = "rlhf.schedule.skipped"
 
 _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.CRASHED]
 _NEWEST = 20
-"""As many flow runs of a deployment are looked at for one that goes on."""
+"""Number of recent flow runs of a deployment to check for one that is still running."""
 _AT_MOST = 200
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A scheduled flow run that was called off."""
+    """A scheduled flow run that was cancelled."""
 
     flow_run_id: str
     name: str
@@ -53,14 +53,14 @@ class Skipped:
 
 
 def is_to_be_skipped(flow_run: FlowRun) -> bool:
-    """True if it begins only if its deployment is idle. One that a user asked for, or retried, begins."""
+    """True if it may start only if its deployment is idle. Flow runs that a user started or retried always start."""
     return flow_run.auto_scheduled and SKIP_IF_BUSY in flow_run.tags and flow_run.run_count <= 1
 
 
 def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> str:
-    """The run of the same deployment that still goes on; empty where none does.
+    """The run of the same deployment that is still running; empty if there is none.
 
-    One whose flow run crashed counts while the run itself has not ended: it is adopted, and its job is at work.
+    A run whose flow run crashed counts until the run itself has ended: it will be adopted, and its job is running.
     """
     if flow_run.deployment_id is None:
         return ""
@@ -74,9 +74,9 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
 
 
 def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
-    """Reason why a scheduled flow run is skipped, told to Prefect as an event; empty where it begins.
+    """Reason for skipping a scheduled flow run, also emitted as a Prefect event; empty if it starts.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
     with get_client(sync_client=True) as client:
         busy = busy_with(client, flow_run, runs_dir)
@@ -98,9 +98,9 @@ def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
 
 
 def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
-    """Cancel what is due and is not to begin, and tell it as an event.
+    """Cancel the due flow runs that must not start, and emit an event for each.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
     skipped = []
     with get_client(sync_client=True) as client:
@@ -114,7 +114,7 @@ def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
 
 
 def tell(flow_run: FlowRun, why: str) -> None:
-    """Tell Prefect, for automations, that a scheduled flow run was skipped."""
+    """Emit a Prefect event, for automations, that a scheduled flow run was skipped."""
     emit_event(
         EVENT,
         resource={
@@ -150,5 +150,5 @@ def _is_active(client: SyncPrefectClient, flow_run: FlowRun, schedule: UUID) -> 
     try:
         deployment = client.read_deployment(flow_run.deployment_id)
     except ObjectNotFound:
-        return True  # Prefect itself removes what belonged to it
+        return True  # Prefect itself removes the flow runs of a deleted schedule
     return not deployment.paused and any(one.id == schedule and one.active for one in deployment.schedules)

@@ -1,4 +1,4 @@
-"""The services of a site: Prefect server, worker and site daemon, and what starting and ending them takes."""
+"""The services of a site (Prefect server, worker and site daemon), and how they are started and stopped."""
 
 import os
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from rlhf_core.services.processes import terminate_all
 from rlhf_core.services.supervisord import Supervisord
 
 SERVICES = ("server", "worker", "daemon")
-"""In the order in which they are started; they are ended in the opposite order."""
+"""In start order; they are stopped in reverse."""
 
 STOP_TIMEOUTS_S = {"server": 15, "worker": 2 * int(FLOW_STOP_TIMEOUT_S) + 10, "daemon": 20}
-"""Time that a service has to end before it is killed. The worker first has flow runs release their runs."""
+"""Time that a service has to stop before it is killed. The worker first has its flow runs release their runs."""
 
 
 def services_of(site: Site) -> tuple[Service, ...]:
-    """The services of a site, in the order of their start."""
+    """The services of a site, in start order."""
     return (
         Service(
             "server",
@@ -52,21 +52,21 @@ def services_of(site: Site) -> tuple[Service, ...]:
 
 
 def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> list[StartedService]:
-    """Start the services that are missing, replace those that do not answer, and wait until each is ready.
+    """Start missing services, replace those that do not answer, and wait until each is ready.
 
     Raises:
-        BadInput: the port is taken, a service runs on another machine, or the server asks for no password.
-        ServiceFailed: a service did not become ready; the message has the end of its log.
-        PrefectUnavailable: the worker's server is none of those that are started, and does not answer.
+        BadInput: the port is taken, a service runs on another machine, or the server requires no password.
+        ServiceFailed: a service did not become ready; the message includes the end of its log.
+        PrefectUnavailable: the worker's server is not one of the services started here, and does not answer.
     """
     return _lifecycle(site, say).up(wanted_services(site, names))
 
 
 def down(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> list[str]:
-    """End services, the daemon first and the server last. Jobs of runs are left alone. Return the names.
+    """Stop services, the daemon first and the server last, and return their names. Jobs are left alone.
 
     Raises:
-        BadInput: a service is kept running by something else than ``rlhf up``, or runs on another machine.
+        BadInput: a service is managed by something other than ``rlhf up``, or runs on another machine.
     """
     return _lifecycle(site, say).down(wanted_services(site, names) if names else SERVICES)
 
@@ -77,27 +77,27 @@ def status(site: Site) -> list[ServiceStatus]:
 
 
 def num_restarts(site: Site, name: str) -> int:
-    """Number of times that a service ended within the last hour without being asked to, and was started again."""
+    """Number of times within the last hour that a service exited unasked and was restarted."""
     return len(Supervisord(site.home).recent_ends(name))
 
 
 def down_ones(site: Site, names: Sequence[str] = ()) -> list[str]:
-    """Services that are meant (:func:`wanted_services`) and are not well, as far as this machine can tell."""
+    """Wanted services (:func:`wanted_services`) that are not healthy, as far as this machine can tell."""
     well = (ServiceState.RUNNING, ServiceState.ELSEWHERE)
     return [name for name in wanted_services(site, names) if look(site.home, name).state not in well]
 
 
 def lacks_supervisord(site: Site) -> bool:
-    """True if services that `rlhf up` started are running, and no supervisord answers that would start them again."""
+    """True if services that `rlhf up` started are running without a supervisord that would restart them."""
     ours = [one for one in status(site) if one.record is not None and one.record.started_by == OURS]
     return bool(ours) and not Supervisord(site.home).answers()
 
 
 def wanted_services(site: Site, names: Sequence[str]) -> tuple[str, ...]:
-    """The services that are meant: those named, else all; no server of our own where another one is configured.
+    """The services to manage: those named, otherwise all; without our own server if another one is configured.
 
     Raises:
-        BadInput: a name is none.
+        BadInput: a name is not a service.
     """
     unknown = [name for name in names if name not in SERVICES]
     if unknown:
@@ -113,7 +113,7 @@ def _lifecycle(site: Site, say: Say) -> Lifecycle:
 
 
 def _set_up(site: Site) -> None:
-    """Give the server what it needs to have."""
+    """Configure the server as the site needs it."""
     quiet_settings(site.home)
     os.environ.update(client_settings(site, own_url(site)))
     work_pool.set_up(site)
@@ -131,10 +131,10 @@ def _server_is_well(site: Site) -> bool:
 
 
 def _require_server(site: Site) -> None:
-    """Refuse to start a worker without a server: it would wait for one for ever, as it should when a machine boots.
+    """Refuse to start a worker without a server: it would wait for one forever, which is only right at boot.
 
     Raises:
-        PrefectUnavailable: none answers.
+        PrefectUnavailable: no server answers.
     """
     url = configured_url() or own_url(site)
     if answers_within(ANSWER_TIMEOUT_S, url):

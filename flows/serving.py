@@ -1,6 +1,6 @@
 """One service of a site in the foreground: ``rlhf serve server|worker|daemon``.
 
-supervisord, systemd units and containers all start these, so that they do the same.
+supervisord, systemd units and containers all use this command, so that they behave the same.
 """
 
 import os
@@ -27,20 +27,20 @@ from rlhf_core.services.processes import die_with_parent
 Heartbeat = Callable[[], None]
 
 SERVER_STOP_TIMEOUT_S = 5
-"""Time that the server has to finish what it is answering."""
+"""Time that the server has to finish open requests."""
 
 
 def serve(site: Site, name: str) -> None:
-    """Be one service until SIGTERM or SIGINT.
+    """Run one service until SIGTERM or SIGINT.
 
     Raises:
-        BadInput: it is running already, or its port is taken.
+        BadInput: it is already running, or its port is taken.
     """
     if "SUPERVISOR_ENABLED" in os.environ:
-        die_with_parent()  # what is not watched any more, and whose log is a broken pipe, does not go on
+        die_with_parent()  # an unsupervised service with a broken log pipe must not live on
     for variable in [one for one in os.environ if one.startswith("SUPERVISOR_")]:
         del os.environ[variable]
-    # A shell that starts something in the background has it ignore SIGINT, and Prefect ends its worker with SIGINT.
+    # A shell starts background processes with SIGINT ignored, and Prefect stops its worker with SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = {"server": server_settings, "worker": worker_settings}
     os.environ.update({**service_settings(site), **(settings[name](site) if name in settings else {})})
@@ -54,12 +54,12 @@ def _serve_server(site: Site, beat: Heartbeat) -> None:
     with uncollected():
         import uvicorn
 
-        from flows.server.app import create_app  # only now: Prefect reads its settings when it is imported
+        from flows.server.app import create_app  # imported late: Prefect reads its settings at import
         from flows.server.guards import MAX_SOCKET_BYTES
 
         app = create_app(own_names(site))
     require_free_port(site)
-    os.umask(0o077)  # its database holds secrets, and the key that they are encrypted with
+    os.umask(0o077)  # its database holds secrets and their encryption key
     threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
     uvicorn.run(
         app,
@@ -68,7 +68,7 @@ def _serve_server(site: Site, beat: Heartbeat) -> None:
         log_level="warning",
         lifespan="on",
         ws_max_size=MAX_SOCKET_BYTES,
-        # Browsers keep their event streams open for as long as the page is.
+        # Browsers keep their event streams open as long as the page is open.
         timeout_graceful_shutdown=SERVER_STOP_TIMEOUT_S,
     )
 

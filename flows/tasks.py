@@ -1,7 +1,7 @@
 """A step of the controller as a Prefect task.
 
-Prefect shows the steps; it neither retries nor caches them, and its absence does not stop them: our own policy decides
-about retries, our own journal says what was done.
+Prefect only displays the steps; it neither retries nor caches them, and they run without it too. Our own policy decides
+about retries, and our own journal records the work done.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ from rlhf_core.schemas.attempts import StageName
 from rlhf_core.survival import Survived
 
 MAX_TITLE = 160
-"""Longest name of a task run, in characters: a reason can be longer than a list has room for."""
+"""Longest name of a task run, in characters, so that a long reason still fits a list."""
 
 
 @dataclass
 class TaskRunner:
-    """Carries steps out as task runs with readable names; plainly, for as long as the server is lost."""
+    """Runs steps as task runs with readable names, or without Prefect while the server is unreachable."""
 
     say: Callable[[str], None]
     lost: bool = field(default=False, init=False)
 
     def run(self, step: Step) -> None:
-        """Carry one step out, with or without Prefect. Its own error stays in the step."""
+        """Run one step, with or without Prefect. The step keeps its own error."""
         if self.lost and not server_answers():
             step.run()
             return
@@ -45,7 +45,7 @@ class TaskRunner:
 
 
 def without_prefect(step: Step, failed: Survived, say: Callable[[str], None]) -> None:
-    """Go on after an error of Prefect: carry the step out, where it was not begun."""
+    """Recover from a Prefect error: run the step if it has not started."""
     if step.error is not None:
         return
     say(f"Prefect failed ({failed.problem}); the run goes on without it")
@@ -54,14 +54,13 @@ def without_prefect(step: Step, failed: Survived, say: Callable[[str], None]) ->
 
 
 def shorten(text: str) -> str:
-    """The first line of a text, at a length that fits a list."""
+    """The first line of a text, shortened to fit a list."""
     first, _, more = text.partition("\n")
     return f"{first[: MAX_TITLE - 3]}..." if len(first) > MAX_TITLE or more else first
 
 
 def as_task_run(step: Step) -> None:
-    """Carry a step out as one task run. Its state has the message of a failure, which tells more than the place in this
-    program where it was raised."""
+    """Run a step as one task run. A failed state carries the error's message, which says more than a traceback."""
 
     def carried_out() -> State[None]:
         step.run()
@@ -85,13 +84,13 @@ def _state_of(step: Step) -> State[None]:
         case StageFailed() | RlhfError() as error:
             return Failed(message=str(error))
         case error:
-            raise error  # a mistake in this program: Prefect logs where it was raised
+            raise error  # a bug in this program: Prefect logs the traceback
 
 
 def _task(title: str, name: str, description: str, do: Callable[[], State[None]]) -> Task[[], State[None]]:
     as_prefect_sees_it = task(
         name=str(name),
-        # Prefect fills in braces; a reason may hold some, from the text of an error.
+        # Prefect expands braces, and a reason may contain some from an error message.
         task_run_name=shorten(title).replace("{", "(").replace("}", ")"),
         cache_policy=NO_CACHE,
         retries=0,

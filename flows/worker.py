@@ -1,4 +1,4 @@
-"""The worker of a site: Prefect's own, which outlives an outage of the server, and can cancel flow runs after it."""
+"""The site's worker: Prefect's own, made to survive a server outage and to cancel flow runs after it."""
 
 import asyncio
 import contextlib
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 Heartbeat = Callable[[], None]
 
 MAX_WAITING = 100
-"""Processes of flow runs that wait for an approval, beside those that drive a run: for Prefect they are paused and take
-no place of the work pool. Each holds some 200 MB, so that there is an end to it."""
+"""Flow-run processes that may wait for an approval, beyond those that drive a run: Prefect treats them as paused, and
+they take no slot of the work pool. Each uses some 200 MB, hence the limit."""
 
 FLOW_STOP_TIMEOUT_S = 20.0
-"""Time that the processes of flow runs have to release their runs, before they are killed."""
+"""Time that flow-run processes have to release their runs before they are killed."""
 
 MAX_LOG_BYTES = 20 << 20
-"""Size from which on the log of all flow runs is put aside; the one put aside before is removed."""
+"""Size at which the log of all flow runs is rotated; the previously rotated one is removed."""
 
 
 def serve(site: Site, beat: Heartbeat) -> None:
-    """Be the worker until SIGTERM or SIGINT, with the server that ``PREFECT_API_URL`` names."""
+    """Run the worker until SIGTERM or SIGINT, with the server that ``PREFECT_API_URL`` names."""
     _put_aside(flow_run_log(site.home))
     _wait_for_server()
     work_pool.set_up(site)
@@ -60,7 +60,7 @@ async def _work(site: Site, beat: Heartbeat) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # An instance's own attributes: the worker looks its two loops' work up when it starts them.
+    # Set on the instance: the worker looks up the work of its two loops when it starts them.
     for name in ("get_and_submit_flow_runs", "sync_with_backend"):
         setattr(worker, name, _forgiving(getattr(worker, name), stop))
     working = asyncio.create_task(worker.start(printer=say))
@@ -75,13 +75,13 @@ async def _work(site: Site, beat: Heartbeat) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await working
     if watching.done() and not watching.cancelled():
-        watching.result()  # a worker that can cancel nothing is none
+        watching.result()  # a worker that cannot cancel anything is useless
 
 
 def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
-    """Wrap one of the worker's loops so that it outlives an outage of the server; it does nothing once ``stop`` is set.
+    """Wrap one of the worker's loops to survive a server outage; it does nothing once ``stop`` is set.
 
-    Prefect's worker ends itself after some minutes without a server, and with it every flow run that it has started.
+    Without this, Prefect's worker exits after some minutes without a server, and takes its flow runs with it.
     """
     import httpx
 
@@ -102,7 +102,7 @@ def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Calla
 
 
 async def _watch_while_working(worker: "ProcessWorker", beat: Heartbeat) -> None:
-    """Have cancellations carried out, and beat for as long as the worker takes flow runs and can cancel them."""
+    """Process cancellations, and send heartbeats as long as the worker takes flow runs and can cancel them."""
     from flows.cancellations import Cancellations
 
     while not (worker.is_setup and getattr(worker, "_runner", None) and worker._runner.started):
@@ -120,7 +120,7 @@ async def _watch_while_working(worker: "ProcessWorker", beat: Heartbeat) -> None
 
 
 async def _settled(worker: "ProcessWorker") -> None:
-    """Let the worker tell the server how the flow runs that were ended have ended."""
+    """Let the worker report the final states of the flow runs it ended."""
     deadline = time.monotonic() + FLOW_STOP_TIMEOUT_S
     while worker.limiter.borrowed_tokens and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
@@ -136,7 +136,7 @@ def _children_with_flow_runs(site: Site) -> list[psutil.Process]:
 
 
 def flow_processes(home: Path) -> list[psutil.Process]:
-    """Processes of flow runs that a worker of this home folder started, also one that is gone."""
+    """Flow-run processes started by a worker of this home folder, including a dead one."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -146,19 +146,19 @@ def flow_processes(home: Path) -> list[psutil.Process]:
 
 
 def _is_flow_process(process: psutil.Process, home: Path) -> bool:
-    """True if a process drives a flow run of this home folder. The jobs that it started carry the same variables."""
+    """True if a process drives a flow run of this home folder. Jobs that it started inherit the same variables."""
     if "prefect.engine" not in process.cmdline():
         return False
     return process.environ().get(HOME_MARKER) == str(home) and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _put_aside(log: Path) -> None:
-    """Rename a log that is long."""
+    """Rotate a log that is too long."""
     if log.is_file() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
 
 
 def say(text: str) -> None:
-    """Print a line for the log. The pipe to supervisord may be broken, and the worker is to end in order then, too."""
+    """Print a line to the log. The pipe to supervisord may be broken, and the worker must still stop cleanly."""
     with contextlib.suppress(OSError):
         print(text, flush=True)

@@ -1,2 +1,1 @@
-"""Deployments in Prefect: how they are registered and submitted, the form that they show, the work pool and its queues,
-and the requests that have made no run yet."""
+"""Prefect deployments: registration and submission, their forms, the work pool and its queues, and pending requests."""

@@ -1,7 +1,7 @@
-"""Deployments: runs that can be asked for in Prefect, by a form whose fields have the values of a config, or on time.
+"""Deployments: runs that users can request in Prefect, through a form filled in from a config, or on a schedule.
 
-Registering again brings a deployment up to date: its config, form and environment. Settings made in the UI in
-the meantime (schedules, limits, a pause) stay, unless they are given anew.
+Registering again updates a deployment: its config, form and environment. Settings made in the UI in the meantime
+(schedules, limits, a pause) are kept, unless they are passed again.
 """
 
 import os
@@ -40,19 +40,20 @@ from rlhf_core.presets import PRESETS
 from rlhf_core.text.redaction import carries_secret
 
 ENTRYPOINT = "flows.run.rlhf_run"
-"""Entry point of the flow for a worker: a module of this installation, whatever folder its process is in."""
+"""Entry point of the flow for a worker: an installed module, so the process's working folder does not matter."""
 
 SCHEDULE = "rlhf-deploy"
-"""Slug of the schedule that is given on the command line; those that are made in the UI have others."""
+"""Slug of the schedule set on the command line; schedules made in the UI have other slugs."""
 
 TOLD_SITE = ("RLHF_RUNS", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_MAX_RESTARTS_PER_HOUR", "RLHF_JOB_SECRETS")
-"""Settings of the site that go to the processes of flow runs where they come from the environment. What may hold a
-password does not: Prefect would show it. Those come from the environment of the worker, or from ``rlhf.toml``."""
+"""Site settings that are passed on to flow-run processes if they come from the environment. Settings that may hold a
+password are not among them, because Prefect would display them: those come from the worker's environment or from
+``rlhf.toml``."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A deployment as Prefect has it."""
+    """A deployment registered with Prefect."""
 
     name: str
     """``rlhf-run/<name>``."""
@@ -63,10 +64,10 @@ class Registered:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A flow run that was asked for."""
+    """A submitted flow run."""
 
     run_id: str
-    """Id that its run will have; also the name of the flow run."""
+    """Id of its future run; also the name of the flow run."""
     flow_run_id: str
     url: str
     """Its page."""
@@ -74,7 +75,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A deployment before Prefect has it."""
+    """A deployment before it is registered with Prefect."""
 
     name: str
     description: str
@@ -102,24 +103,24 @@ def register(
     overrides: Sequence[str] = (),
     folder: Path | None = None,
 ) -> Registered:
-    """Make a config a deployment, or bring the deployment of that name up to date.
+    """Create a deployment from a config, or update the deployment of that name.
 
     Args:
-        config: a config file, or the name of a preset. A file is kept as it is now, with the user's code.
-        name: of the deployment. Default: the name in the config.
-        cron: when it is to run by itself, as in cron(8); empty leaves the schedules as they are.
-        timezone: in which that is meant, as ``Europe/Berlin``. Default: UTC.
-        limit: how many runs of it may be driven at the same time; further ones wait. 0 for no limit. None leaves it.
-        priority: ``high``, ``default`` or ``low``. None leaves it.
-        skip_if_busy: whether its schedules leave a time out at which its last run still goes on. None leaves it.
-        tags: words to find its runs by.
-        owner: who asks. Default: the user of this process.
+        config: a config file, or the name of a preset. A file is stored in its current version, with the user's code.
+        name: name of the deployment. Default: the name in the config.
+        cron: schedule, as in cron(8); empty leaves the schedules unchanged.
+        timezone: time zone of the schedule, as ``Europe/Berlin``. Default: UTC.
+        limit: number of its runs that may be driven at the same time; others wait. 0 for no limit, None for no change.
+        priority: ``high``, ``default`` or ``low``; None for no change.
+        skip_if_busy: skip scheduled times at which its last run is still running; None for no change.
+        tags: labels to find its runs by.
+        owner: the requesting user. Default: the user of this process.
         overrides: settings to change, each as ``section.field=value``.
-        folder: where relative paths begin. Default: the current folder.
+        folder: base of relative paths. Default: the current folder.
 
     Raises:
         BadConfig: the config cannot be used.
-        BadInput: the schedule, the name or the priority cannot be, or there is no work pool.
+        BadInput: the schedule, the name or the priority is invalid, or there is no work pool.
         PrefectUnavailable: no server answers.
     """
     wanted = _wanted(
@@ -157,7 +158,7 @@ def _wanted(
     overrides: Sequence[str] = (),
     folder: Path | None = None,
 ) -> _Wanted:
-    """The deployment of a config, as :func:`register` is asked for it."""
+    """Build the deployment of a config from the arguments of :func:`register`."""
     if priority is not None and priority not in QUEUES:
         raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(QUEUES)}")
     if limit is not None and limit < 0:
@@ -169,7 +170,7 @@ def _wanted(
             f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
             f"{RESUME!r}, which goes on with runs; give --name"
         )
-    # A preset goes with the version of the program; a file, or a changed preset, is kept.
+    # A preset comes with the program; a file, or a changed preset, is stored.
     is_preset = config in PRESETS and not overrides and not Path(config).is_file()
     source = config if is_preset else str(keep(config, overrides, name, site.home, folder or Path.cwd()).config)
     parameters = {
@@ -193,7 +194,7 @@ def _wanted(
 
 
 def register_presets(site: Site) -> list[Registered]:
-    """Make every preset a deployment, and :data:`RESUME_DEPLOYMENT`. What ``rlhf up`` does.
+    """Register every preset and :data:`RESUME_DEPLOYMENT`, as ``rlhf up`` does.
 
     Raises:
         BadInput: there is no work pool.
@@ -218,18 +219,18 @@ def register_presets(site: Site) -> list[Registered]:
 def submit(
     name: str, site: Site, *, overrides: Sequence[str] = (), config: str = "", tags: Sequence[str] = (), owner: str = ""
 ) -> Submitted:
-    """Ask for a run of a deployment, and return at once.
+    """Submit a run of a deployment, and return at once.
 
     Args:
-        name: of the deployment, with or without ``rlhf-run/``.
+        name: name of the deployment, with or without ``rlhf-run/``.
         overrides: settings to change, each as ``section.field=value``.
-        config: take this config instead of the one that was deployed; it must have been kept.
-        tags: further words to find it by.
-        owner: who asks. Default: the owner of the deployment.
+        config: config to use instead of the deployed one; it must be a stored one.
+        tags: additional labels to find it by.
+        owner: the requesting user. Default: the owner of the deployment.
 
     Raises:
         BadConfig: the overrides cannot be used.
-        BadInput: there is no such deployment, or it goes on with runs.
+        BadInput: there is no such deployment, or it is the one that resumes runs.
         PrefectUnavailable: no server answers.
     """
     full = name if name.startswith(f"{RUN_FLOW}/") else f"{RUN_FLOW}/{name}"
@@ -251,7 +252,7 @@ def submit(
             given["tags"] = ", ".join(dict.fromkeys((*present, *tags)))
         if owner:
             given["owner"] = owner
-        # What is wrong is said here, not in a flow run that fails later.
+        # Errors are reported here, not by a flow run that fails later.
         form = read_form({**deployment.parameters, **given})
         spec = configs.load(form.config, overrides_of(form, given_as="--set"))
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
@@ -263,7 +264,7 @@ def submit(
 def submit_config(
     config: str, site: Site, *, overrides: Sequence[str] = (), tags: Sequence[str] = (), owner: str = ""
 ) -> Submitted:
-    """Ask for a run of a config file as it is now, or of a deployment; what is not deployed yet is deployed first.
+    """Submit a run of a config file in its current version, or of a deployment, registering it first if needed.
 
     Raises:
         As :func:`register` and :func:`submit`.
@@ -294,13 +295,13 @@ def is_deployed(name: str) -> bool:
 
 
 def page(site: Site, kind: str, id: UUID) -> str:
-    """Address of a page of the UI, as a browser of the site reaches it."""
+    """Address of a page of the UI, for a browser."""
     address = site.prefect.url or PREFECT_UI_URL.value() or ""
     return f"{address.rstrip('/')}/{kind}/{id}"
 
 
 def environment(site: Site) -> dict[str, str]:
-    """Settings of the site for the processes of flow runs. Nothing that may hold a password."""
+    """Site settings for flow-run processes, without any that may hold a password."""
     told = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
     database = os.environ.get("RLHF_DATABASE_URL", "")
     if database and not carries_secret(database):
@@ -314,7 +315,7 @@ def environment(site: Site) -> dict[str, str]:
 
 @contextmanager
 def _client() -> Iterator[SyncPrefectClient]:
-    """A client of the server in use.
+    """A client of the configured server.
 
     Raises:
         PrefectUnavailable: there is none, or it does not answer.
@@ -336,7 +337,7 @@ def _require_pool(client: SyncPrefectClient, site: Site) -> None:
 
 
 def _present(client: SyncPrefectClient, names: Sequence[str]) -> dict[str, DeploymentResponse]:
-    """Deployments of the flow that have one of these names, by name."""
+    """Existing deployments of the flow with one of these names, by name."""
     found = client.read_deployments(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[RUN_FLOW])),
         deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names))),
@@ -367,7 +368,7 @@ def _make_working_folder(site: Site) -> None:
 
 
 def _tags(wanted: _Wanted, present: Sequence[str] = ()) -> list[str]:
-    """Tags of a deployment, which its flow runs take over."""
+    """Tags of a deployment, which its flow runs inherit."""
     skips = SKIP_IF_BUSY in present if wanted.skip_if_busy is None else wanted.skip_if_busy
     return [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])]
 
@@ -381,8 +382,8 @@ def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
         "entrypoint": ENTRYPOINT,
         "path": None,
         "pull_steps": [],
-        # Else it would be in a folder that goes with it, and so would be the jobs that it starts and that outlive it:
-        # a process whose folder is gone cannot even load torch. The nodes see this one.
+        # Otherwise it would start in a temporary folder, along with the jobs that it starts and that outlive it:
+        # a process whose folder is gone cannot even load torch. The nodes can see this one.
         "job_variables": {"env": environment(site), "working_dir": str(site.runs_dir)},
         "tags": _tags(wanted),
         "work_pool_name": site.prefect.pool,
@@ -403,16 +404,16 @@ def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
 
 
 def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: DeploymentResponse) -> None:
-    # Asked for without a queue, Prefect would go back to the pool's default one.
+    # Without a queue, Prefect would reset it to the pool's default queue.
     queue = wanted.priority or deployment.work_queue_name or "default"
     changed = {**_common(site, wanted), "tags": _tags(wanted, deployment.tags)}
     update = DeploymentUpdate(work_queue_name=queue, **changed)
-    if wanted.limit is not None or not _has(deployment, update):  # its limit is kept elsewhere
+    if wanted.limit is not None or not _has(deployment, update):  # limits are stored elsewhere
         client.update_deployment(deployment.id, update)
 
 
 def _has(deployment: DeploymentResponse, update: DeploymentUpdate) -> bool:
-    """True if a deployment has all that is set in an update already."""
+    """True if a deployment already has all values of an update."""
     has = deployment.model_dump(mode="json")
     return all(has[field] == value for field, value in update.model_dump(mode="json", exclude_unset=True).items())
 

@@ -1,6 +1,6 @@
-"""Requests in Prefect that have made no run: each waits, or was refused. Kept in a file for `rlhf runs`.
+"""Requests in Prefect without a run, because they are waiting or were refused. Stored in a file for `rlhf runs`.
 
-The site daemon writes it in each of its rounds. So `rlhf runs` shows it without Prefect, as fast as ever.
+The site daemon writes the file in each of its rounds, so `rlhf runs` can show it quickly and without Prefect.
 """
 
 from datetime import datetime, timedelta
@@ -29,7 +29,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.site import Request, Requests, requests_file
 
 RECENT = timedelta(days=1)
-"""Time for which a request that was refused is shown."""
+"""Time for which a refused request is shown."""
 
 _WAITING = [StateType.SCHEDULED, StateType.PENDING]
 _REFUSED = [StateType.FAILED, StateType.CANCELLED, StateType.CRASHED]
@@ -41,14 +41,14 @@ _MEANINGS = {
     "Pending": "a worker has taken it",
     "AwaitingConcurrencySlot": "waits for its turn: the limit of its deployment is reached",
 }
-"""States of a flow run that waits, in words."""
+"""States of a waiting flow run, in words."""
 
 
 def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
-    """Ask Prefect and write the file.
+    """Query Prefect and write the file.
 
     Raises:
-        HistoryError: the history does not answer; and whatever Prefect raises when it does not.
+        HistoryError: the history does not answer; Prefect's own errors if the server does not.
     """
     with get_client(sync_client=True) as client:
         waiting = [one for one in _newest(client, flow, _WAITING) if not (one.auto_scheduled and _is_ahead(one, now))]

@@ -1,4 +1,4 @@
-"""The work pool of a site and its queues, and what else the server of a site needs to have."""
+"""The work pool of a site with its queues, and the other objects that the site's server needs."""
 
 import contextlib
 import shlex
@@ -10,7 +10,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput
 
 QUEUES = ("high", "default", "low")
-"""The queues of the work pool; runs of an earlier one start first."""
+"""The queues of the work pool, in order of priority."""
 
 
 def flow_run_log(home: Path) -> Path:
@@ -19,7 +19,7 @@ def flow_run_log(home: Path) -> Path:
 
 
 def set_up(site: Site) -> None:
-    """Give the site's server what it needs to have: idempotent, and changed settings are applied.
+    """Create the work pool and the other objects on the site's server. Idempotent; changed settings are applied.
 
     The process must be connected to the server (:func:`flows.server.settings.connect`) before Prefect is imported.
     """
@@ -56,14 +56,15 @@ def _set_up_pool(site: Site) -> None:
                 client.create_work_queue(name=name, work_pool_name=site.prefect.pool)
         for priority, name in enumerate(QUEUES, start=1):
             queue = client.read_work_queue_by_name(name, work_pool_name=site.prefect.pool)
-            if queue.priority != priority:  # each move shifts the others: they are looked at one by one
+            if queue.priority != priority:  # each move shifts the others, so check one by one
                 client.update_work_queue(queue.id, priority=priority)
 
 
 def _job_template(site: Site) -> dict[str, Any]:
-    """Flow runs write to one log file themselves. Through a pipe of the worker, they would break when it is killed.
+    """Job template with which flow runs write to one log file themselves. A pipe to the worker would break when the
+    worker is killed.
 
-    They import nothing from the folder they begin in, and jobs are handed no variable that says the same to user code.
+    They import nothing from their working folder (``-P``). ``PYTHONSAFEPATH`` is unset, or jobs would inherit it.
     """
     from prefect.workers.process import ProcessWorker
 

@@ -1,2 +1,2 @@
-"""Flow runs and task runs as this site knows them: the facts that the reconciler judges, the link between a flow run
-and its run, and what follows when a flow run is ended from outside."""
+"""Flow runs and task runs of this site: facts for the reconciler, links to runs, and hooks for flow runs ended from
+outside."""

@@ -1,4 +1,4 @@
-"""Hooks for a flow run that ended from outside. Prefect's worker calls them in its own process."""
+"""Hooks for a flow run that was ended from outside. Prefect's worker calls them in its own process."""
 
 import os
 from typing import Any
@@ -18,7 +18,7 @@ from rlhf_core.text.formatting import THROUGH_PREFECT
 
 
 def end_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """End the run of a flow run that was cancelled in Prefect, and its job."""
+    """End the run, and its job, of a flow run that was cancelled in Prefect."""
     say = flow_run_logger(flow_run, flow).info
     site = _site_of(flow_run)
     with HistoryStore(site.database_url) as store:
@@ -30,7 +30,7 @@ def end_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 
 def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Leave the job of a flow run whose process died alone: it trains on, unless it was to be cancelled."""
+    """Leave the job of a flow run whose process died: it keeps training, unless it was to be cancelled."""
     say = flow_run_logger(flow_run, flow).info
     site = _site_of(flow_run)
     with HistoryStore(site.database_url) as store:
@@ -47,7 +47,7 @@ def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> Non
 
 
 def _site_of(flow_run: FlowRun) -> Site:
-    """The site whose runs this flow run drives: its deployment says which, as it did to its process."""
+    """The site whose runs this flow run drives, from the deployment's settings, which its process used as well."""
     environment = dict(os.environ)
     if flow_run.deployment_id is not None:
         with get_client(sync_client=True) as client:
@@ -57,7 +57,7 @@ def _site_of(flow_run: FlowRun) -> Site:
 
 
 def _run_of(flow_run: FlowRun, site: Site, store: HistoryStore) -> RunDir | None:
-    """The run of a flow run: the one that it was to go on with, the one that it made, or the one that it drove."""
+    """The run of a flow run: the one it was to resume, the one it created, or the one it drove."""
     found = flow_run.parameters.get("run_id") or ""
     made = FlowRunLink(str(flow_run.id)).run_dir(site.runs_dir)
     if not found and made is not None:

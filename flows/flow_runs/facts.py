@@ -40,13 +40,13 @@ RUN_FLOW = "rlhf-run"
 
 RESUME = "resume"
 RESUME_DEPLOYMENT = f"{RUN_FLOW}/{RESUME}"
-"""The deployment that goes on with a run; its only parameter is ``run_id``."""
+"""The deployment that resumes a run; its only parameter is ``run_id``."""
 
 ADOPTED_TAG = "rlhf-adopted"
-"""Tag of the flow runs that the reconciler starts: no user asked for them, so budgets of retries go on as they were."""
+"""Tag of flow runs that the reconciler starts: no user requested them, so retry budgets are not reset."""
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Environment variable by which the process of a flow run knows which it is."""
+"""Environment variable that holds the id of the flow run in its process."""
 
 _PAGE = 200
 _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING]
@@ -59,20 +59,20 @@ class PrefectFlowRuns:
     site: Site
 
     def answers(self) -> bool:
-        """True if the server answers now."""
+        """True if the server currently answers."""
         return server_answers()
 
     def poll(
         self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns, now: datetime
     ) -> FlowRunSnapshot:
-        """Flow runs that Prefect takes for alive, those named after a run, and those that are named."""
+        """Flow runs that Prefect considers alive, those named after a run, and those given by id."""
         seen = _poll(run_ids, flow_run_ids)
         found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), self.site.prefect.pool, now)
         run_of = {one.flow_run_id: one.run_id for one in found}
         return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
 
     def adopt(self, run_id: str, key: str) -> str:
-        """Start a flow run that goes on with a run; its id. The same key makes no second one."""
+        """Start a flow run that resumes a run, and return its id. The same key never creates a second one."""
         with get_client(sync_client=True) as client:
             try:
                 deployment = client.read_deployment_by_name(RESUME_DEPLOYMENT)
@@ -84,7 +84,8 @@ class PrefectFlowRuns:
             return str(made.id)
 
     def end_flow_run(self, flow_run_id: str, state: FlowState, changed_at: datetime, reason: str) -> bool:
-        """Give a flow run a last state; False, with nothing done, where its state has changed since ``changed_at``."""
+        """Set the final state of a flow run; False, with nothing done, if its state has changed since
+        ``changed_at``."""
         with get_client(sync_client=True) as client:
             try:
                 present = client.read_flow_run(UUID(flow_run_id)).state
@@ -97,26 +98,26 @@ class PrefectFlowRuns:
             return True
 
     def end_task_run(self, task_run_id: str, state: FlowState, reason: str) -> None:
-        """Give a task run that is still open a last state."""
+        """Set the final state of a task run that is still open."""
         task_runs.end(task_run_id, state, reason)
 
     def num_unpublished(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> int:
-        """Number of events and artifacts that the server lacks of a run that has ended."""
+        """Number of events and artifacts of an ended run that the server lacks."""
         return len(unpublished_parts(_publication(run_dir, store, known)))
 
     def publish(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> list[str]:
-        """Publish what the server lacks of a run; names of what was."""
+        """Publish the parts of a run that the server lacks; return their names."""
         return list(publish(_publication(run_dir, store, known)))
 
     def configs(self) -> Iterator[str]:
-        """Configs that deployments refer to, and flow runs that may still begin or be retried."""
+        """Configs of deployments, and of flow runs that may still start or be retried."""
         return references.configs()
 
 
 def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> Publication:
-    """The view of a run on this server, in the name of the newest flow run that drove the run and that this server
-    knows; nothing of a run that belongs to another server, or to none."""
-    # Not the newest controller: that may have been without Prefect, because its server was away.
+    """Publication of a run in the name of the newest flow run that drove it and is known to this server; empty for a
+    run that belongs to another server, or to none."""
+    # Not that of the newest controller, which may have run without Prefect while the server was down.
     events = [line.event for line in valid_lines(read_journal(run_dir.control))]
     drove = [event.flow_run_id for event in events if isinstance(event, ControllerStarted)]
     source = FlowRunRef(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
@@ -125,21 +126,21 @@ def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -
 
 @dataclass(frozen=True)
 class _Found:
-    """Flow runs as Prefect has them, and what is known of the processes on this machine after that."""
+    """Flow runs from Prefect, and facts about the processes on this machine, collected afterwards."""
 
     flow_runs: Sequence[FlowRun]
     processes: frozenset[str]
-    """Ids of the flow runs that have a process here."""
+    """Ids of the flow runs with a process here."""
     attended: frozenset[str] = frozenset()
-    """Those whose process a worker has, which can cancel it."""
+    """Those whose process belongs to a worker, which can cancel it."""
     task_runs: Sequence[TaskRun] = ()
-    """Task runs that Prefect takes for alive although their flow runs have ended."""
+    """Task runs that Prefect considers alive although their flow runs have ended."""
 
 
 def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
-    """Flow runs that Prefect takes for alive, those named after a run, and those that are named; in a few questions.
+    """Flow runs that Prefect considers alive, those named after a run, and those given by id, in a few queries.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
     with get_client(sync_client=True) as client:
         found = {one.id: one for one in _pages(client, FlowRunFilter(state=_state_filter()))}
@@ -150,7 +151,7 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
             identified = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]))
             found |= {one.id: one for one in _pages(client, identified)}
         left_open = task_runs.left_open(client, RUN_FLOW, found.keys())
-    # Processes last: what is alive now was not dead when Prefect was asked.
+    # Processes come last: one that is alive now was not dead when Prefect was queried.
     processes = dict(_flow_run_processes())
     attended = frozenset(one for one, is_attended in processes.items() if is_attended)
     return _Found(list(found.values()), frozenset(processes), attended, left_open)
@@ -159,10 +160,10 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
 def _all_facts(
     seen: _Found, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime
 ) -> list[FlowRunFacts]:
-    """Facts about what was found.
+    """Derive the facts about the flow runs found.
 
     Args:
-        controllers: run and controller of each flow run that the history knows.
+        controllers: run and controller of each flow run in the history.
         pool: work pool whose worker is on this machine.
         now: the present.
     """
@@ -207,15 +208,15 @@ def _process(flow_run: FlowRun, is_here: bool, controller: str, pool: str) -> Pr
         if not owner.is_here():
             return ProcessState.UNKNOWN
         return ProcessState.GONE if owner.is_known_dead() else ProcessState.ALIVE
-    # Of this machine's worker, which starts all flow runs of the pool; it had a process once, and has none now.
+    # A flow run of this machine's worker, which starts all of the pool; its process has disappeared.
     started = bool(flow_run.infrastructure_pid) or flow_run.start_time is not None
     return ProcessState.GONE if flow_run.work_pool_name == pool and started else ProcessState.UNKNOWN
 
 
 def _flow_run_processes() -> Iterator[tuple[str, bool]]:
-    """Ids of the flow runs that have a living process of this user here, and whether a worker has it.
+    """Ids of the flow runs with a live process of this user here, and True for those whose process belongs to a worker.
 
-    It is known by its command line too: jobs inherit the environment of the flow run that submitted them.
+    The command line is checked too, because jobs inherit the environment of the flow run that submitted them.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""The flow run that this process is: its id and page for the journal of its run, the name of its run for Prefect."""
+"""The flow run of this process: its id and page for the run's journal, and the run's name and tags for Prefect."""
 
 import urllib.error
 import urllib.request
@@ -18,13 +18,13 @@ from rlhf_core.survival import Survived
 
 
 def present() -> FlowRun | None:
-    """The flow run of this process; None outside of one."""
+    """The flow run of this process; None outside a flow run."""
     context = FlowRunContext.get()
     return context.flow_run if context is not None else None
 
 
 def of_this_process(site: Site) -> FlowRunLink:
-    """The link that the journal keeps; empty outside of a flow run."""
+    """The link to store in the journal; empty outside a flow run."""
     flow_run = present()
     if flow_run is None:
         return FlowRunLink()
@@ -33,11 +33,11 @@ def of_this_process(site: Site) -> FlowRunLink:
 
 
 def label(link: FlowRunLink, run_dir: RunDir, say: Callable[[str], None]) -> None:
-    """Name the flow run after its run, and let it be found by the run's id, owner and tags.
+    """Name the flow run after its run, and tag it with the run's id, owner and tags.
 
-    This is for the view alone: a server that is away is reported and changes nothing.
+    This affects only the display: an unavailable server is reported, and the run continues.
     """
-    with Survived() as failed:  # whatever Prefect raises, the run directory and the history have it all
+    with Survived() as failed:  # whatever Prefect raises, run directory and history are complete
         _label(link, run_dir)
     if failed.error is not None:
         say(f"Prefect could not be told: {failed.problem}")
@@ -53,7 +53,7 @@ def _label(link: FlowRunLink, run_dir: RunDir) -> None:
 
 
 def _page(site: Site, flow_run_id: str) -> str:
-    """Address of a flow run for a browser; empty where the server in use has no pages, as a temporary one."""
+    """Address of a flow run for a browser; empty if the server has no pages, like a temporary one."""
     address = site.prefect.url or PREFECT_UI_URL.value() or ""
     if not site.prefect.url and not _is_a_page(address):
         return ""
@@ -65,6 +65,6 @@ def _is_a_page(address: str) -> bool:
         with urllib.request.urlopen(address, timeout=2.0):
             return True
     except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # it wants a password, as it may
+        return error.code in (401, 403)  # it requires a password, which is fine
     except (OSError, ValueError):
         return False

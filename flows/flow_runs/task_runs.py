@@ -1,6 +1,6 @@
-"""Task runs that Prefect takes for alive although their flow runs have ended: how their stages went, and their ends.
+"""Task runs that Prefect considers alive although their flow runs have ended: their stages' outcomes, and their ends.
 
-Prefect is told of task runs by events of the process that they run in; those of an outage of its server are lost.
+Prefect learns of task runs from events sent by their process; events sent during a server outage are lost.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,13 +30,13 @@ from rlhf_core.schemas.attempts import StageState
 _OPEN = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 _ENDED = [StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED]
 _AT_MOST = 200
-"""As many as Prefect gives at a time; further ones are left to the next rounds."""
+"""Prefect's page size; later rounds handle the rest."""
 
 
 def left_open(client: SyncPrefectClient, flow: str, flow_runs: Collection[UUID]) -> list[TaskRun]:
-    """Open task runs of the flow runs that are named, where these have ended.
+    """Open task runs of those given flow runs that have ended.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
     found = client.read_task_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
@@ -49,11 +49,11 @@ def left_open(client: SyncPrefectClient, flow: str, flow_runs: Collection[UUID])
 
 
 def facts(task_runs: Sequence[TaskRun], run_ids: Mapping[str, str], runs_dir: Path) -> list[TaskRunFacts]:
-    """Findings in the form that the reconciler takes.
+    """Convert task runs to facts for the reconciler.
 
     Args:
         run_ids: run of each flow run.
-        runs_dir: where the run directories are.
+        runs_dir: folder of the run directories.
     """
     return [
         TaskRunFacts(str(one.id), str(one.flow_run_id), _stage(runs_dir, run_ids[str(one.flow_run_id)], one.name))
@@ -63,9 +63,9 @@ def facts(task_runs: Sequence[TaskRun], run_ids: Mapping[str, str], runs_dir: Pa
 
 
 def end(task_run_id: str, state: FlowState, why: str) -> None:
-    """Give a task run that is still open a last state.
+    """Set the final state of a task run that is still open.
 
-    Raises whatever Prefect raises when it does not answer.
+    Raises Prefect's own errors if the server does not answer.
     """
     with get_client(sync_client=True) as client:
         present = client.read_task_run(UUID(task_run_id)).state
@@ -83,7 +83,7 @@ def _stage(runs_dir: Path, run_id: str, title: str) -> StageState | None:
 
 
 def stage_called(stages: Sequence[StageRecord], title: str) -> StageState | None:
-    """State of the newest stage of a title (:func:`rlhf_core.control.steps.title_of`); None where there is none."""
+    """State of the newest stage with a title (:func:`rlhf_core.control.steps.title_of`); None if there is none."""
     words = title.split()
     number = int(words[2]) if words[1:2] == ["attempt"] and words[2:3] and words[2].isdigit() else None
     found = [one for one in stages if words[:1] == [one.name.value] and number in (None, one.attempt)]

@@ -1,1 +1,1 @@
-"""Publication of a run in Prefect: its artifacts and events, and the thread of the controller that publishes them."""
+"""Publication of a run in Prefect: its artifacts and events, and the controller's thread that publishes them."""

@@ -1,8 +1,8 @@
-"""Artifacts and events of a run in Prefect, published by one function that may be repeated.
+"""Artifacts and events of a run in Prefect, published by one idempotent function.
 
-Everything is made from the run directory and the history. Artifacts are upserted by key, events have ids made from what
-they are about: publishing twice publishes once, by whichever controller, or by the site daemon for a run whose
-controller is gone. A view and nothing else: what cannot be published changes nothing in a run. ``docs/prefect.md`` has
+Everything is derived from the run directory and the history. Artifacts are upserted by key, and event ids are derived
+from their subject, so publishing twice has no further effect, whether a controller does it or, for a run without a
+controller, the site daemon. Publication is only a view: a failure changes nothing in a run. ``docs/prefect.md`` lists
 every name.
 """
 
@@ -40,18 +40,18 @@ from rlhf_core.survival import Survived
 from rlhf_core.text.escaping import markdown
 
 CURVES_INTERVAL_S = 30.0
-"""Least time between two pictures of a run that is at work."""
+"""Minimum time between two images of an active run."""
 
 CURVES_AGE_SHARE = 0.02
-"""The older a run, the less a picture changes in half a minute: the next one may wait for this share of its age."""
+"""Share of a run's age to wait before its next image: the older the run, the less half a minute changes."""
 
 MAX_PICTURE_BYTES = 150_000
-"""Larger pictures are not published: the server keeps them in its database."""
+"""Size above which images are not published: the server stores them in its database."""
 
 
 @dataclass(frozen=True)
 class RunArtifact:
-    """An artifact of a run, before Prefect has it."""
+    """An artifact of a run, before it is published."""
 
     name: str
     """Part of its key: ``progress``, ``curves``, ``checks``, ``incidents`` or ``result``."""
@@ -60,18 +60,18 @@ class RunArtifact:
     description: str
     data: str | float = ""
     draw: Callable[[], str] | None = field(default=None, compare=False)
-    """Makes the data where that is expensive; the description then says whether it is up to date."""
+    """Creates the data if that is expensive; the description then tells if the artifact is current."""
 
     @property
     def in_place(self) -> bool:
-        """True if a new version replaces the one before it: versions would fill the server's database."""
+        """True if a new version replaces the previous one: stored versions would fill the server's database."""
         return self.type != "markdown"
 
 
 @dataclass(frozen=True)
 class RestartTask:
-    """A restart inside an attempt as a task run: without it, an attempt that was started again five times looks in the
-    list like one that went well at once."""
+    """A restart inside an attempt as a task run: without it, an attempt that was restarted five times would look in the
+    list like one that succeeded at once."""
 
     key: str
     """Identity within its flow run."""
@@ -81,12 +81,12 @@ class RestartTask:
 
 @task(name="restart", description="A restart of the workers inside an attempt.")
 def _restart() -> None:
-    """Stands for restarts in Prefect; never called."""
+    """Placeholder for restarts in Prefect; never called."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Everything that Prefect is to show of a run at one moment."""
+    """Everything that Prefect should show of a run at one moment."""
 
     run_id: str
     flow_run: FlowRunRef
@@ -95,12 +95,12 @@ class Publication:
     restarts: Sequence[RestartTask] = ()
 
     def __bool__(self) -> bool:
-        """True if there is something in it."""
+        """True if it is not empty."""
         return bool(self.artifacts or self.events or self.restarts)
 
 
 def artifact_key(run_id: str, name: str) -> str:
-    """Make the key of an artifact of a run: lower-case letters, digits and dashes."""
+    """Build the key of a run's artifact: lower-case letters, digits and dashes."""
     return f"rlhf-{name}-{run_id.replace('_', '-')}"
 
 
@@ -109,10 +109,10 @@ def artifact_key(run_id: str, name: str) -> str:
 
 
 def publish(publication: Publication) -> list[str]:
-    """Bring the server up to date, and return the names of what it lacked.
+    """Update the server, and return the names of the parts it lacked.
 
     Raises:
-        Exception: the first failure of Prefect's client; what it could take is published all the same.
+        Exception: the first failure of Prefect's client; everything else is still published.
     """
     if not publication:
         return []
@@ -120,7 +120,7 @@ def publish(publication: Publication) -> list[str]:
     failures: list[BaseException] = []
     with get_client(sync_client=True) as client:
         for step in _steps(client, publication):
-            with Survived() as failed:  # what Prefect does not take leaves the rest alone
+            with Survived() as failed:  # a rejected part must not stop the others
                 done += step()
             if failed.error is not None:
                 failures.append(failed.error)
@@ -156,7 +156,7 @@ def unpublished_parts(publication: Publication) -> list[str]:
 
 
 def _newest(client: SyncPrefectClient, publication: Publication) -> Mapping[str, ArtifactCollection]:
-    """Newest version of each artifact that the server has, by name."""
+    """Newest version of each artifact on the server, by name."""
     names = {artifact_key(publication.run_id, one.name): one.name for one in publication.artifacts}
     if not names:
         return {}
@@ -187,7 +187,7 @@ def _upsert(
             type=artifact.type,
             data=data,
             description=artifact.description,
-            # Not that of the process, which may be the site daemon's.
+            # Not the process's own flow run: this may be the site daemon.
             flow_run_id=UUID(flow_run.id) if flow_run.id else None,
         )
         client.create_artifact(made)
@@ -195,7 +195,7 @@ def _upsert(
 
 
 def _add_restart(client: SyncPrefectClient, flow_run: FlowRunRef, restart: RestartTask) -> list[str]:
-    # The server makes one task run per key of a flow run, and gives that back the next time.
+    # The server keeps one task run per key of a flow run, and returns it on later calls.
     client.create_task_run(
         _restart,
         UUID(flow_run.id),
@@ -215,7 +215,7 @@ def _title(artifact: RunArtifact) -> str:
 
 
 def publication_of(run_dir: RunDir, store: HistoryStore, flow_run: FlowRunRef) -> Publication:
-    """Make what Prefect is to show of a run, in the name of a flow run; nothing without one."""
+    """Build the publication of a run in the name of a flow run; empty without one."""
     if not flow_run.id:
         return Publication(run_dir.run_id, flow_run)
     return publication_from(RunReader(run_dir).read(), store, flow_run)
@@ -230,12 +230,13 @@ def publication_from(
     draws: bool = True,
     last: bool = False,
 ) -> Publication:
-    """Make what Prefect is to show of a run from a snapshot.
+    """Build the publication of a run from a snapshot.
 
     Args:
-        progress: what the page of the progress says, where its controller knows more than the directory.
-        draws: False to leave out the picture of the curves, which is expensive.
-        last: True if its controller is about to let go of the run, which then has a result page before its end too.
+        progress: progress to show, if the controller knows more than the directory.
+        draws: False to leave out the expensive image of the curves.
+        last: True if the controller is about to release the run; a result page is then published even before the run
+            has ended.
     """
     timeline = snapshot.timeline
     progress = progress or snapshot.progress
@@ -256,7 +257,7 @@ def publication_from(
 
 
 def without(publication: Publication, before: Publication) -> Publication:
-    """Leave out what an earlier publication had: publishing it again would do no harm, but cost the server's time."""
+    """Remove the parts of an earlier publication: publishing them again would be harmless, but cost the server time."""
     return replace(
         publication,
         artifacts=[one for one in publication.artifacts if one not in before.artifacts],
@@ -266,7 +267,7 @@ def without(publication: Publication, before: Publication) -> Publication:
 
 
 def _restarts(timeline: Timeline, flow_run: FlowRunRef) -> list[RestartTask]:
-    """Restarts in place since the flow run began to drive the run."""
+    """In-place restarts since the flow run began to drive the run."""
     since = timeline.driven_since(flow_run.id) if flow_run.id else None
     return [
         _restart_task(made)
@@ -302,7 +303,7 @@ def _result(timeline: Timeline, store: HistoryStore) -> RunArtifact:
 
 
 def _times(store: HistoryStore, run_id: str) -> Mapping[str, Any]:
-    """Goodput and lost time of a run; empty where the history does not answer."""
+    """Goodput and lost time of a run; empty if the history does not answer."""
     try:
         return queries.show_run(store, run_id)
     except HistoryError:
@@ -321,7 +322,7 @@ def _curves(snapshot: RunSnapshot) -> RunArtifact:
 
 
 def picture(run_dir: RunDir) -> str:
-    """Draw the curves as a data URI; empty where they could not be drawn: a run goes on without."""
+    """Draw the curves as a data URI; empty if that fails, because a run does not depend on it."""
     drawn = draw_in_process(run_dir)
     if not drawn or len(drawn) > MAX_PICTURE_BYTES:
         return ""
@@ -329,5 +330,5 @@ def picture(run_dir: RunDir) -> str:
 
 
 def _link(run_id: str, name: str) -> str:
-    """Link from the page of one artifact of a run to another, in the old UI and in the new one."""
+    """Link from one artifact page of a run to another, for both the old and the new UI."""
     return f"[{name}](../key/{artifact_key(run_id, name)})"

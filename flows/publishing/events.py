@@ -1,8 +1,8 @@
 """Events about a run, for automations.
 
-Each event has an id made from what it is about, and the server is asked which of them it has: publishing twice
-publishes once, whichever controller does it. They are posted and answered; Prefect's own sender only queues, and loses
-what a server that is away does not take.
+Each event id is derived from the event's subject, and the server is asked for the ids it already has, so any controller
+may publish the same event without duplicating it. Events are posted and acknowledged; Prefect's own sender only queues
+them, and loses those that a server that is down does not take.
 """
 
 import uuid
@@ -23,11 +23,11 @@ from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.watchdog.evidence import regressed
 
 MAX_AGE = timedelta(days=3)
-"""Older events are not published: a run that is resumed after a holiday must not alert for the time before. Prefect
-keeps events for longer by default, so that the server knows all that were published."""
+"""Age above which events are not published: a run resumed after a holiday must not send alerts about the time before.
+Prefect keeps events longer by default, so the server knows all that were published."""
 
 _PAGE_SIZE = 50
-"""Events asked for at once: the server's own limit."""
+"""Events per query: the server's own limit."""
 
 _NAMESPACE = uuid.UUID("6a1f3a52-3c0e-4b52-9d5e-5d9a1f0c7e11")
 
@@ -41,34 +41,34 @@ class FlowRunRef:
 
     @property
     def url(self) -> str:
-        """Its page in the UI; empty where its address is not known."""
+        """Its page in the UI; empty if the UI's address is unknown."""
         return (url_for("flow-run", obj_id=self.id) if self.id else None) or ""
 
 
 @dataclass(frozen=True)
 class PrefectEvent:
-    """An event about a run, before Prefect has it."""
+    """An event about a run, before it is published."""
 
     id: uuid.UUID
     name: str
     occurred: datetime
     payload: Mapping[str, str]
-    """Texts alone: a number would break the templates of an automation whose parameters are texts."""
+    """Strings only: a number would break the templates of an automation whose parameters are strings."""
 
 
 def events_of(
     timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef, now: datetime | None = None
 ) -> list[PrefectEvent]:
-    """Make the events of a run that are not too old, in the order of time."""
+    """Build the recent events of a run, oldest first."""
     since = (now or utc_now()) - MAX_AGE
     found = [*_incidents(timeline), *_decisions(timeline), *_moves(timeline, stored, flow_run)]
     return sorted((one for one in found if one.occurred >= since), key=lambda one: one.occurred)
 
 
 def unpublished(client: SyncPrefectClient, events: Sequence[PrefectEvent]) -> list[PrefectEvent]:
-    """Events that the server does not have."""
+    """Events that the server does not have yet."""
     known: set[str] = set()
-    # By itself the server ends at its own present, and a controller's clock may be ahead of it.
+    # By default the server's query ends at its own present, and a controller's clock may be ahead of it.
     until = (utc_now() + timedelta(days=1)).isoformat()
     for start in range(0, len(events), _PAGE_SIZE):
         ids = [str(one.id) for one in events[start : start + _PAGE_SIZE]]
@@ -80,10 +80,10 @@ def unpublished(client: SyncPrefectClient, events: Sequence[PrefectEvent]) -> li
 def publish_events(
     client: SyncPrefectClient, events: Sequence[PrefectEvent], run_id: str, flow_run: FlowRunRef
 ) -> list[str]:
-    """Post the events that the server does not have, and return their names.
+    """Post the events that the server lacks, and return their names.
 
-    The server lists an event some seconds after it has taken it. One that is posted twice in between is stored once,
-    and automations act on it once: for half an hour the server remembers the ids that it has processed.
+    The server lists an event some seconds after accepting it. An event posted twice in between is still stored once,
+    and automations act on it once: the server remembers processed ids for half an hour.
     """
     new = unpublished(client, events)
     if new:
@@ -103,7 +103,7 @@ def _as_json(event: PrefectEvent, run_id: str, flow_run: FlowRunRef) -> dict[str
 
 
 def flow_run_resource(id: object, name: str) -> dict[str, str]:
-    """A flow run as an event names one that it is related to."""
+    """A flow run as a related resource of an event."""
     return {
         "prefect.resource.id": f"prefect.flow-run.{id}",
         "prefect.resource.role": "flow-run",

@@ -1,7 +1,7 @@
-"""Publishing a run to Prefect from a thread of its controller's process.
+"""Publication of a run to Prefect from a thread of the controller's process.
 
-Neither a server that is away nor one that never answers holds up a controller, which has a lease to renew. What could
-not be published is published when the server is back, by this thread or by the site daemon.
+The controller has a lease to renew, so neither an unreachable nor a hanging server may block it. Parts that could not
+be published are published once the server is back, by this thread or by the site daemon.
 """
 
 import contextlib
@@ -40,24 +40,24 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot
 RunLog = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 PUBLISH_INTERVAL_S = 5.0
-"""Time between two publications of a run that is at work."""
+"""Time between two publications of an active run."""
 
 RETRY_INTERVAL_S = 10.0
-"""Pause after a publication that failed."""
+"""Pause after a failed publication."""
 
 SHUTDOWN_TIMEOUT_S = 20.0
-"""Longest time for which the end of a run waits for its last publication."""
+"""Longest time that the end of a run waits for its last publication."""
 
 LAST_TRIES, LAST_RETRY_INTERVAL_S = 3, 1.0
-"""Tries of the last publication, and the pause between them."""
+"""Attempts at the last publication, and the pause between them."""
 
 _LOGGED_EVENTS = frozenset({"suspect", "checkpoint", "file", "killed", "command", "save_requested", "verdict"})
-"""Events of the agents that are logged as they are; incidents and decisions are logged from the timeline."""
+"""Agent events that are logged directly; incidents and decisions are logged from the timeline."""
 
 
 @contextmanager
 def published(controller: Controller) -> Iterator[None]:
-    """Publish the run to Prefect for as long as the block lasts. Use it in the flow run."""
+    """Publish the run to Prefect for the duration of the block. Use it in the flow run."""
     log = get_run_logger()
     flow_run = FlowRunRef(str(runtime.flow_run.id or ""), controller.run_dir.run_id)
     publisher = Publisher(controller, flow_run, log, controller.observer.log)
@@ -70,33 +70,33 @@ def published(controller: Controller) -> Iterator[None]:
         yield
     finally:
         controller.observer = observer
-        # Where the run was taken over, another controller publishes the rest.
+        # If the run was taken over, the other controller publishes the rest.
         publisher.close(publishes_rest=not controller.lease_lost)
 
 
 class Publisher:
-    """Thread that publishes a run and logs what is new in it."""
+    """Thread that publishes a run and logs its news."""
 
     def __init__(self, controller: Controller, flow_run: FlowRunRef, log: RunLog, say: Callable[[str], None]) -> None:
-        """Take a run; to be called in the flow run.
+        """Set up the publication of a run. Call it in the flow run.
 
         Args:
-            flow_run: in whose name it is published.
+            flow_run: flow run in whose name it is published.
             log: log of the flow run.
             say: called once per outage of the server.
         """
         self.title = ""
-        """Stage at work."""
+        """Current stage."""
         self.progress: RunProgress | None = None
-        """Progress by the latest poll; None before the first."""
+        """Progress at the latest poll; None before the first."""
         self._run_dir, self._store = controller.run_dir, controller.store
         self._flow_run, self._log, self._say = flow_run, log, say
         self._reader: RunReader | None = None
         self._logged = self._known_before()
         self._last: Publication | None = None
-        """Last one that the server took: what is unchanged in the next one is not sent."""
+        """Last publication that the server accepted: its unchanged parts are not sent again."""
         self._seen: tuple[Timeline, bool] | None = None
-        """Timeline of the last publication, and whether it was the last one of this controller."""
+        """Timeline of the last publication, and True if it was this controller's last one."""
         self._drawn_at = float("-inf")
         self._wake, self._stop = threading.Event(), threading.Event()
         self._publishes_rest = True
@@ -105,7 +105,7 @@ class Publisher:
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="publisher", daemon=True)
 
     def start(self) -> None:
-        """Begin with what there is."""
+        """Start with the current state."""
         self._wake.set()
         self._thread.start()
 
@@ -114,7 +114,7 @@ class Publisher:
         self._wake.set()
 
     def close(self, *, publishes_rest: bool = True) -> None:
-        """End the thread, after a last publication where ``publishes_rest``; wait for it a limited time."""
+        """Stop the thread, after a last publication if ``publishes_rest``; wait for it a limited time."""
         self._publishes_rest = publishes_rest
         self._stop.set()
         self._wake.set()
@@ -134,8 +134,8 @@ class Publisher:
                 return
 
     def _publish_safely(self, *, last: bool) -> bool:
-        """Publish, and return True if the server took everything."""
-        with Survived() as failed:  # Prefect raises what it likes, and must not end this thread
+        """Publish, and return True if the server accepted everything."""
+        with Survived() as failed:  # no error of Prefect's may end this thread
             self._publish(last=last)
             self._has_failed = False
             return True
@@ -151,13 +151,13 @@ class Publisher:
         self._log_news(snapshot.timeline)
         seen = (snapshot.timeline, last)
         if snapshot.timeline.ended and seen == self._seen:
-            return  # an approval may be waited for, for days
+            return  # the wait for an approval may take days
         draws = last or snapshot.timeline.ended or time.monotonic() - self._drawn_at >= _drawing_interval_s(snapshot)
         progress = self._progress(snapshot)
         publication = publication_from(snapshot, self._store, self._flow_run, progress, draws=draws, last=last)
         news = publication if self._last is None else without(publication, self._last)
         if news:
-            # Prefect's own client tries again for a minute.
+            # Prefect's own client would retry for a minute.
             if not server_answers():
                 raise ConnectionError("its server does not answer")
             publish(news)
@@ -175,7 +175,7 @@ class Publisher:
     def _known_before(self) -> frozenset[tuple[object, ...]]:
         try:
             return frozenset(_log_lines(read_timeline(self._run_dir)))
-        except OSError:  # of a file system that does not answer for a moment
+        except OSError:  # the file system briefly does not answer
             return frozenset()
 
     def _log_news(self, timeline: Timeline) -> None:
@@ -186,7 +186,7 @@ class Publisher:
 
 
 class _PublishingObserver:
-    """Hands everything on to the observer behind it, logs messages, and keeps the publisher up to date."""
+    """Forwards everything to the wrapped observer, logs messages, and keeps the publisher current."""
 
     def __init__(self, behind: Observer, publisher: Publisher, spec: RunSpec, log: RunLog) -> None:
         self._behind = behind
@@ -196,19 +196,19 @@ class _PublishingObserver:
         self._log = log
 
     def follow(self, spec: RunSpec) -> None:
-        """Observe a run with another spec: a trial, or the run itself again."""
+        """Switch to another spec: a trial, or the run itself again."""
         self._spec, self._timer, self._publisher.progress = spec, StepTimer(), None
         self._behind.follow(spec)
 
     def stage_started(self, title: str) -> None:
-        """Log that a stage begins."""
+        """Log the start of a stage."""
         self._publisher.title = title
         self._log.info("begins: %s", terminal(title))
         self._publisher.wake()
         self._behind.stage_started(title)
 
     def polled(self, look: AttemptSnapshot) -> None:
-        """Keep the progress after a poll, and log its events."""
+        """Store the progress of a poll, and log its events."""
         progress = progress_of_poll(look, self._spec, self._timer)
         self._publisher.progress = replace(progress, is_trial=self._spec != self._run_spec)
         for event in look.events:
@@ -233,7 +233,7 @@ def _drawing_interval_s(snapshot: RunSnapshot) -> float:
 
 
 def _log_lines(timeline: Timeline) -> list[tuple[int, tuple[object, ...], str]]:
-    """Lines of the log of a flow run: level, identity, text."""
+    """Log lines of a flow run: level, identity, text."""
     found: list[tuple[int, tuple[object, ...], str]] = [
         (logging.INFO, (line.token, line.sequence), f"run is {line.event.state.value}: {line.event.cause}")
         for line in timeline.lines

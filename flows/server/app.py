@@ -1,12 +1,12 @@
-"""The web application of a site's Prefect server: Prefect's own, kept from reaching anything but this machine.
+"""The web application of a site's Prefect server: Prefect's own, restricted so that it contacts no other host.
 
-Browsers are told by a Content-Security-Policy to talk to this server only: the pages of Prefect ask hosts outside for
-their configuration and statistics, and a Markdown artifact may name images of anywhere. The server itself serves the
-lists of worker types that come with the package, instead of asking the network for newer ones. What is asked of it
-passes :mod:`flows.server.guards` first, and a server without a password is none.
+A Content-Security-Policy makes browsers talk to this server only: Prefect's pages query external hosts for
+configuration and statistics, and a Markdown artifact may embed images from anywhere. The server itself serves the lists
+of worker types that ship with the package, instead of downloading newer ones. Requests pass :mod:`flows.server.guards`
+first, and a server without a password is refused.
 
-Two faults of Prefect 3.7 on SQLite are mended here, too: schedules that never fire (:func:`let_schedules_be_inserted`),
-and what a browser asks and is lost (:class:`RetriedWhenBusy`).
+Two faults of Prefect 3.7 on SQLite are worked around here as well: schedules that never fire
+(:func:`let_schedules_be_inserted`), and browser requests that get lost (:class:`RetriedWhenBusy`).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from rlhf_core.errors import BadInput
 POLICY = "; ".join(
     [
         "default-src 'self'",
-        # Prefect's pages carry styles and scripts inline, and the drawing of flow runs compiles its shaders.
+        # Prefect's pages have inline styles and scripts, and the flow-run graph compiles its shaders.
         "script-src 'self' 'unsafe-inline' 'unsafe-eval'",
         "style-src 'self' 'unsafe-inline'",
         "img-src 'self' data: blob:",
@@ -53,32 +53,32 @@ POLICY = "; ".join(
         "object-src 'none'",
     ]
 )
-"""Sources that a page of this server may load and ask: this server, and images that stand in the page itself."""
+"""Sources that a page of this server may load from or query: this server, and images embedded in the page."""
 
 
 BUSY_TIMEOUT_S = 20.0
-"""Time for which a request that SQLite was too busy for is tried again."""
+"""Time for which a request that SQLite was too busy for is retried."""
 RETRY_INTERVAL_S = 0.1
-"""Pause before that."""
+"""Pause before each retry."""
 
 _WRITING_PATH = "/csrf-token"
-"""End of the path of a question that writes: each client gets a token that the server remembers."""
+"""Path suffix of a GET request that writes: each client gets a token that the server stores."""
 
 
 class RetriedWhenBusy:
-    """An ASGI application that tries a request again which SQLite was too busy for.
+    """ASGI wrapper that retries requests that SQLite was too busy for.
 
-    Most transactions of Prefect 3.7 read before they write. Where another client has written in between, SQLite refuses
-    at once ("database is locked"), all of it is rolled back, and Prefect answers 503: its own client tries again then,
-    its pages in a browser do not. What a user had just asked for or answered went nowhere, and the form stayed open.
-    Seen with approvals and with the removal of a schedule, on a site with some runs at work.
+    Most transactions of Prefect 3.7 read before they write. If another client writes in between, SQLite refuses at once
+    ("database is locked"), the transaction is rolled back, and Prefect answers 503. Its own client then retries, but
+    its browser pages do not: the user's request or answer is lost, and the form stays open. Observed with approvals and
+    with the removal of a schedule, on a site with several active runs.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; a writing request again while the answer is 503, up to ``BUSY_TIMEOUT_S``."""
+        """Pass everything on; repeat a writing request while the answer is 503, up to ``BUSY_TIMEOUT_S``."""
         if scope["type"] != "http" or (scope["method"] in READING and not scope["path"].endswith(_WRITING_PATH)):
             await self._app(scope, receive, send)
             return
@@ -90,7 +90,7 @@ class RetriedWhenBusy:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _is_refused(self, scope: Scope, receive: Receive, send: Send, *, is_last: bool) -> bool:
-        """One try; True when it was refused and nothing was sent."""
+        """Make one try; True if it was refused and nothing was sent."""
         refused = False
 
         async def unless_refused(message: Message) -> None:
@@ -103,13 +103,13 @@ class RetriedWhenBusy:
         try:
             await self._app(dict(scope), receive, unless_refused)
         except Exception:
-            if not refused:  # else it is the error that was answered with 503
+            if not refused:  # otherwise it is the error that was answered with 503
                 raise
         return refused
 
 
 async def _whole_body(receive: Receive) -> bytes | None:
-    """The body of a request; None where its sender went away before the end of it."""
+    """The body of a request; None if the client disconnected before its end."""
     body = bytearray()
     while True:
         message = await receive()
@@ -121,7 +121,7 @@ async def _whole_body(receive: Receive) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """The body of a request that was read already, and then what else comes."""
+    """Replay a body that was already read, then continue with the original messages."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
@@ -131,13 +131,13 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 class Guarded:
-    """An ASGI application whose every answer says what its page may reach."""
+    """ASGI wrapper that adds the security headers to every response."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; add the header where an answer begins."""
+        """Pass everything on; add the header at the start of a response."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -152,17 +152,18 @@ STYLE = (
     b"<style>a[href^='data:']{display:inline-block;max-width:40rem;overflow:hidden;text-overflow:ellipsis;"
     b"white-space:nowrap}</style>"
 )
-"""Prefect writes the address of an image under it. That of the curves is the whole picture, wider than any screen."""
+"""Styles for Prefect's pages. Prefect prints an image's address below it, and for the curves that is the whole image as
+a data URI, wider than any screen."""
 
 
 class Styled:
-    """An ASGI application that adds :data:`STYLE` to each of its pages."""
+    """ASGI wrapper that adds :data:`STYLE` to each page."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; pages as a whole, with the style in their head."""
+        """Pass everything on; buffer pages, and insert the style into their head."""
         if scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
@@ -191,16 +192,16 @@ def _is_page(start: Message) -> bool:
 
 
 def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
-    """The headers of a page that was changed: its length, and no tag of the file that it was made from."""
+    """The headers of a modified page: the new length, and no ETag of the original file."""
     changed = {b"content-length", b"etag", b"last-modified"}
     return [*(pair for pair in headers if pair[0] not in changed), (b"content-length", str(length).encode())]
 
 
 def create_app(names: Names | None = None) -> Guarded:
-    """Make the application that uvicorn serves.
+    """Create the application that uvicorn serves.
 
     Args:
-        names: By which it may be asked. Default: those of loopback.
+        names: Accepted names of the server. Default: those of loopback.
 
     Raises:
         BadInput: no password is set (``PREFECT_SERVER_API_AUTH_STRING``).
@@ -216,14 +217,14 @@ def create_app(names: Names | None = None) -> Guarded:
 
 
 def let_schedules_be_inserted() -> None:
-    """Let SQLAlchemy 2.1 insert what Prefect 3.7 hands it for a schedule; else no schedule ever starts a run.
+    """Let SQLAlchemy 2.1 insert the rows of Prefect 3.7's scheduler; otherwise no schedule ever starts a run.
 
-    Prefect's scheduler inserts rows that carry computed attributes beside the columns (the state of a flow run, the
-    data of a state). Before 2.1 those were left out; 2.1 refuses the whole insert unless it is told what to do with
-    them. It asks each attribute for its ``bulk_dml_setter``; before 2.1 none has one, and nothing is changed.
+    These rows contain computed attributes as well as columns (the state of a flow run, the data of a state). Before 2.1
+    SQLAlchemy ignored them; 2.1 rejects the whole insert unless each attribute has a ``bulk_dml_setter``. Earlier
+    versions have no such setters, so this changes nothing there.
 
-    Seen with Prefect 3.7.7 and a deployment that is due every 5 s: under SQLAlchemy 2.0.58 it ran on a server with and
-    on one without this, under 2.1.9 only with it (without: no flow run in 90 s, and an error in each round).
+    Observed with Prefect 3.7.7 and a deployment that is due every 5 s: under SQLAlchemy 2.0.58 it ran on a server with
+    and on one without this, under 2.1.9 only with it (without: no flow run in 90 s, and an error in each round).
     """
     attribute: Any
     for mapper in Base.registry.mappers:
@@ -233,20 +234,20 @@ def let_schedules_be_inserted() -> None:
 
 
 def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
-    """Insert nothing for a computed attribute: it has no column."""
+    """Insert nothing for a computed attribute, which has no column."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Filter lines of the server's log: False for those that SQLite was busy and the work is tried again.
+    """Filter for the server's log: False for lines that report a busy SQLite and a retry.
 
-    Prefect keeps these out of its other logs itself. With a worker that polls they would be most of this one.
+    Prefect filters these from its other logs itself. With a polling worker they would be most of this one.
     """
     error = record.exc_info[1] if record.exc_info else None
     return "database is locked" not in str(error)
 
 
 async def shipped_view(view: str) -> dict[str, Any]:
-    """A list of what workers and blocks there are, as it was when this version of Prefect was made.
+    """A list of worker or block types, as shipped with this version of Prefect.
 
     Raises:
         KeyError: there is no list of that name; Prefect answers 404.

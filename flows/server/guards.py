@@ -1,8 +1,9 @@
-"""Checks of every request to a site's Prefect server before Prefect sees it: who asks, from which page, and how much.
+"""Checks of every request to a site's Prefect server before Prefect sees it: its sender, its page of origin, and its
+size.
 
-The password is no cookie, so that a page of another site has nothing to borrow from a browser. These are further walls:
-a server that answers to any name can be read by a page whose name is made to point at it (DNS rebinding), and a body
-that is read before its sender is known costs memory, from any sender.
+The password is not a cookie, so a page of another site cannot borrow it from a browser. These checks are further
+defences: a server that answers to any name can be read by a page whose name is pointed at it (DNS rebinding), and a
+body that is read before its sender is authenticated lets anybody use up memory.
 """
 
 import base64
@@ -22,27 +23,27 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 16 << 20
-"""Longest body of a request. The longest of Prefect's own clients, a batch of log lines, has 4 MB."""
+"""Longest request body. The largest that Prefect's own clients send, a batch of log lines, has 4 MB."""
 
 MAX_SOCKET_BYTES = 4 << 20
-"""Longest message over a websocket, whose sender is known only after the first one. An event has 1.5 MB at most."""
+"""Longest websocket message; the sender is only authenticated by the first one. An event has 1.5 MB at most."""
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing, and whose body is not read."""
+"""Methods that change nothing and whose body is not read."""
 
 _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names by which a server may be asked."""
+    """Accepted names of a server."""
 
     hosts: frozenset[str]
-    """Names of hosts and addresses, without ports."""
+    """Host names and addresses, without ports."""
     origins: frozenset[str] = frozenset()
     """Further origins whose pages may write, for instance ``https://runs.example.com`` of a proxy."""
     any_address: bool = False
-    """True where each address in figures will do: a page cannot make its own name one."""
+    """True to accept every numeric address: a page cannot make its own name one."""
 
     def serves(self, host: str) -> bool:
         """True if a ``Host`` header names this server."""
@@ -50,7 +51,7 @@ class Names:
         return name in self.hosts or (self.any_address and _is_address(name))
 
     def trusts(self, origin: str, host: str) -> bool:
-        """True if a page of ``origin`` may write to the server that was asked as ``host``."""
+        """True if a page of ``origin`` may write to the server addressed as ``host``."""
         try:
             parts = urlsplit(origin)
             port = parts.port or _PORTS.get(parts.scheme, 0)
@@ -65,14 +66,14 @@ class Names:
 
 
 class Known:
-    """An ASGI application that answers to its own names, and to writing pages of its own alone."""
+    """ASGI wrapper that only answers to the server's own names, and accepts writes only from its own pages."""
 
     def __init__(self, app: App, names: Names) -> None:
         self._app = app
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what asks for this server by one of its names, and what none of another's pages has sent."""
+        """Pass on requests to one of the server's names that were not sent by a page of another site."""
         problem = self._problem(scope) if scope["type"] in ("http", "websocket") else ""
         if not problem:
             await self._app(scope, receive, send)
@@ -97,15 +98,16 @@ class Known:
 
 
 class Authenticated:
-    """An ASGI application that reads no body before its sender has given the password."""
+    """ASGI wrapper that reads no body before its sender has given the password."""
 
     def __init__(self, app: App, password: str) -> None:
-        """Ask for ``password``, as ``user:password``."""
+        """Require ``password``, as ``user:password``."""
         self._app = app
         self._password = password.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what has the password, and what has no body: Prefect itself asks for it there."""
+        """Pass on requests with the password, and requests without a body, for which Prefect itself checks the
+        password."""
         if scope["type"] == "http" and scope["method"] not in READING and not self._has_password(scope):
             await refuse(send, 401, "Unauthorized")
         else:
@@ -121,14 +123,14 @@ class Authenticated:
 
 
 class Limited:
-    """An ASGI application that reads bodies up to a limit, whatever their sender says about their length."""
+    """ASGI wrapper that limits the size of bodies, whatever length the sender declares."""
 
     def __init__(self, app: App, max_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass requests on; one whose body is too long is answered with 413."""
+        """Pass requests on; answer those with too long a body with 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -163,11 +165,11 @@ class Limited:
 
 
 class _TooLong(Exception):
-    """A body that goes on behind the limit."""
+    """The body exceeds the limit."""
 
 
 async def refuse(send: Send, status: int, why: str) -> None:
-    """Answer with a status and a sentence, in the form in which Prefect's clients and pages read them."""
+    """Answer with a status and a sentence, in the form that Prefect's clients and pages expect."""
     body = json.dumps({"detail": why, "exception_message": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -175,14 +177,14 @@ async def refuse(send: Send, status: int, why: str) -> None:
 
 
 def names_of(hosts: Collection[str], origins: Collection[str] = (), *, any_address: bool = False) -> Names:
-    """Names of a server, however they are written, beside those of loopback."""
+    """Names of a server in normalised form, in addition to those of loopback."""
     named = frozenset(_host_name(host) for host in hosts if host)
     trusted = frozenset(origin.rstrip("/").lower() for origin in origins if origin)
     return Names(named | {"localhost", "127.0.0.1", "[::1]"}, trusted, any_address)
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    """The value of a header, empty where there is none. Several are one that is none of those looked for."""
+    """The value of a header; empty if it is missing. A repeated header yields a value that matches nothing."""
     return b", ".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
 
 

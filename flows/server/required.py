@@ -1,4 +1,4 @@
-"""A Prefect server for what cannot be done without one, or words about where it should be. Imports no Prefect."""
+"""Check for a Prefect server in commands that need one, with advice if there is none. Imports no Prefect."""
 
 from flows.server.settings import START_IT, connect, is_there, own_url
 from rlhf_core.config.site import Site
@@ -11,7 +11,7 @@ def require(site: Site) -> str:
     """Connect this process to a server that answers (:func:`flows.server.settings.connect`). Returns its address.
 
     Raises:
-        PrefectUnavailable: there is none, or it does not answer; the message says where it should be.
+        PrefectUnavailable: there is none, or it does not answer; the message gives its expected address.
     """
     url = connect(site)
     if url and is_there(url):

@@ -29,7 +29,7 @@ ANSWER_TIMEOUT_S = 10.0
 START_IT = "`rlhf up` starts the server of this site; PREFECT_API_URL names another one."
 
 HOME_MARKER = "RLHF_SERVICES_HOME"
-"""Environment variable that the services of a home folder carry, and so everything they start."""
+"""Environment variable set in the services of a home folder, and inherited by everything they start."""
 
 AUTH_VARIABLE = "RLHF_PREFECT_AUTH"
 """Variable with the password of the site's server, as ``user:password``."""
@@ -47,7 +47,7 @@ SILENCE = {
     "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
 }
-"""Everything by which Prefect would tell others that it is used."""
+"""All settings by which Prefect would report its use to others."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ def is_public(site: Site) -> bool:
 
 
 def own_names(site: Site) -> Names:
-    """Names by which the server may be asked: of loopback, of this machine where others reach it, and configured ones.
+    """Names that the server answers to: loopback, this machine's names if others reach it, and configured ones.
 
-    An address in figures is one of them where other machines reach the server: behind containers and routers it need
-    not be one that this machine knows.
+    If other machines reach the server, any numeric address is accepted: behind containers and routers, this machine may
+    not know its own.
     """
     public, page = is_public(site), urlsplit(ui_url(site))
     names = [site.prefect.host, *site.prefect.hosts, page.netloc, urlsplit(configured_url()).netloc]
@@ -90,18 +90,18 @@ def own_names(site: Site) -> Names:
 
 
 def password_file(site: Site) -> Path:
-    """Path of the file with the password of the server, readable by this user alone."""
+    """Path of the file with the server's password, readable by this user alone."""
     return site.home / "prefect" / "auth"
 
 
 def password(site: Site) -> str:
     """The password of the site's server, as ``user:password``.
 
-    ``RLHF_PREFECT_AUTH`` wins over ``PREFECT_SERVER_API_AUTH_STRING``, and both over the file; where there is none of
-    them, one is made and kept in the file.
+    ``RLHF_PREFECT_AUTH`` wins over ``PREFECT_SERVER_API_AUTH_STRING``, and both over the file; if none of them is set,
+    a password is generated and stored in the file.
 
     Raises:
-        BadInput: the file cannot be written, is empty or another user's, or others may read it.
+        BadInput: the file cannot be written, is empty, belongs to another user, or others may read it.
     """
     given = os.environ.get(AUTH_VARIABLE) or os.environ.get(SERVER_AUTH)
     if given:
@@ -143,12 +143,12 @@ def _private_text(path: Path) -> str:
 
 
 def configured_url(environ: Mapping[str, str] | None = None) -> str:
-    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty."""
+    """The server that this user has configured for Prefect, in the environment or the active profile; or empty."""
     return _configured("PREFECT_API_URL", os.environ if environ is None else environ)
 
 
 def _configured(setting: str, environment: Mapping[str, str]) -> str:
-    """A setting of Prefect's, read without importing it: it takes its settings when it is imported."""
+    """Read a Prefect setting without importing Prefect, which would load all its settings."""
     if environment.get(setting):
         return environment[setting]
     home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
@@ -161,9 +161,9 @@ def _configured(setting: str, environment: Mapping[str, str]) -> str:
 
 
 def connect(site: Site) -> str:
-    """Make this process use the site's server: a configured one, else the one that ``rlhf up`` started, else none.
+    """Make this process use the site's server: a configured one, else the one started by ``rlhf up``, else none.
 
-    Call it before Prefect is imported. Returns the address of the API, or an empty text.
+    Call it before Prefect is imported. Returns the address of the API, or an empty string.
     """
     quiet_settings(site.home)
     configured = configured_url()
@@ -178,10 +178,10 @@ def connect(site: Site) -> str:
 
 
 def client_settings(site: Site, url: str) -> dict[str, str]:
-    """Settings that a client of a server needs.
+    """Settings for a client of a server.
 
-    The password of the site goes to its own server only, unless it was given; one that this user has set for Prefect,
-    together with an address, is kept.
+    The site's password is only sent to its own server, unless it was set explicitly; a password that this user has set
+    for Prefect together with an address is kept.
     """
     settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
     if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
@@ -198,27 +198,27 @@ def service_settings(site: Site) -> dict[str, str]:
         "RLHF_HOME": str(site.home),
         HOME_MARKER: str(site.home),
         "PREFECT_HOME": str(site.home / "prefect"),
-        # Stays in the user's folder whatever PREFECT_HOME says.
+        # Stays in the user's folder, regardless of PREFECT_HOME.
         "PREFECT_SERVER_MEMO_STORE_PATH": str(site.home / "prefect" / "memo_store.toml"),
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        # A client that does not know its server is to say so, not to start one of its own.
+        # A client that does not know its server must fail instead of starting one.
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         **client_settings(site, url),
     }
 
 
 def server_settings(site: Site) -> dict[str, str]:
-    """Environment of the server, beside that of every service."""
+    """Environment of the server, in addition to that of every service."""
     settings = {
         "PREFECT_API_DATABASE_CONNECTION_URL": site.prefect.database_url
         or f"sqlite+aiosqlite:///{site.home / 'prefect' / 'prefect.db'}",
         "PREFECT_SERVER_API_HOST": site.prefect.host,
         "PREFECT_SERVER_API_PORT": str(site.prefect.port),
-        # Relative: whatever name a browser knows this server by, and through whatever proxy.
+        # Relative, so that it works under any name and through any proxy.
         "PREFECT_UI_API_URL": "/api",
-        # Prefect copies its pages before it serves them, by default into its own package, which may be read-only.
+        # Prefect copies its pages before serving them, by default into its own package, which may be read-only.
         "PREFECT_UI_STATIC_DIRECTORY": str(site.home / "prefect" / "ui"),
-        # Prefect lets pages of any site call the API from a browser on this machine; only its own UI has to.
+        # By default Prefect lets pages of any site call the API from a local browser; only its own UI needs to.
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ui_url(site),
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(site.prefect.keep_days * DAY_S),
@@ -229,21 +229,21 @@ def server_settings(site: Site) -> dict[str, str]:
 
 
 def door(auth: str) -> dict[str, str]:
-    """Settings by which a server asks for a password, and for a token of whatever writes from a browser."""
+    """Settings that make a server require a password, and a CSRF token for writes from a browser."""
     return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 
 
 def worker_settings(site: Site) -> dict[str, str]:
-    """Environment of the worker and of the flow runs that it starts, beside that of every service.
+    """Environment of the worker and of the flow runs that it starts, in addition to that of every service.
 
     ``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
-    healthy runs. A flow run that can no longer be cancelled for that reason is ended by the site daemon.
+    healthy runs. The site daemon ends a flow run that can no longer be cancelled as a result.
     """
-    del site  # the same everywhere; asked for like the settings of the server
+    del site  # the same for all sites; a parameter for symmetry with the server's settings
     return {
         "PREFECT_WORKER_QUERY_SECONDS": "5",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-        # Flow runs begin in the folder of the runs, which others may write to: nothing is imported from there.
+        # Flow runs start in the folder of the runs, where others may write: nothing is imported from it.
         "PYTHONSAFEPATH": "1",
     }
 
@@ -257,14 +257,14 @@ def _in_url(host: str) -> str:
 
 
 def quiet_settings(home: Path) -> None:
-    """Set what Prefect reads when it is imported: no telemetry, no log lines into the progress display.
+    """Set the variables that Prefect reads at import: no telemetry, no log lines in the progress display.
 
-    Its files go under ``home`` unless this user has settings in a Prefect home already. Call it before ``flows.run`` is
-    imported.
+    Prefect's files go under ``home``, unless this user already has settings in a Prefect home. Call it before
+    ``flows.run`` is imported.
     """
     quiet = {
         **SILENCE,
-        # Log lines still reach the server, where they belong to the flow run.
+        # Log lines still reach the server, as part of the flow run.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "CRITICAL",
     }
@@ -272,12 +272,12 @@ def quiet_settings(home: Path) -> None:
         quiet["PREFECT_HOME"] = str(home / "prefect")
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    # A log line that cannot be sent to a lost server is no news for the terminal: flows.tasks says that it was lost.
+    # The terminal need not see that a log line could not be sent: flows.tasks reports the lost server.
     logging.raiseExceptions = False
 
 
 def server_answers() -> bool:
-    """True if the Prefect server in use answers within two seconds."""
+    """True if the current Prefect server answers within two seconds."""
     from prefect.settings import PREFECT_API_URL
 
     url = PREFECT_API_URL.value()
@@ -285,18 +285,18 @@ def server_answers() -> bool:
 
 
 def is_there(url: str) -> bool:
-    """True if something answers at an address of an API; at most two seconds."""
+    """True if anything answers at an API address, within two seconds."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0):
             return True
     except urllib.error.HTTPError:
-        return True  # it may want a key for this, as a hosted one does; but it is there
+        return True  # it may require a key for this, as a hosted one does, but it is there
     except (OSError, ValueError):
         return False
 
 
 def answers(url: str) -> bool:
-    """True if a Prefect server answers at an address of an API within two seconds. No password is needed for this."""
+    """True if a Prefect server answers at an API address within two seconds. This needs no password."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
             return bool(response.status == 200)
@@ -305,7 +305,7 @@ def answers(url: str) -> bool:
 
 
 def asks_for_password(url: str) -> bool:
-    """False where the server at an address of an API answers without a password."""
+    """False if the server at an API address answers without a password."""
     try:
         with urllib.request.urlopen(f"{url}/admin/version", timeout=ANSWER_TIMEOUT_S):
             return False
@@ -314,7 +314,7 @@ def asks_for_password(url: str) -> bool:
 
 
 def answers_within(seconds: float, url: str) -> bool:
-    """True if one answers within some seconds: it may be busy, or just starting."""
+    """True if a server answers within some seconds, which allows for one that is busy or starting."""
     deadline = time.monotonic() + seconds
     while not answers(url):
         if time.monotonic() > deadline:
@@ -324,10 +324,10 @@ def answers_within(seconds: float, url: str) -> bool:
 
 
 def require_free_port(site: Site) -> None:
-    """Find out before the server is started whether it can listen.
+    """Check before starting the server that it can listen on its port.
 
     Raises:
-        BadInput: something else listens there; the message says what, where this user may know it.
+        BadInput: another process listens there; the message names it, if this user may see it.
     """
     host, port = site.prefect.host, site.prefect.port
     try:
@@ -345,7 +345,7 @@ def require_free_port(site: Site) -> None:
 
 
 def _listener(port: int) -> str:
-    """Description of the listener on a port of this machine, as far as this user may know it."""
+    """Description of the process that listens on a port of this machine, as far as this user may see it."""
     with contextlib.suppress(psutil.Error):
         for one in psutil.net_connections(kind="tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:

@@ -1,4 +1,5 @@
-"""A temporary Prefect server for as long as a run lasts, where none is configured and ``rlhf up`` started none."""
+"""A temporary Prefect server for the duration of a run, used if none is configured and ``rlhf up`` has not started
+one."""
 
 import logging
 import os
@@ -17,18 +18,18 @@ from rlhf_core.services.presence import private_folder
 from rlhf_core.services.processes import die_with_parent
 
 STARTUP_TIMEOUT_S = 180.0
-"""Time that the server has to answer. Its first start makes a database: 20 s, longer on a busy machine."""
+"""Time that the server has to answer. Its first start creates a database: 20 s, longer on a busy machine."""
 
 NO_PREFECT = "Run without Prefect: add --no-prefect."
 
 
 @contextmanager
 def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
-    """Make a server usable for the block: the configured one, or a temporary one. Yields its address.
+    """Provide a server for the block: the configured one, or a temporary one. Yields its address.
 
     Args:
-        home: folder of this user (``RLHF_HOME``); database and log of a temporary server lie in it.
-        say: told what is done.
+        home: folder of this user (``RLHF_HOME``); holds database and log of a temporary server.
+        say: called with progress messages.
 
     Raises:
         PrefectUnavailable: there is none, and none could be started.
@@ -44,7 +45,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
         "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
         "--no-prefect runs without"
     )
-    auth = new_password()  # of this server alone: other users of the machine reach its port
+    auth = new_password()  # for this server only: other users of the machine can reach its port
     with (
         _temporary_server(home / "prefect", auth) as url,
         temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}),
@@ -56,7 +57,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
 
 
 def _send_what_is_queued() -> None:
-    """Let Prefect's background senders finish while their server is there; at exit they would try for a minute."""
+    """Let Prefect's background senders finish while their server is running; at exit they would retry for a minute."""
     from prefect.events.worker import EventsWorker
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
@@ -96,9 +97,9 @@ def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[by
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C is for the run, which still needs its server while it is being cancelled.
+            # A Ctrl-C is meant for the run, which still needs its server while it is being cancelled.
             start_new_session=True,
-            umask=0o077,  # its database holds secrets, and the key that they are encrypted with
+            umask=0o077,  # its database holds secrets and their encryption key
             preexec_fn=die_with_parent,
         )
         try:
@@ -108,7 +109,7 @@ def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[by
             _stop(process)
             raise
         _stop(process)
-        # It ended: its port was taken in between, or two servers were making the same database. Try again until late.
+        # It exited: its port was taken, or two servers were creating the same database. Retry until the deadline.
         if time.monotonic() > deadline:
             raise PrefectUnavailable(
                 f"a temporary Prefect server did not start within {STARTUP_TIMEOUT_S:g} s; its log is "
@@ -126,8 +127,8 @@ def _wait_for_answer(url: str, process: "subprocess.Popen[bytes]", deadline: flo
 
 
 def _command(port: int) -> list[str]:
-    # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own, and
-    # imports nothing from the folder that this process happens to be in.
+    # Like prefect.server.api.server.SubprocessASGIServer, but started here so that it has its own session, and
+    # imports nothing from this process's working folder.
     serve = ["-P", "-m", "rlhf_core.garbage", "uvicorn", "--factory", "flows.server.app:create_app", "--lifespan", "on"]
     serve += ["--host", "127.0.0.1", "--port", str(port), "--ws-max-size", str(MAX_SOCKET_BYTES)]
     return [sys.executable, *serve, "--log-level", "error"]

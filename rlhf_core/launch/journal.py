@@ -1,7 +1,8 @@
-"""The controller's journal (``control.jsonl``): what it writes down before it counts, and what that says read back.
+"""The controller's journal (``control.jsonl``): every decision is written to it before it takes effect, and the run's
+state is read back from it.
 
-The state of a run is a fold over its journal. So a controller needs no database to know where it was, and a second one,
-started after the first was killed at any point, goes on from there.
+The state of a run is a fold over its journal, so a controller needs no database to know its position: if it is killed
+at any point, the next one continues from there.
 """
 
 from collections.abc import Callable, Iterable
@@ -50,7 +51,7 @@ from rlhf_core.schemas.resources import Placement, Submission
 
 @dataclass
 class StageRecord:
-    """One stage as the journal tells it."""
+    """One stage, as recorded in the journal."""
 
     index: int
     name: StageName
@@ -59,12 +60,12 @@ class StageRecord:
     state: StageState = StageState.RUNNING
     ended_at: datetime | None = None
     message: str = ""
-    """Remark about it; of a trial, its name."""
+    """A remark; for a trial, its name."""
 
 
 @dataclass
 class AttemptRecord:
-    """One attempt as the journal tells it."""
+    """One attempt, as recorded in the journal."""
 
     placement: Placement
     state: AttemptState = AttemptState.PLANNED
@@ -72,59 +73,59 @@ class AttemptRecord:
     failure_kind: FailureKind | None = None
     cause: str = ""
     incident: Incident | None = None
-    """The controller's own finding; agents keep theirs in the incident folders."""
+    """The controller's own finding; agents write theirs to the incident folders."""
     decision: Decision | None = None
     ended_at: datetime | None = None
-    """Time at which it was seen to have ended."""
+    """Time at which the controller saw that it had ended."""
 
     @property
     def ended(self) -> bool:
-        """True if nothing of it is at work."""
+        """True if no part of it is running."""
         return self.state in ATTEMPT_ENDS
 
 
 @dataclass(frozen=True)
 class PromotionRecord:
-    """State of the promotion of the model, as the journal tells it."""
+    """State of the promotion of the model, as recorded in the journal."""
 
     state: PromotionState
     checkpoint_step: int
     asked_at: datetime
-    """Time at which it began; of one that waits, the start of its deadline."""
+    """Time at which the promotion was requested; the approval deadline counts from here."""
     by: str = ""
     reason: str = ""
     path: str = ""
 
     @property
     def open(self) -> bool:
-        """True if a controller has something to do about it: wait for the answer, or write the model."""
+        """True if a controller still has to wait for the answer or write the model."""
         return self.state in (PromotionState.WAITING, PromotionState.APPROVED)
 
 
 @dataclass
 class RunRecord:
-    """A whole run as its journal tells it."""
+    """A whole run, as recorded in its journal."""
 
     state: RunState = RunState.PENDING
     cause: str = ""
     next_sequence: int = 0
     token: int = 0
-    """Highest fencing token seen: lines of a lower one were written by a controller that had lost the run."""
+    """Highest fencing token seen: lines with a lower one come from a controller that had lost the run."""
     stages: list[StageRecord] = field(default_factory=list)
     attempts: dict[int, AttemptRecord] = field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()
     trials: dict[str, str] = field(default_factory=dict)
-    """Id of each trial, by the check that it decides."""
+    """Id of each trial, by the check that it serves."""
     promotion: PromotionRecord | None = None
-    """None where nobody was asked and nothing was promoted."""
+    """None if no promotion was requested or made."""
     cancelling: str | None = None
-    """Reason for which the run is being ended, where a controller has begun to and has not come to the end of it."""
+    """Reason why the run is being ended; set while a controller has started ending it and has not finished."""
     first_attempt: int = 1
-    """First attempt after the run was last started or resumed by a person: budgets count from here."""
+    """First attempt since a person last started or resumed the run; budgets count from here."""
 
     @property
     def ended(self) -> bool:
-        """True if nothing of the run is at work."""
+        """True if no part of the run is running."""
         return self.state in RUN_ENDS
 
     @property
@@ -133,16 +134,16 @@ class RunRecord:
         return self.attempts[max(self.attempts)] if self.attempts else None
 
     def open_stage(self) -> StageRecord | None:
-        """The stage that was begun and not ended."""
+        """The stage that was begun and has not ended."""
         return next((stage for stage in reversed(self.stages) if stage.state is StageState.RUNNING), None)
 
     def stage_state(self, name: StageName, attempt: int) -> StageState | None:
-        """Outcome of a stage of an attempt, of the last time it was begun; None when it was not."""
+        """Latest outcome of a stage of an attempt; None if it was never begun."""
         found = [stage for stage in self.stages if (stage.name, stage.attempt) == (name, attempt)]
         return found[-1].state if found else None
 
     def apply(self, line: JournalLine) -> None:
-        """Fold one line in. Lines of a controller that had lost its lease do not count."""
+        """Apply one line. Lines from a controller that had lost its lease do not count."""
         self.next_sequence = max(self.next_sequence, line.sequence + 1)
         if line.token < self.token:
             return
@@ -198,7 +199,7 @@ def fold(lines: Iterable[JournalLine]) -> RunRecord:
 
 
 def read_record(run_dir: RunDir) -> RunRecord:
-    """Read what the journal of a run says so far. For readers; the controller asks its own :class:`Journal`.
+    """Read a run's current state from its journal. For readers; a controller uses its own :class:`Journal`.
 
     Raises:
         JournalDamaged: a line cannot be read.
@@ -207,14 +208,14 @@ def read_record(run_dir: RunDir) -> RunRecord:
 
 
 class Journal:
-    """Appends to the journal of a run, in the name of the lease whose fencing token it was given.
+    """Writer of a run's journal, which marks each line with the fencing token of the controller's lease.
 
     Args:
-        keep_lease: called before each line; raises where the lease was lost, so that nothing is written and nothing
-            done that a line would have announced.
+        keep_lease: called before each line; raises if the lease was lost, so that neither the line is written nor the
+            action it announces is taken.
 
     Raises:
-        LeaseLost: the journal has lines of a newer lease than this one.
+        LeaseLost: the journal has lines from a newer lease.
         JournalDamaged: a line cannot be read.
     """
 
@@ -241,10 +242,10 @@ class Journal:
         self._reserve.hold()
 
     def append(self, event: ControlEvent) -> None:
-        """Write one line and bring it to the disk before anything else is done.
+        """Write one line and sync it to disk before returning.
 
         Raises:
-            RunDirError: it cannot be written, even with the reserve set free.
+            RunDirError: it cannot be written, even after freeing the reserved space.
             LeaseLost: another controller has the run.
         """
         self._keep_lease()
@@ -258,10 +259,10 @@ class Journal:
         self.record.apply(line)
 
     def move_run(self, state: RunState, cause: str) -> None:
-        """Move the run, if it is not there already.
+        """Move the run to a state, unless it is there already.
 
         Raises:
-            IllegalMove: the table of moves does not have it.
+            IllegalMove: the table of moves does not allow it.
         """
         if state is self.record.state:
             return
@@ -274,10 +275,10 @@ class Journal:
     def move_attempt(
         self, number: int, state: AttemptState, cause: str, failure_kind: FailureKind | None = None
     ) -> None:
-        """Move an attempt, if it is not there already.
+        """Move an attempt to a state, unless it is there already.
 
         Raises:
-            IllegalMove: the table of moves does not have it.
+            IllegalMove: the table of moves does not allow it.
         """
         present = self.record.attempts[number].state
         if state is present:
@@ -289,10 +290,10 @@ class Journal:
         self.append(AttemptMoved(attempt=number, state=state, cause=cause, failure_kind=failure_kind))
 
     def move_promotion(self, event: PromotionMoved) -> None:
-        """Begin the promotion or move it on.
+        """Begin the promotion, or move it to its next state.
 
         Raises:
-            IllegalMove: the table of moves does not have it.
+            IllegalMove: the table of moves does not allow it.
         """
         present = self.record.promotion
         allowed = PROMOTION_BEGINNINGS if present is None else PROMOTION_MOVES[present.state]
@@ -304,7 +305,7 @@ class Journal:
         self.append(event)
 
     def begin_stage(self, name: StageName, attempt: int) -> int:
-        """Begin a stage and return its index; one that a killed controller left open is gone on with."""
+        """Begin a stage and return its index; a stage that a killed controller left open is continued."""
         present = self.record.open_stage()
         if present is not None and (present.name, present.attempt) == (name, attempt):
             return present.index
@@ -319,7 +320,7 @@ class Journal:
         self.append(StageEnded(stage_index=index, state=state, message=message))
 
     def close(self, *, lease_lost: bool = False) -> None:
-        """Close the file and give the reserve back; without the lease the reserve is somebody else's."""
+        """Close the file and free the reserve; without the lease, the reserve belongs to another controller."""
         self._writer.close()
         if not lease_lost:
             self._reserve.free()

@@ -1,4 +1,5 @@
-"""The lease on a run: one controller drives it. The database gives it; its fencing token goes into the journal."""
+"""The lease on a run, which lets only one controller drive it. The database grants it; its fencing token goes into the
+journal."""
 
 import contextlib
 import os
@@ -17,23 +18,23 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.machine.accounts import user_name
 
 TTL_S = 60.0
-"""Time for which a lease holds without being renewed. It is renewed four times in that time."""
+"""Time after which a lease expires unless renewed. It is renewed four times in that period."""
 
 HANG_S = 3600.0
-"""A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
+"""Time after which a controller that has not checked its lease counts as hung, and the lease is no longer renewed."""
 
 RELEASE_TIMEOUT_S = 5.0
-"""Longest wait for a renewal that is under way when the lease is given back."""
+"""Longest wait for a renewal in progress when the lease is released."""
 
 
 def seconds_since_boot() -> float:
-    """A clock that goes on while the process, or the whole machine, is suspended."""
+    """A clock that keeps running while the process, or the whole machine, is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A controller process, as the text in the lease names it: ``user@host:pid:start time``."""
+    """A controller process, written into the lease as ``user@host:pid:start time``."""
 
     user: str
     host: str
@@ -45,12 +46,12 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> "Owner":
-        """The process that calls."""
+        """The calling process."""
         return cls(user_name(), socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     @classmethod
     def parse(cls, text: str) -> "Owner | None":
-        """Read the text of a lease; None when it has another form."""
+        """Parse the text of a lease; None if it has another form."""
         try:
             who, pid, started = text.rsplit(":", 2)
             user, host = who.split("@", 1)
@@ -63,12 +64,12 @@ class Owner:
         return self.host == socket.gethostname()
 
     def is_known_dead(self) -> bool:
-        """True if this host can tell that the process is gone. False for processes of other hosts."""
+        """True if this host can tell that the process is gone; always False for processes of other hosts."""
         if not self.is_here():
             return False
         try:
             process = psutil.Process(self.pid)
-            # Start times are worked out from the boot time, which the system's clock may correct by a little.
+            # Start times are derived from the boot time, which clock corrections shift slightly.
             same = abs(process.create_time() - self.started) < 2.0
             return not same or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -78,7 +79,7 @@ class Owner:
 def owner_text(owner: str) -> str:
     """Describe the controller that a lease names: ``root on vm, process 8575, since 2026-11-22 02:11 UTC``.
 
-    A text of another form is returned as it is.
+    Text in another form is returned unchanged.
     """
     found = Owner.parse(owner)
     if found is None:
@@ -95,11 +96,11 @@ def known_dead(owner_text: str) -> bool:
 
 
 class HeldLease:
-    """The lease this process holds on a run. Use :func:`acquire`.
+    """A lease that this process holds on a run. Obtain it with :func:`acquire`.
 
-    After :meth:`start` a thread of its own renews it, so that nothing the controller waits for, such as a job that
-    takes minutes to end, makes it run out. The thread ends with the process, and a suspended process renews nothing.
-    Safe to use from several threads.
+    After :meth:`start`, a background thread renews it, so that it does not expire while the controller waits, for
+    instance for a job that takes minutes to end. The thread dies with the process and stops while the process is
+    suspended. Safe to use from several threads.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class HeldLease:
     ) -> None:
         self.token = token
         self.behind = ""
-        """Reason why the database could not be reached at the last renewal; empty if it could."""
+        """Reason why the database could not be reached at the last renewal; empty after a success."""
         self._store = store
         self._run_id = run_id
         self._owner = owner
@@ -127,7 +128,7 @@ class HeldLease:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Have a thread renew the lease from now on, until :meth:`release`."""
+        """Start a thread that renews the lease until :meth:`release`."""
         self._thread = threading.Thread(target=self._keep_renewing, name=f"lease {self._run_id}", daemon=True)
         self._thread.start()
 
@@ -137,16 +138,16 @@ class HeldLease:
         return self._lost is not None
 
     def keep(self) -> None:
-        """Raise if the lease was lost, and renew it if the renewing thread is late. Cheap; call it often.
+        """Raise if the lease was lost, and renew it if the renewal thread is late. Cheap; call it often.
 
-        A database that does not answer is tolerated: training goes on, and the renewal is tried again.
+        A database that does not answer is tolerated: training continues, and the renewal is retried.
 
         Raises:
             LeaseLost: another controller has the run. Stop at once and change nothing more.
         """
         self._used = self._clock()
         if self._lost is None:
-            # A late thread has not run, as after a suspension: this call finds out what was missed.
+            # If the thread is late, it did not run, as after a suspension: this call checks the lease.
             due_s = self._every_s if self._thread is None else 2 * self._every_s
             if self._used - self._renewed >= due_s and self._turn.acquire(blocking=False):
                 try:
@@ -158,26 +159,26 @@ class HeldLease:
             raise LeaseLost(str(self._lost))
 
     def require(self) -> None:
-        """Ask the database now whether the lease is held, before something that must not be done twice.
+        """Confirm with the database that the lease is held, before an action that must not happen twice.
 
-        Without an answer the lease counts as held until it expires, counted from before the last renewal: until then no
-        other controller can have it.
+        Without an answer, the lease counts as held until it expires, measured from before the last renewal: until then
+        no other controller can get it.
 
         Raises:
             LeaseLost: another controller has the run.
-            DatabaseUnavailable: no answer, and the lease may have run out.
+            DatabaseUnavailable: no answer, and the lease may have expired.
         """
         with self._turn:
             self._used = self._clock()
             try:
                 self._renew()
             except DatabaseUnavailable:
-                # A full disk or a lock of another program keeps from writing, not from reading.
+                # A full disk or another program's lock prevents writes, not reads.
                 if not self._is_held_by_what_can_be_read() and self._clock() - self._renewed >= self._ttl_s:
                     raise
 
     def release(self) -> None:
-        """Give the lease back, so that the next controller need not wait. It runs out by itself where this fails."""
+        """Release the lease, so that the next controller need not wait. If this fails, it expires by itself."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=RELEASE_TIMEOUT_S)
@@ -187,7 +188,7 @@ class HeldLease:
             self.behind = str(error)
 
     def _renew(self) -> None:
-        """Renew the lease; only with the turn held.
+        """Renew the lease; the caller must hold the turn.
 
         Raises:
             LeaseLost, DatabaseUnavailable: as :meth:`require`.
@@ -229,16 +230,16 @@ class HeldLease:
                 try:
                     self._renew()
                 except DatabaseUnavailable:
-                    continue  # tried again a moment later; keep() and require() know how old the last renewal is
+                    continue  # retried shortly; keep() and require() know the age of the last renewal
                 except LeaseLost:
                     return
 
 
 def refuse_if_driven(store: HistoryStore, run_id: str) -> None:
-    """Find out, without waiting, whether a controller of this host drives a run.
+    """Raise if a live controller on this host drives a run. Does not wait.
 
     Raises:
-        LeaseLost: one does, and its process is alive.
+        LeaseLost: one does.
     """
     found = lease_holder(store, run_id)
     if found is not None and found.controller != str(Owner.this_process()) and _is_alive(found, found):
@@ -261,12 +262,12 @@ def acquire(
 
     Args:
         on_wait: called once with the reason for waiting and the longest wait (seconds).
-        above: highest token in the run's journal; ours will be higher, even when the database is younger than that.
-        timeout_s: how long to wait for a lease that is not renewed; 0 not to wait.
-        fail_if_held: Raise as soon as the owner is known to be alive, instead of waiting: its process runs on this
-            host, or, on another host, the lease was renewed meanwhile. Meant for commands; a retried flow run may have
-            to wait for its own previous process to end.
-        ttl_s: how long the lease holds without being renewed.
+        above: highest token in the run's journal; ours will be higher, even if the database is newer than the journal.
+        timeout_s: longest wait for a lease that is not renewed; 0 to not wait.
+        fail_if_held: raise as soon as the owner is known to be alive (its process runs on this host, or it renewed the
+            lease from another one) instead of waiting. For commands; a retried flow run may have to wait for its own
+            previous process to end.
+        ttl_s: time after which the lease expires unless renewed.
 
     Raises:
         LeaseLost: another controller keeps renewing it.
@@ -280,7 +281,7 @@ def acquire(
         except LeaseLost as error:
             found = lease_holder(store, run_id)
             if found is None:
-                continue  # given back just now
+                continue  # released just now
             if (fail_if_held and _is_alive(found, first or found)) or clock() - started >= timeout_s:
                 raise LeaseLost(_driven_by(run_id, found, first or found)) from None
             if first is None:
@@ -292,7 +293,7 @@ def acquire(
 
 
 def _is_alive(found: LeaseHolder, first: LeaseHolder) -> bool:
-    """Return True if the owner of a lease is known to be alive. On another host that takes a renewal since the first
+    """Return True if the owner of a lease is known to be alive. For another host, the sign is a renewal since the first
     query."""
     owner = Owner.parse(found.controller)
     if owner is not None and owner.is_here():
@@ -301,7 +302,7 @@ def _is_alive(found: LeaseHolder, first: LeaseHolder) -> bool:
 
 
 def _driven_by(run_id: str, found: LeaseHolder, first: LeaseHolder) -> str:
-    """Message that names the controller of a run and says what to do."""
+    """Build the message that names the controller of a run and gives advice."""
     owner = Owner.parse(found.controller)
     who = found.controller if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""

@@ -1,4 +1,4 @@
-"""Model card of a promoted model, from recorded facts alone, for the Hub and for readers."""
+"""Model card of a promoted model, generated from recorded facts alone, for the Hub and for readers."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TO_WRITE = "*To be written by the person who publishes this model.*"
 
 
 def model_card(provenance: ModelProvenance, spec: RunSpec) -> str:
-    """Render ``README.md``: YAML front matter for the Hugging Face Hub, then the same as text."""
+    """Render ``README.md``: YAML front matter for the Hugging Face Hub, then the same facts as text."""
     return "\n".join(["---", *_front_matter(provenance, spec), "---", "", *_body(provenance, spec), ""])
 
 
@@ -61,7 +61,7 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     warm_start = spec.loops.warm_start
     after = f" after a warm start by {warm_start.algorithm.name.upper()}" if warm_start else ""
     trained = spec.algorithm.upper() + after
-    # The rewards of another program are in its own arguments.
+    # The rewards of an external trainer are in its own arguments.
     rewards = ", ".join(map(markdown_code, spec.reward.functions))
     rewarded = "" if spec.samples is None else f" with the reward {rewards}"
     yield (

@@ -1,4 +1,5 @@
-"""Makes the run directory: the resolved spec, the code it was asked for with, and the first line of the journal."""
+"""Creation of the run directory: the resolved spec, the user's code at submission, and the first line of the
+journal."""
 
 import errno
 import os
@@ -26,7 +27,7 @@ from rlhf_core.schemas.trainers import Trainer
 from rlhf_core.text.formatting import THROUGH_PREFECT
 
 DIFF_LIMIT_BYTES = 4 << 20
-"""Longest diff that is kept; a longer one is cut and says so."""
+"""Size at which a diff is cut; a cut diff says so."""
 
 _NOT_CODE = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache"
@@ -34,10 +35,10 @@ _NOT_CODE = shutil.ignore_patterns(
 
 
 def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
-    """The spec with relative paths taken from ``folder``: workers and a later `rlhf resume` start somewhere else.
+    """The spec with its paths made absolute, relative to ``folder``: workers and a later `rlhf resume` start elsewhere.
 
     Raises:
-        BadConfig: the folder is called in no UTF-8, and the spec would name it.
+        BadConfig: the name of the folder is not valid UTF-8, and the spec would contain it.
     """
 
     def absolute(text: str) -> str:
@@ -66,7 +67,7 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
 
 
 def _with_absolute_paths(trainer: Trainer, folder: Path, absolute: Callable[[str], str]) -> Trainer:
-    """The trainer with whole paths. Another program is started where its launch line was written for."""
+    """The trainer with absolute paths. An external trainer starts in the folder its launch line was written for."""
     if not isinstance(trainer, CommandTrainer):
         return trainer
     working_dir = trainer.working_dir or str(folder)
@@ -88,9 +89,9 @@ def prepare(
     run_id: str = "",
     flow_run_id: str = "",
 ) -> RunDir:
-    """Make the directory of a new run.
+    """Create the directory of a new run.
 
-    It appears whole: everything is written under another name first, then renamed.
+    It appears complete or not at all: it is written under another name, then renamed.
 
     Args:
         spec: with absolute paths (:func:`absolute_paths`).
@@ -98,15 +99,15 @@ def prepare(
         config_source: the config file, as given.
         overrides: the ``--set`` overrides, as given.
         folder: source of user code and git revision. Default: the current folder.
-        revision: git revision of that code, where the folder is a copy. Default: git is asked.
+        revision: git revision of that code, if the folder is a copy. Default: read from git.
         owner: the requesting user. Default: the user of this process.
         tags: labels to find it by.
-        run_id: its id, if a repeated request must get the same run. Default: a new one.
+        run_id: its id, for requests that must get the same run when repeated. Default: a new one.
         flow_run_id: the Prefect flow run that creates it.
 
     Raises:
-        RunDirError: the folder of the runs cannot be written, or there is a run of that id.
-        BadConfig: something in ``code.paths`` is not there, or owner or tags cannot be stored.
+        RunDirError: the folder of the runs cannot be written, or a run with this id exists.
+        BadConfig: something in ``code.paths`` does not exist, or owner or tags cannot be stored.
     """
     _require_labels(owner, tags)
     folder = folder or Path.cwd()
@@ -124,7 +125,7 @@ def prepare(
         spec=spec,
     )
     if run_id:
-        # A process that was killed while making it has left a folder of this name.
+        # A process killed during an earlier try has left a folder of this name.
         remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))
 
@@ -139,12 +140,12 @@ def _require_labels(owner: str, tags: Sequence[str]) -> None:
 
 
 def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
-    """Make the directory of a run that tries another one out: beside it, with the same code. One that stands is kept.
+    """Create the directory of a trial of another run, next to that run and with the same code. An existing one is kept.
 
     Args:
-        main: run of the trial.
-        run_id: of the trial.
-        spec: of the trial.
+        main: run that the trial is for.
+        run_id: id of the trial.
+        spec: spec of the trial.
 
     Raises:
         RunDirError: it cannot be written, or the main run is damaged.
@@ -156,7 +157,7 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     stored = main.read_spec().model_copy(
         update={"run_id": run_id, "created_at": utc_now(), "spec": spec, "trial_of": main.run_id}
     )
-    # A folder left by a killed earlier controller has this name too.
+    # A controller killed earlier may have left a folder of this name too.
     remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=_NOT_CODE))
 
@@ -203,11 +204,10 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
 
 
 def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
-    """Keep everything that a later attempt must find unchanged: git revision and diff for the record, a snapshot for
-    the workers.
+    """Save the code for later attempts: git revision and diff for the record, a snapshot for the workers.
 
     Raises:
-        BadConfig: something in ``code.paths`` is not there.
+        BadConfig: something in ``code.paths`` does not exist.
     """
     target.mkdir(parents=True, exist_ok=True)
     write_text(target / "revision.txt", f"{revision or 'not a git repository'}\n")
@@ -220,10 +220,10 @@ def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
 
 
 def user_modules(spec: RunSpec, folder: Path) -> list[Path]:
-    """Modules of reward functions, scorer and generator that lie in ``folder`` rather than in an installed package."""
+    """Modules of reward functions, scorer and generator found in ``folder`` rather than in an installed package."""
     named = [*spec.reward.functions, spec.evaluate.scorer, spec.data.generator]
     tops = dict.fromkeys(name.partition(":")[0].partition(".")[0] for name in named if name)
-    # our own package comes from the installation, even if the current folder is its checkout
+    # our own package is always installed, even if the current folder is its checkout
     tops.pop("rlhf_core", None)
     candidates = [path for top in tops for path in (folder / f"{top}.py", folder / top)]
     return [path for path in candidates if path.is_file() or (path.is_dir() and any(path.glob("**/*.py")))]
@@ -238,13 +238,13 @@ def git_revision(folder: Path) -> str:
 
 
 def program_revision(package: Path = Path(rlhf_core.__file__).parent) -> str:
-    """Commit of the checkout that this program is installed from; empty if it was installed from a package, even if
-    its environment lies inside another repository."""
+    """Commit of the checkout that this program is installed from; empty for an installed package, even if its
+    environment lies inside another repository."""
     return git_revision(package) if _git(package, "ls-files", "__init__.py").strip() else ""
 
 
 def git_diff(folder: Path) -> str:
-    """Uncommitted changes of tracked files, cut at a limit."""
+    """Uncommitted changes of tracked files, cut at :data:`DIFF_LIMIT_BYTES`."""
     diff = _git(folder, "diff", "HEAD")
     if len(diff) <= DIFF_LIMIT_BYTES:
         return diff
@@ -252,7 +252,7 @@ def git_diff(folder: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Run a git command and return its output; empty without git, repository, or answer."""
+    """Run a git command and return its output; empty without git, a repository, or an answer."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -268,7 +268,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def _copy(source: Path, target: Path) -> None:
     if target.exists():
-        return  # the same module is named twice
+        return  # two settings name the same module
     if source.is_dir():
         shutil.copytree(source, target, ignore=_NOT_CODE)
     elif source.is_file():

@@ -1,12 +1,12 @@
-"""Promotion: choice of the best checkpoint, the one answer that counts, and the model directory, complete or absent.
+"""Promotion: the best checkpoint, the single answer that counts, and the model directory, complete or absent.
 
     <folder>/<run_id>/
         model weights, configuration, tokenizer     as in the checkpoint, byte for byte
         README.md                                   the model card
         rlhf.json                                   its provenance, and the sha256 of every other file
 
-The folder is written under another name and renamed when everything is on the disk: under its own name it is always a
-complete model, even after a kill or a power cut.
+The folder is written under another name and renamed once everything is on disk, so that under its final name it always
+holds a complete model, even after a kill or a power cut.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from rlhf_core.schemas.reports import EvaluationReport
 CARD = "README.md"
 PROVENANCE = "rlhf.json"
 _MODEL_FILES = "model/"
-"""Beginning of the names of the model's files in the manifest of a checkpoint."""
+"""Prefix of the model's files in a checkpoint's manifest."""
 _BLOCK_BYTES = 8 << 20
 
 
@@ -49,10 +49,10 @@ class PromotionChoice:
 
 
 def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
-    """Choose the complete checkpoint with the best evaluation after training, if it exceeds the start by enough.
+    """Choose the complete checkpoint with the best evaluation after training, if it improves enough on the start.
 
-    The evaluator measures only the last checkpoint, so that there is one to choose from; several evaluations of the
-    same name are compared nevertheless, and of equal ones the latest counts.
+    The evaluator measures only the last checkpoint, so there is usually one candidate. Several evaluations of the same
+    name are still compared; the latest wins a tie.
     """
     reports = _evaluations(run_dir, wanted.metric)
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
@@ -71,7 +71,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
         )
     gain = best.value - start.value
     told = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
-    if not gain >= wanted.min_gain:  # also when it is not a number
+    if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
         return PromotionChoice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
     return PromotionChoice(told, complete[best.checkpoint_step], start, best)
 
@@ -82,21 +82,22 @@ def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
 
 
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
-    """Return the folder of a run's promoted model: ``promoted``, beside the folder of the run directories."""
+    """Return the folder of a run's promoted model, by default under ``promoted``, next to the folder of the run
+    directories."""
     folder = Path(wanted.folder) if wanted.folder else run_dir.root.absolute().parent.parent / "promoted"
     return folder / run_dir.run_id
 
 
 def newest_promoted(folder: Path, name: str) -> Path | None:
-    """Folder of the newest promoted model of the runs of one name; None where there is none.
+    """Folder of the newest promoted model among the runs of one name; None if there is none.
 
     Args:
-        folder: of the promoted models.
-        name: of the runs, or the id of one run.
+        folder: folder of the promoted models.
+        name: name of the runs, or the id of one run.
     """
     present = folder.iterdir() if folder.is_dir() else ()
     found = [path for path in present if name in (path.name, run_name(path.name)) and (path / PROVENANCE).is_file()]
-    return max(found, default=None)  # the ids of runs of one name are in the order of their times
+    return max(found, default=None)  # ids of runs of one name sort by time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def newest_promoted(folder: Path, name: str) -> Path | None:
 
 
 def give_answer(run_dir: RunDir, answer: PromotionAnswer) -> bool:
-    """Record the answer; False if another answer was first.
+    """Record an answer; False if another one came first.
 
     Raises:
         RunDirError: it cannot be written.
@@ -116,14 +117,14 @@ def give_answer(run_dir: RunDir, answer: PromotionAnswer) -> bool:
 
 
 def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
-    """Read the answer that counts; None if there is none yet.
+    """Read the recorded answer; None if there is none yet.
 
     Raises:
         RunDirError: the file is not an answer.
     """
     answer = read_model(run_dir.promotion_answer, PromotionAnswer)
     if answer is None and run_dir.promotion_answer.exists():
-        answer = read_model(run_dir.promotion_answer, PromotionAnswer)  # it may have been written meanwhile
+        answer = read_model(run_dir.promotion_answer, PromotionAnswer)  # another process may have written it since
         if answer is None:
             raise RunDirError(
                 f"{run_dir.promotion_answer} is not an answer to a promotion; remove it, then answer again"
@@ -136,12 +137,12 @@ def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
 
 
 def model_source(run_dir: RunDir, step: int) -> CheckpointDir:
-    """Return the folder that a checkpoint's model is published from: its own, or the merged one of an adapter.
+    """Return the folder to publish a checkpoint's model from: its own, or for an adapter the merged model.
 
-    Adapters that another program trained are published as they are.
+    Adapters from an external trainer are published unmerged.
 
     Raises:
-        PromotionFailed: the checkpoint holds an adapter of the native trainer and there is no merged model of it.
+        PromotionFailed: the checkpoint holds an adapter of the native trainer and no merged model of it exists.
     """
     checkpoint = run_dir.checkpoint(step)
     manifest = checkpoint.manifest()
@@ -162,18 +163,18 @@ def model_source(run_dir: RunDir, step: int) -> CheckpointDir:
 def write_model_directory(
     checkpoint: CheckpointDir, target: Path, card: str, provenance: ModelProvenance, tick: Callable[[], None]
 ) -> None:
-    """Write ``target``, completely or not at all. One that holds this model already stays unchanged.
+    """Write ``target``, completely or not at all. If it already holds this model, it stays unchanged.
 
-    Call it under the lease of the run: unfinished files of an earlier writer of the same target are removed.
+    The caller must hold the run's lease: unfinished files of an earlier writer of this target are removed.
 
     Args:
-        checkpoint: folder with the model, as :func:`model_source` gives it.
+        checkpoint: folder with the model, from :func:`model_source`.
         card: text of the model card.
-        provenance: without its files.
-        tick: called for every block that is copied; may raise to stop.
+        provenance: provenance, without its list of files.
+        tick: called for every copied block; may raise to stop.
 
     Raises:
-        PromotionFailed: something else exists there, or there is no space or no permission.
+        PromotionFailed: something else exists there, or space or permission is missing.
         CheckpointCorrupt: a file of the checkpoint does not match its manifest.
     """
     manifest = checkpoint.manifest()
@@ -251,7 +252,7 @@ def _require_same(target: Path, manifest: CheckpointManifest, provenance: ModelP
 
 
 def damage(folder: Path) -> Sequence[str]:
-    """Describe the damage of a promoted model by size and hash of every file; empty if it is sound."""
+    """Check size and hash of every file of a promoted model and describe the damage; empty if it is sound."""
     provenance = read_model(folder / PROVENANCE, ModelProvenance)
     if provenance is None:
         return [f"it has no {PROVENANCE} that can be read"]
@@ -268,7 +269,7 @@ def damage(folder: Path) -> Sequence[str]:
 
 
 def _copy(source: Path, target: Path, tick: Callable[[], None]) -> FileChecksum:
-    """Copy a file to the disk, and return the checksum of the copy: the source is read once."""
+    """Copy a file durably and return its checksum; the source is read once."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with open_regular(source) as reader, target.open("wb") as writer:

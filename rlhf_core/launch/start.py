@@ -1,4 +1,4 @@
-"""Submission of an attempt exactly once, whatever happens between the submission and its record."""
+"""Submission of an attempt exactly once, even if the controller dies between submitting and recording it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +16,9 @@ from rlhf_core.schemas.run import RunSpec
 
 
 def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[str, ...]:
-    """Build the command line that the scheduler starts on every node: the seam between the two towers.
+    """Build the command line that the scheduler runs on every node: the only link between controller and agents.
 
-    Nothing is imported from the folder that it is started in: that is often the folder of all runs.
+    The agent imports nothing from its working folder, which is often the folder of all runs.
     """
     return (
         compute_python,
@@ -44,8 +44,8 @@ def job_request(
     """Build the job request of one attempt.
 
     Args:
-        site: Slurm options of all jobs of the site, unless their run overrides them.
-        job_secrets: File with values for ``slurm.pass_environment``.
+        site: the site's default Slurm options, which the run may override.
+        job_secrets: file with values for ``slurm.pass_environment``.
     """
     resources = spec.resources
     slurm = spec.slurm.over(site or SlurmSpec())
@@ -59,12 +59,12 @@ def job_request(
         time_limit_s=resources.time_limit_s,
         slurm=slurm,
         passed=PassedEnvironment(slurm.pass_environment, job_secrets),
-        environment={},  # threads, ports and devices of the workers are set by their agent
+        environment={},  # the agent sets threads, ports and devices of its workers
     )
 
 
 def record_plan(run_dir: RunDir, placement: Placement, journal: Journal) -> Placement:
-    """Record a placement before anything is submitted; an existing one is kept, for it may have been used."""
+    """Record a placement before anything is submitted; an existing record is kept, because it may have been used."""
     attempt_dir = run_dir.attempt(placement.attempt)
     present = read_model(attempt_dir.placement, Placement)
     if present is None:
@@ -82,27 +82,27 @@ def submit_once(
     journal: Journal,
     require_lease: Callable[[], None] = lambda: None,
 ) -> Submission | None:
-    """Submit an attempt, unless it was submitted before: recorded, or known to the scheduler only.
+    """Submit an attempt, unless it was submitted before, whether that was recorded or only the scheduler knows it.
 
-    A controller may be killed or suspended at any point in here; the next one ends with the same single job.
+    A controller may be killed or suspended at any point of this function; the next one still ends up with a single job.
 
     Args:
         require_lease: called immediately before the job is submitted; raises if another controller has the run.
 
     Returns:
-        The job; None if the attempt was begun, as its files show, but its job was never recorded and the scheduler no
+        The job; None if the attempt's files show that it started, but its job was never recorded and the scheduler no
         longer knows it: it has ended.
 
     Raises:
         SubmissionFailed: the scheduler did not accept it.
-        SchedulerError: it did not answer. Nothing is submitted then: it could be the second time.
+        SchedulerError: it did not answer. Nothing is submitted, because the job may already exist.
         LeaseLost: another controller has the run. Nothing was submitted and nothing written.
     """
     number = request.placement.attempt
     attempt_dir = run_dir.attempt(number)
     submission = read_model(attempt_dir.submission, Submission)
     if submission is None:
-        # The order matters: a job that was accepted, but whose answer was lost, must be found before one is made.
+        # Order matters: look for an accepted job whose answer was lost before submitting a new one.
         submission = scheduler.find(request.run_id, number)
         if submission is None and attempt_dir.claim.exists():
             journal.move_attempt(number, AttemptState.SUBMITTED, "its job was never recorded and is gone")

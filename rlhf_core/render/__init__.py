@@ -1,1 +1,1 @@
-"""The report of one run: a single HTML file that needs nothing but a browser."""
+"""Reports on runs: self-contained HTML pages, Markdown, plots, and exports to other tools."""

@@ -1,4 +1,4 @@
-"""Plots of a report, and the sentences that stand in place of those that cannot be drawn."""
+"""Plots of a report, and the sentences that replace those that cannot be drawn."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference"}
 
 
 PHASES = ("rollout", "reward", "train", "evaluate", "checkpoint")
-"""Parts of a step's time, metric ``time/<phase>_s``, from the bottom of the stack. What is left of ``time/step_s`` is
-"other"; a checkpoint is written after the step and counted with the next one."""
+"""Parts of a step's time, metric ``time/<phase>_s``, from the bottom of the stack. The remainder of ``time/step_s`` is
+"other"; a checkpoint is written after its step and counted with the next one."""
 
 PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoint": 4, "other": 6}
-"""The same in every report, whichever of them a run has."""
+"""Fixed colours, so that a phase looks the same in every report."""
 
 
 def learning_plots(record: ReportData) -> Markup:
-    """Accuracy, reward and the signs of healthy training."""
+    """Accuracy, reward and training-health metrics."""
     if not is_elsewhere(record):
         return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
     made = [(plot.title, *_line_plot(record, plot)) for plot in LEARNING_ELSEWHERE]
@@ -40,7 +40,7 @@ def speed_plots(record: ReportData) -> Markup:
 
 
 def is_elsewhere(record: ReportData) -> bool:
-    """True if another program trained."""
+    """True if an external trainer ran the training."""
     return record.spec is not None and record.spec.trainer.kind == "command"
 
 
@@ -49,7 +49,7 @@ def _drawn(made: Sequence[tuple[str, Markup | None, str]]) -> list[tuple[Markup 
 
 
 def marks_of(record: ReportData) -> Marks:
-    """Marks of checkpoints, incidents and returns to a checkpoint on the axis of steps."""
+    """Marks of checkpoints, incidents and rewinds on the step axis."""
     starts = [row["first_step"] for row in record.restarts if row.get("first_step")]
     return Marks(
         last_step=max(record.last_step, 1),
@@ -64,7 +64,7 @@ def marks_of(record: ReportData) -> Marks:
 
 
 def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
-    """The figure, or None and the sentence on why there is none."""
+    """The figure, or None with the sentence that explains why there is none."""
     series = []
     for key, label in plot.keys:
         curve = finite(_of_stage(record, record.curves.get(key, ()), plot.stage))
@@ -166,7 +166,7 @@ def _percent(share: float) -> str:
 
 
 def _times(record: ReportData) -> dict[str, Curve]:
-    """Seconds of each step by phase, and what of the step no phase explains."""
+    """Seconds of each step by phase, and the remainder that belongs to no phase."""
     times: dict[str, Curve] = {phase: finite(record.curves.get(f"time/{phase}_s", ())) for phase in PHASES}
     left = dict(finite(record.curves.get("time/step_s", ())))
     for phase, curve in times.items():
@@ -178,7 +178,7 @@ def _times(record: ReportData) -> dict[str, Curve]:
 
 
 def _plots(record: ReportData, made: Sequence[tuple[Markup | None, str]]) -> Markup:
-    """The figures, what their marks mean, and a sentence for each that could not be drawn."""
+    """The figures, the legend of their marks, and a sentence for each that could not be drawn."""
     drawn = [figure for figure, _ in made if figure]
     missing = [sentence for figure, sentence in made if not figure]
     marks = marks_of(record)

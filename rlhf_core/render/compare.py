@@ -15,7 +15,7 @@ from rlhf_core.schemas.migration import current_document
 Facts = dict[str, Any]
 
 MOST_RUNS = 7
-"""As many as there are colours that a reader can distinguish."""
+"""As many runs as there are colours that a reader can distinguish."""
 
 KEY_METRICS = (
     "reward/mean",
@@ -28,7 +28,7 @@ KEY_METRICS = (
     "time/step_s",
     "speed/tokens_per_s",
 )
-"""Compared unless others are asked for, as far as a run has them."""
+"""Metrics compared by default, as far as a run has them."""
 
 _NO_SETTING = "(none)"
 _WARM_START = "loops.warm_start."
@@ -38,13 +38,13 @@ def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] 
     """Compare runs.
 
     Args:
-        run_ids: two to :data:`MOST_RUNS`; the first is what the others are held against.
+        run_ids: two to :data:`MOST_RUNS`; the first is the baseline.
         metrics: names of metrics; empty for :data:`KEY_METRICS`.
 
     Returns:
-        ``runs`` (facts of each, with a ``label``: A, B ...), ``config`` (``setting, values``: what differs),
+        ``runs`` (facts of each, with a ``label``: A, B ...), ``config`` (``setting, values``: the differences),
         ``evaluations``, ``metrics`` (``key, step, values, note``: at the last common step) and ``curves`` (metric to
-        the curve of each run). Lists inside are in the order of the runs.
+        the curve of each run). Lists inside follow the order of the runs.
 
     Raises:
         BadInput: fewer than two different runs, or too many; a metric that none of them has.
@@ -109,13 +109,13 @@ def _warm_start(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def config_differences(specs: Sequence[Mapping[str, Any]]) -> list[Facts]:
-    """The settings that are not the same in all specs, by dotted names; one that a spec lacks is ``(none)``."""
+    """The settings that differ between specs, by dotted name; a setting that a spec lacks is ``(none)``."""
     settings = [flat(_comparable(spec)) for spec in specs]
     no_warm_start = any(not of_run.get(f"{_WARM_START}num_steps") for of_run in settings)
     found = []
     for name in sorted(set().union(*settings)):
         if no_warm_start and name.startswith(_WARM_START) and name != f"{_WARM_START}num_steps":
-            continue  # a run without a warm start has no settings of one
+            continue  # a run without a warm start has no warm-start settings
         values = [of_run.get(name, _NO_SETTING) for of_run in settings]
         if any(value != values[0] for value in values):
             found.append({"setting": name, "values": values})
@@ -132,9 +132,9 @@ def _comparable(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluations(rows: Sequence[Sequence[Facts]]) -> list[Facts]:
-    """Evaluations side by side: ``name, metric, runs``, and of each run ``before``, ``after``, ``gain`` (null where one
-    is missing) and ``against_first``, how its last value stands to that of the first run: ``higher`` or ``lower`` where
-    the intervals do not meet, ``overlap`` where they do."""
+    """Evaluations side by side: ``name, metric, runs``, and for each run ``before``, ``after``, ``gain`` (null if
+    missing) and ``against_first``, which compares its last value with the first run's: ``higher`` or ``lower`` if the
+    confidence intervals are disjoint, ``overlap`` otherwise."""
     kinds = dict.fromkeys((row["name"], row["metric"]) for of_run in rows for row in of_run)
     found = []
     for name, metric in kinds:
@@ -166,13 +166,13 @@ def _standing(first: Facts | None, other: Facts | None) -> str | None:
 
 
 def at_last_common_step(key: str, curves: Sequence[Curve], shown: Sequence[Facts]) -> Facts:
-    """The values of a metric at the last step that all runs have it at, of those that have it at all.
+    """The values of a metric at the last step common to all runs that have the metric.
 
-    A loss is another quantity in supervised and in reinforcement learning: a step at which all runs are in the same
-    loop is preferred, and where there is none a note says so. Runs without a common step are shown where they ended.
+    A loss means different things in supervised and in reinforcement learning, so a step at which all runs are in the
+    same loop is preferred; if there is none, a note says so. Runs without a common step are shown at their last step.
 
     Returns:
-        ``step`` (null without a common one), ``values`` (null where a run lacks it) and ``note``.
+        ``step`` (null without a common one), ``values`` (null for a run without the metric) and ``note``.
     """
     known = [dict(finite(curve)) for curve in curves]
     having = [index for index, values in enumerate(known) if values]

@@ -1,4 +1,4 @@
-"""The comparison of runs as one HTML file that needs nothing but a browser."""
+"""Comparison of runs as a single self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -68,7 +68,7 @@ def page(compared: Facts, made_at: datetime) -> str:
 
 
 def _lead(compared: Facts) -> str:
-    """The comparison in a sentence, with no more claimed than the intervals allow."""
+    """The comparison in one sentence that claims no more than the intervals allow."""
     said = []
     for evaluation in compared["evaluations"]:
         for run, of_run in zip(compared["runs"], evaluation["runs"], strict=True):
@@ -190,7 +190,7 @@ def _curves(compared: Facts) -> Markup:
 
 
 def _marks(runs: Sequence[Facts]) -> Marks:
-    """One axis for all; the warm start is shaded where all runs had the same."""
+    """The same axis for all runs; the warm start is shaded if all runs had the same one."""
     borders = {run["warm_start_steps"] for run in runs}
     return Marks(
         last_step=max(1, *(run["last_step"] for run in runs)),

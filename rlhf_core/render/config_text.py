@@ -1,4 +1,4 @@
-"""A resolved spec for people: as the TOML that would give it, and one setting at a time."""
+"""Resolved specs for people: as equivalent TOML, and setting by setting."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,19 +10,19 @@ from rlhf_core.schemas.run import RunSpec
 
 
 def as_toml(spec: RunSpec, *, only_set: bool = False) -> str:
-    """The spec as TOML text, in the order of its fields.
+    """Format the spec as TOML, in the order of its fields.
 
     Args:
-        only_set: leave out what has its default.
+        only_set: omit settings that have their default.
     """
     content = spec.model_dump(mode="json", exclude_defaults=only_set)
-    if isinstance(spec.trainer, CommandTrainer):  # native is the kind of a trainer whose kind is left out
+    if isinstance(spec.trainer, CommandTrainer):  # a trainer without a kind would load as native
         content["trainer"] = {"kind": spec.trainer.kind, **content["trainer"]}
     return "\n\n".join(_blocks("", content)) + "\n"
 
 
 def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names; lists stay whole."""
+    """Nested settings by dotted name; lists are kept whole."""
     found: dict[str, Any] = {}
     for name, value in spec.items():
         if isinstance(value, Mapping):
@@ -33,12 +33,12 @@ def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def setting_text(value: Any) -> str:
-    """A setting as text: JSON, but for texts, which stay what they are."""
+    """A setting as text: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _blocks(name: str, content: Mapping[str, Any]) -> Iterator[str]:
-    """The table called ``name``, and after it those inside of it."""
+    """The table called ``name``, followed by its subtables."""
     values = [(key, value) for key, value in content.items() if value is not None and not isinstance(value, dict)]
     lines = [f"{to_toml_key(key)} = {to_toml(value)}" for key, value in values]
     if lines:

@@ -1,6 +1,6 @@
-"""The curves of a run as one small PNG, for places that show pictures and nothing else.
+"""The curves of a run as one small PNG, for places that can only show images.
 
-Read by :mod:`rlhf_core.control.views.curves`, which is also the program that draws.
+Read by :mod:`rlhf_core.control.views.curves`, which also runs this module to draw.
 """
 
 import io
@@ -30,17 +30,18 @@ NAMES = {
     False: ("loss-sft", "grad-norm"),
     None: ("reward", "kl", "preference", "margin", "entropy", "length", "loss", "grad-norm"),
 }
-"""Plots of the report that are drawn, by whether the algorithm samples (None: of another program, which may); the time
-of a step is drawn for all."""
+"""Plots to draw from the report, by whether the algorithm samples (None for an external trainer, which may or may not);
+the step-time plot is always drawn."""
 
 WIDTH_IN, ROW_IN, DPI = 6.9, 1.65, 200
-"""The page shows it about 690 points wide: twice as many pixels stay sharp, and 8.5 points of text stay readable."""
+"""The page shows the image about 690 points wide: at twice as many pixels it is sharp, and 8.5-point text is
+readable."""
 
 NUM_COLOURS = 96
-"""Lines on paper have few colours; with a palette the file has a third of the size."""
+"""Line plots need few colours; a palette cuts the file to a third of the size."""
 
 PAPER = "#ffffff"
-"""It brings its own paper along: the page around it may be light or dark."""
+"""Own background colour, because the surrounding page may be light or dark."""
 
 PALETTE = Palette(
     text="#1f2430",
@@ -51,7 +52,7 @@ PALETTE = Palette(
     mark="#7a8494",
     series=("#2a6fdb", "#c2571a", "#2b8a57"),
 )
-"""Colours that are dark enough for white paper."""
+"""Colours that are dark enough for a white background."""
 
 _STYLE = {
     **STYLE,
@@ -67,13 +68,13 @@ _STYLE = {
 
 
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
-    """Plots that are drawn for a run."""
+    """Plots to draw for a run."""
     known = {plot.name: plot for plot in (*LEARNING, *LEARNING_ELSEWHERE)}
     return (*(known[name] for name in NAMES[spec.samples]), STEP_TIME)
 
 
 def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:
-    """Draw the picture as PNG; empty where none of the plots has a point."""
+    """Draw the image as PNG; empty if none of the plots has a point."""
     shown = [(plot, series) for plot in plots if (series := _series(plot, curves, marks))]
     if not shown:
         return b""

@@ -1,4 +1,4 @@
-"""The essentials of an incident's evidence: the stacks and the ends of the logs, those of the suspect ranks first."""
+"""Excerpts of an incident's evidence: stacks and ends of logs, those of the suspect ranks first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.text.redaction import masked
 
 MAX_STACKS, STACK_LINES = 3, 24
-"""Stacks taken per incident, and lines of each from its top."""
+"""Stacks per incident, and lines taken from the top of each."""
 
 MAX_LOGS, LOG_LINES = 2, 15
-"""Logs taken per incident, and lines of each from its end."""
+"""Logs per incident, and lines taken from the end of each."""
 
 MAX_LINE = 200
 """Longest line of a stack or log, in characters."""
@@ -47,7 +47,7 @@ class EvidenceExcerpts:
 
 
 def read_evidence(folder: Path, suspect_ranks: Sequence[int]) -> EvidenceExcerpts:
-    """Read the essentials of an evidence folder; empty where the folder is gone."""
+    """Read the excerpts of an evidence folder; empty if the folder is gone."""
     files = _files(folder)
     suspects = set(_places(folder, suspect_ranks))
     stacks = [Excerpt(path.name, _head(path)) for path in _first(files, "stack", suspects)[:MAX_STACKS]]
@@ -59,9 +59,9 @@ def read_evidence(folder: Path, suspect_ranks: Sequence[int]) -> EvidenceExcerpt
 
 
 def read_incident_evidence(run_dir: RunDir, evidence_dir: str, suspect_ranks: Sequence[int]) -> EvidenceExcerpts | None:
-    """Read the evidence of an incident; None where it has none, or names a folder outside of its run."""
+    """Read the evidence of an incident; None if it has none, or names a folder outside its run."""
     folder = (run_dir.root / evidence_dir).absolute()
-    # A file of the run names the folder: it must not open anything else.
+    # The folder's name comes from a file of the run, which must not make this open anything else.
     if not evidence_dir or not folder.resolve().is_relative_to(run_dir.root.resolve()):
         return None
     return read_evidence(folder, suspect_ranks)
@@ -75,7 +75,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _first(files: Sequence[Path], what: str, suspects: set[str]) -> list[Path]:
-    """The files of one sort (``<sort>-<node>-<local rank>.txt``), those of the suspects first."""
+    """The files of one kind (``<kind>-<node>-<local rank>.txt``), those of the suspects first."""
     named = (path for path in files if path.name.startswith(f"{what}-") and path.suffix == ".txt")
     found = [path for path in named if _is_something(path)]  # ranks other than the first print nothing
     return sorted(found, key=lambda path: path.stem.removeprefix(f"{what}-") not in suspects)
@@ -89,7 +89,7 @@ def _is_something(path: Path) -> bool:
 
 
 def _places(folder: Path, ranks: Sequence[int]) -> Iterator[str]:
-    """``<node>-<local rank>`` of each of these ranks, as the agents saw them."""
+    """``<node>-<local rank>`` of each of these ranks, as recorded by the agents."""
     for path in folder.glob("ranks-*.json"):
         try:
             seen = _RANKS.validate_json(read_document(path))
@@ -110,6 +110,6 @@ def _head(path: Path) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> tuple[str, ...]:
-    # Files of an older version are not masked. Masked before it is cut: half a secret is not recognised.
+    # Older versions wrote unmasked files. Mask before cutting: half a secret would not be recognised.
     lines = masked(text).rstrip().splitlines()
     return tuple(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines)

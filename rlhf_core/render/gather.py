@@ -1,4 +1,4 @@
-"""Data of a report: rows of the history, and from the run directory what is no row (samples, model size)."""
+"""Data of a report: rows of the history, and from the run directory the data without rows (samples, model size)."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from rlhf_core.schemas.run import RunSpec
 Rows = Sequence[Mapping[str, Any]]
 
 MAX_WITH_EVIDENCE = 20
-"""Incidents whose stacks and logs stand in the report, the newest."""
+"""Number of newest incidents whose stacks and logs are included in the report."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +47,36 @@ class ReportData:
     goodput: Mapping[str, Any]
     lost_time: Rows
     weight_syncs: Mapping[str, Any]
-    """Syncs of weights into rollout engines, in a few numbers; empty where these have no weights of their own."""
+    """Summary of weight syncs into rollout engines; empty if the engines have no weights of their own."""
     curves: Mapping[str, Curve]
-    """Effective metrics: after a rewind the last attempt's value of each step."""
+    """Effective metrics: after a rewind, the last attempt's value of each step."""
     spec: RunSpec | None
-    """Spec of the run; None where this program cannot read it."""
+    """Spec of the run; None if this version cannot read it."""
     tables: Mapping[tuple[str, str], Sequence[EvaluationSample]]
     """Sample tables of the evaluations, by when (before, after) and name (greedy, sampled)."""
     samples: Sequence[SampleLine]
-    """Completions kept in training, by step."""
+    """Completions sampled in training, by step."""
     num_parameters: int | None
-    """Parameters of the model; None where no model lies in the run directory."""
+    """Parameters of the model; None if the run directory contains no model."""
     notes: Sequence[str]
-    """Sentences on what could not be read."""
+    """Sentences about data that could not be read."""
     probes: Rows = ()
     """Measurements of the nodes before training: saved query ``probe-speeds``."""
     promotion: Mapping[str, Any] = field(default_factory=dict)
-    """State of the promotion of the model; empty where no promotion was asked for."""
+    """State of the promotion of the model; empty if no promotion was requested."""
     evidence: Mapping[str, EvidenceExcerpts] = field(default_factory=dict)
-    """Stacks and logs of the newest incidents, by their ``evidence_dir``."""
+    """Stacks and logs of the newest incidents, by ``evidence_dir``."""
     promotion_moves: Rows = ()
-    """Its changes, from the journal: time, state, by, reason and path of each change."""
+    """Changes of the promotion, from the journal: time, state, by, reason and path of each."""
 
     @property
     def regressed(self) -> Rows:
-        """Held-out scores that fell."""
+        """Held-out scores that dropped."""
         return [one.model_dump() for one in regressions(self.evaluations)]
 
     @property
     def run_id(self) -> str:
-        """Identity of the run."""
+        """Id of the run."""
         return str(self.run["run_id"])
 
     @property
@@ -86,7 +86,7 @@ class ReportData:
 
     @property
     def last_seen(self) -> datetime:
-        """The last moment that the history knows of; the end of whatever has not ended."""
+        """The last time recorded in the history; used as the end of anything that has not ended."""
         rows: list[Mapping[str, Any]] = [self.run, *self.stages, *self.restarts, *self.checkpoints]
         names = ("created_at", "progress_at", "started_at", "ended_at", "completed_at")
         times = [time for row in rows for name in names if (time := as_time(row.get(name))) is not None]
@@ -94,12 +94,12 @@ class ReportData:
 
     @property
     def last_step(self) -> int:
-        """Last optimizer step that left a metric; 0 where there is none."""
+        """Last optimizer step with a metric; 0 if there is none."""
         return max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
 
     def restarts_in_place(self, attempt: int | None = None) -> int:
-        """Number of restarts inside an allocation. ``restarts`` has starts of any reason: the
-        evaluator's is one as well."""
+        """Number of restarts inside an allocation. ``restarts`` counts starts for any reason, including the
+        evaluator's."""
         made = [one.decision for one in self.timeline.decisions]
         return sum(one.action is Action.RESTART_IN_PLACE and attempt in (None, one.attempt) for one in made)
 
@@ -110,7 +110,7 @@ class ReportData:
 
 
 def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
-    """Read a run. Without its directory the report lacks the training samples and the model's size, and says so.
+    """Read a run. Without its directory, the report lacks training samples and model size, and says so.
 
     Raises:
         UnknownRun: the history does not have the run.
@@ -162,7 +162,7 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
 
 
 def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any] | None:
-    """The last of the rows that has all the wanted values; None where there is none."""
+    """The last row that has all the wanted values; None if there is none."""
     matching = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
     return matching[-1] if matching else None
 
@@ -197,7 +197,7 @@ def _sample_table(store: HistoryStore, run_id: str, when: str, name: str) -> lis
 
 
 def _training_samples(run_dir: RunDir) -> list[SampleLine]:
-    """Kept completions; where a step was made again after a rewind, those of the last time."""
+    """Sampled completions; for a step repeated after a rewind, those of the last time."""
     of_step: dict[int, list[SampleLine]] = {}
     for attempt in run_dir.attempts():
         for restart in attempt.restarts():
@@ -209,7 +209,7 @@ def _training_samples(run_dir: RunDir) -> list[SampleLine]:
 
 
 def _num_parameters(run_dir: RunDir) -> int | None:
-    """Parameters in the newest model folder of the run, from the headers of its safetensors files."""
+    """Number of parameters in the run's newest model folder, from the headers of its safetensors files."""
     folders = [checkpoint.model for checkpoint in reversed(run_dir.checkpoints())] + [run_dir.initial_model]
     for folder in folders:
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -219,7 +219,7 @@ def _num_parameters(run_dir: RunDir) -> int | None:
 
 
 def _count_elements(path: Path) -> int:
-    """Elements of all tensors in a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
+    """Number of elements in a safetensors file, whose first 8 bytes give the length of the JSON header that follows."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

@@ -1,4 +1,4 @@
-"""Plots of metrics over steps, as data: for the report, and for the picture of a run at work."""
+"""Plots of metrics over steps, as data: for the report, and for the image of a running run."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ class LinePlot:
     title: str
     unit: str
     keys: tuple[tuple[str, str], ...]
-    """Metrics and their labels; those that the run does not have are left out."""
+    """Metrics and their labels; metrics that the run lacks are left out."""
     explanation: str
-    """A sentence on reading it."""
+    """A sentence that helps to read the plot."""
     if_missing: str
-    """Sentence that stands instead where the run has none of the metrics."""
+    """Sentence that replaces the plot if the run has none of the metrics."""
     stage: str = ""
-    """``sft`` or ``main`` to draw the steps of that loop alone; empty for all."""
+    """``sft`` or ``main`` to draw only the steps of that loop; empty for all."""
     smooth: bool = True
     from_zero: bool = False
 
@@ -128,7 +128,7 @@ LEARNING_ELSEWHERE = (
         if_missing="it was not logged",
     ),
 )
-"""Plots of a run whose trainer is another program; what it does not log is named in one sentence."""
+"""Plots of a run with an external trainer; one sentence names the metrics that it does not log."""
 
 SPEED = (
     LinePlot(

@@ -1,8 +1,8 @@
-"""Incidents, findings and progress of a run as Markdown, for readers who have a browser and no shell on the cluster.
+"""Incidents, findings and progress of a run as Markdown, for readers with a browser but no shell on the cluster.
 
-Browsers do not follow links from a web page to files, so the essentials of the evidence stand in the text, with a path
-and a command for the rest. Prefect's new UI shows HTML in Markdown as text and code blocks light on light, and does not
-wrap its tables: none of them is used for long texts.
+Browsers do not follow links from web pages to local files, so the text contains the essentials of the evidence, and a
+path and a command for the rest. Prefect's new UI shows HTML inside Markdown as text, renders code blocks light on
+light, and does not wrap tables, so long texts use none of them.
 """
 
 import socket
@@ -17,16 +17,16 @@ from rlhf_core.text.escaping import markdown, markdown_code, markdown_quote
 from rlhf_core.text.formatting import count, duration
 
 MAX_INCIDENTS = 20
-"""Incidents that are shown whole, the newest; those before them are counted."""
+"""Number of newest incidents that are shown in full; earlier ones are only counted."""
 
 MAX_WITH_EVIDENCE = 5
-"""Of these, incidents whose evidence is shown."""
+"""Number of those whose evidence is shown."""
 
 MAX_FILES = 40
-"""Names of files of evidence listed per incident."""
+"""Number of evidence files listed per incident."""
 
 MAX_NODES = 8
-"""Names of nodes that are listed."""
+"""Number of node names listed."""
 
 _CHECK_TITLES = {"blocked": "Blocked", "warning": "Warnings", "skipped": "Skipped", "passed": "Passed"}
 
@@ -105,8 +105,8 @@ def _evidence(found: TimelineIncident) -> list[str]:
 
 
 def _as_code(lines: Sequence[str]) -> list[str]:
-    """Lines as code, each by itself: the new UI shows code blocks light on light in its light scheme."""
-    # An end of a line with two spaces is a line break; hard spaces keep the indentation.
+    """Format each line as inline code: the new UI's light scheme shows code blocks light on light."""
+    # Two trailing spaces make a line break; non-breaking spaces keep the indentation.
     return [f"{markdown_code(line)}  " for line in lines if line.strip()]
 
 
@@ -114,7 +114,7 @@ def _as_code(lines: Sequence[str]) -> list[str]:
 
 
 def checks_markdown(checks: Sequence[tuple[str, CheckResult]]) -> str:
-    """Format findings of preflight and probes, which come sorted by status with the worst first."""
+    """Format findings of preflight and probes, given in order of status with the worst first."""
     lines = []
     for status, group in groupby(checks, key=lambda pair: pair[1].status.value):
         lines += [f"## {_CHECK_TITLES[status]}", "", *_findings(group), ""]
@@ -133,9 +133,9 @@ def _findings(checks: Iterator[tuple[str, CheckResult]]) -> Iterator[str]:
 
 
 def progress_markdown(progress: RunProgress, timeline: Timeline) -> str:
-    """Format the progress of a run: a line that says where it stands, then the figures.
+    """Format the progress of a run: a line with its current position, then the figures.
 
-    It stands on two pages of the UI, so it holds no links from one to another.
+    Two pages of the UI show it, so it contains no links between them.
     """
     first = [f"**{markdown(progress.activity())}**"]
     if timeline.ended:
@@ -150,7 +150,7 @@ def progress_markdown(progress: RunProgress, timeline: Timeline) -> str:
 
 
 def _rewind(progress: RunProgress, timeline: Timeline) -> str:
-    """Reason for a bar that goes back."""
+    """Explanation for a progress bar that moved back."""
     why = f" after {timeline.incidents[-1].incident.failure_kind.value}" if timeline.incidents else ""
     reason = f": {markdown(timeline.decisions[-1].decision.reason)}" if timeline.decisions else ""
     return f"Went back{why}: step {progress.furthest} was reached before, and is being made again{reason}"

@@ -1,4 +1,4 @@
-"""HTML without a template language: every text is escaped unless it was built here, and numbers read well."""
+"""HTML without a template language, which escapes all text not built here, and number formats for readers."""
 
 import html
 import math
@@ -13,24 +13,24 @@ _HARD_SPACE = "\u00a0"
 
 
 class Markup(str):
-    """Text that is HTML already. Only this module, the drawings and the style sheet make it."""
+    """Text that is already HTML. Only this module, the drawings and the style sheet create it."""
 
     __slots__ = ()
 
 
 def markup(value: object) -> Markup:
-    """The value as HTML: escaped, unless it is :class:`Markup`."""
+    """The value as HTML, escaped unless it is :class:`Markup`."""
     return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
 
 
 def join(parts: Iterable[object], separator: str = "") -> Markup:
-    """Several values one after the other."""
+    """Join several values."""
     return Markup(separator.join(markup(part) for part in parts))
 
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
-    """An element. In names of attributes a trailing ``_`` is dropped (``class_``) and other ``_`` become ``-``; an
-    attribute that is None or False is left out."""
+    """An element. Attribute names lose a trailing ``_`` (``class_``), and other ``_`` become ``-``; an attribute that
+    is None or False is left out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -40,7 +40,7 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, class_: str | None = None) -> Markup:
-    """A table that scrolls sideways where the screen is narrow. Columns of numbers are right-aligned."""
+    """A table that scrolls sideways on a narrow screen. Columns of numbers are right-aligned."""
     numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(headers))]
     head = tag("tr", *(tag("th", header, class_=_numeric(is_)) for header, is_ in zip(headers, numeric, strict=True)))
     body = [
@@ -51,7 +51,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, class_: s
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Markup:
-    """Names and values side by side; pairs without a value are left out."""
+    """Names and values side by side; pairs without a value are omitted."""
     rows = [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs if value not in (None, "")]
     return tag("dl", *rows, class_="facts")
 
@@ -62,27 +62,27 @@ def section(title: str, *content: object, note: object = "") -> Markup:
 
 
 def fold(summary: object, *content: object, is_open: bool = False) -> Markup:
-    """A part that is closed at first, unless ``is_open``."""
+    """A collapsible part, closed unless ``is_open``."""
     return tag("details", tag("summary", summary), *content, open="open" if is_open else None)
 
 
 def figure(title: str, svg: str, caption: str) -> Markup:
-    """A drawing with its title and, where there is one, a caption."""
+    """A drawing with its title and an optional caption."""
     return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
 
 
 def code(text: object) -> Markup:
-    """A name or a path, in the font for such."""
+    """A name or a path in monospace."""
     return tag("code", text)
 
 
 def badge(state: str) -> Markup:
-    """A state, in its colour."""
+    """A state as a coloured badge."""
     return tag("span", state, class_=f"badge {_STATE_CLASS.get(state, 'plain')}")
 
 
 def badges(state: str, regressed: Sequence[Mapping[str, Any]]) -> Markup:
-    """The state of a run, with a badge beside it where a held-out score fell."""
+    """The state of a run, with a second badge if a held-out score dropped."""
     beside = (badge(REGRESSED),) if state == "completed" and regressed else ()
     return join([badge(state), *beside], " ")
 
@@ -110,7 +110,7 @@ _STATE_CLASS: Mapping[str, str] = {
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number to ``digits`` significant digits; an en dash where there is none."""
+    """A number to ``digits`` significant digits; an en dash if there is none."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -133,15 +133,15 @@ def words(name: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them (:func:`rlhf_core.text.formatting.duration`); an en dash where unknown.
+    """A readable duration (:func:`rlhf_core.text.formatting.duration`); an en dash if unknown.
 
-    Numbers stay with their units: the spaces do not break.
+    Non-breaking spaces keep numbers and units together.
     """
     return "–" if seconds is None else plain_duration(seconds).replace(" ", _HARD_SPACE)
 
 
 def as_time(value: object) -> datetime | None:
-    """A time from the history, whether it comes as a time or as ISO text; None where there is none."""
+    """A time from the history, from a datetime or ISO text; None if there is none."""
     if isinstance(value, str) and value:
         value = datetime.fromisoformat(value)
     if not isinstance(value, datetime):
@@ -150,13 +150,13 @@ def as_time(value: object) -> datetime | None:
 
 
 def moment(value: object) -> str:
-    """A time to the second, UTC; an en dash where there is none."""
+    """A time to the second, UTC; an en dash if there is none."""
     found = as_time(value)
     return f"{found:%Y-%m-%d %H:%M:%S} UTC" if found else "–"
 
 
 def clock(value: object) -> str:
-    """The time of day, UTC; an en dash where there is none."""
+    """The time of day, UTC; an en dash if there is none."""
     found = as_time(value)
     return f"{found:%H:%M:%S}" if found else "–"
 

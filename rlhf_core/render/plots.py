@@ -1,7 +1,7 @@
-"""Plots as SVG text for an HTML page: numbers in, markup out, no files and no global state.
+"""Plots as SVG text for an HTML page: pure functions without files or global state.
 
-Colours are written as names of CSS variables (``--series-1`` ...), so that one drawing serves a light page, a dark page
-and paper. Text stays text: it takes the font of the page and can be searched.
+Colours are names of CSS variables (``--series-1`` ...), so that one drawing fits a light page, a dark page and paper.
+Text remains text: it uses the page's font and is searchable.
 """
 
 import io
@@ -20,15 +20,15 @@ from matplotlib.ticker import MaxNLocator
 from rlhf_core.render.series import Curve, Marks, PointSeries, Series, finite, rolling_mean, smoothing_window, thin
 
 _AXIS_HEIGHT = 130.0
-"""About the height of the drawing's axis, in points of the page."""
+"""Approximate height of the drawing's axis, in points of the page."""
 
 _LINE = 10.5
 """Height of a line of text, in points of the page."""
 
 MAX_BARS = 240
-"""More bars than this are averaged in equal stretches: stacked parts are wider than points."""
+"""Number of bars above which neighbours are averaged: stacked parts are wider than points."""
 
-STYLE: Any = {  # settings of different types, which rc_context checks when it runs
+STYLE: Any = {  # settings of different types, validated by rc_context at run time
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 8.5,
@@ -37,7 +37,7 @@ STYLE: Any = {  # settings of different types, which rc_context checks when it r
     "axes.linewidth": 0.8,
     "axes.axisbelow": True,
     "axes.formatter.limits": (-3, 5),
-    "axes.formatter.useoffset": False,  # it would stand in the legend
+    "axes.formatter.useoffset": False,  # it would overlap the legend
     "xtick.major.size": 3,
     "ytick.major.size": 0,
     "xtick.major.width": 0.8,
@@ -70,7 +70,7 @@ _INK = {
     "mark": "#0a0b07",
     **{f"series-{number}": f"#0a0c0{number}" for number in range(1, 8)},
 }
-"""Stand-ins that matplotlib writes into the SVG and that are then replaced by CSS variables. Their values mean nothing,
+"""Placeholder colours that matplotlib writes into the SVG, later replaced by CSS variables. The values are arbitrary,
 but must not occur otherwise."""
 
 _SERIES = tuple(colour for name, colour in _INK.items() if name.startswith("series-"))
@@ -99,10 +99,10 @@ def line_chart(
         unit: label of the vertical axis, with its unit.
         marks: checkpoints, incidents and returns by step.
         name: distinguishes the drawing within the page: lower-case letters, digits and ``-``.
-        description: what it shows, in a sentence, for those who cannot see it.
-        smooth: draw a running mean in front and the single steps faintly behind.
-        from_zero: let the vertical axis begin at zero.
-        span: first and last step of the axis; the whole run unless given.
+        description: alternative text, one sentence.
+        smooth: draw a bold running mean over the faint single steps.
+        from_zero: start the vertical axis at zero.
+        span: first and last step of the axis; the whole run by default.
 
     Returns:
         An ``<svg>`` element.
@@ -129,13 +129,13 @@ def draw_lines(
             bold = thin(rolling_mean(part, window))
             marker = "o" if len(bold) == 1 else ""
             axes.plot(*_columns(bold), color=colour, linewidth=1.6, marker=marker, markersize=4, label=label)
-            label = ""  # the other loop is the same series
+            label = ""  # the other loop belongs to the same series
     if from_zero:
         axes.set_ylim(bottom=min(0.0, *(value for _, curve in drawn for _, value in curve)))
 
 
 def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name: str, description: str) -> str:
-    """Measurements with confidence intervals at single steps, and what was measured between them.
+    """Measurements with confidence intervals at single steps, and the curves measured between them.
 
     Returns:
         An ``<svg>`` element.
@@ -144,7 +144,7 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
         figure, axes = _canvas(unit)
         spread = 0.006 * marks.last_step
         for index, (item, colour) in enumerate(zip(series, itertools.cycle(_SERIES))):
-            # Kinds measured at the same step stand a little apart, so that their intervals can be read.
+            # Kinds measured at the same step are offset a little, so that their intervals are readable.
             shift = spread * (2 * index - len(series) + 1)
             xs = [point.step + shift for point in item.points]
             ends = [(x, point.value) for x, point in zip(xs, item.points, strict=True)]
@@ -176,7 +176,7 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
 
 
 def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: str, description: str) -> str:
-    """Parts of a whole over steps, one on top of the other; a part that a step does not have counts as zero there.
+    """Stacked parts of a whole over steps; a part missing at a step counts as zero.
 
     Returns:
         An ``<svg>`` element.
@@ -204,14 +204,14 @@ def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: st
 
 
 def _loops(curve: Curve, marks: Marks) -> list[Curve]:
-    """The steps of the warm start and those after it: what they mean differs, so no line and no mean joins them."""
+    """Split a curve into warm start and main loop: its meaning differs, so no line or mean may join them."""
     border = marks.warm_start_steps
     parts = [point for point in curve if point[0] <= border], [point for point in curve if point[0] > border]
     return [part for part in parts if part]
 
 
 def _label_points(axes: Axes, step: int, series: Sequence[PointSeries], marks: Marks, top: float) -> None:
-    """The values at one step, where the lines are not: left of early points, above and below late ones."""
+    """Write the values at one step away from the lines: left of early points, above and below late ones."""
     early = step <= marks.last_step / 2
     room_left = step > 0.2 * marks.last_step
     found = [
@@ -235,12 +235,12 @@ def _label_points(axes: Axes, step: int, series: Sequence[PointSeries], marks: M
 
 
 def label_offsets(heights: Sequence[float], *, beside: bool) -> list[float]:
-    """Heights above their points at which values are written, so that no two overlap.
+    """Offsets from the points at which their values are written, so that no two overlap.
 
     Args:
         heights: heights of the points above the axis, rising, in points of the page.
-        beside: whether there is room beside the points; otherwise the highest value is written above its point, and the
-            others below theirs where the axis leaves room.
+        beside: True if there is room beside the points; otherwise the highest value goes above its point, and the
+            others below theirs if the axis leaves room.
     """
     placed: list[float] = []
     for index, height in enumerate(heights):
@@ -266,7 +266,7 @@ def _canvas(unit: str) -> tuple[Figure, Axes]:
 
 
 def draw_steps(axes: Axes, span: tuple[int, int], marks: Marks, palette: Palette) -> None:
-    """Draw the axis of steps, from the first step of ``span`` to its last, with the marks on it."""
+    """Draw the step axis, from the first step of ``span`` to its last, with its marks."""
     low, high = span
     margin = max(0.5, 0.02 * (high - low))
     axes.set_xlim(low - margin, high + margin)
@@ -302,7 +302,7 @@ def _within(steps: Iterable[int], low: int, high: int) -> list[int]:
 
 
 def _legend(axes: Axes) -> None:
-    """In one row above the drawing, where it covers nothing."""
+    """Draw the legend in one row above the drawing, where it covers nothing."""
     labels = axes.get_legend_handles_labels()[1]
     narrow = len(labels) > 4
     axes.legend(
@@ -333,10 +333,10 @@ def _svg(figure: Figure, name: str, description: str) -> str:
 
 
 def embed(document: str, name: str, description: str) -> str:
-    """An SVG document as an element of an HTML page.
+    """Convert an SVG document to an element of an HTML page.
 
-    Namespaces, metadata and unused ids go (a page holds many drawings, and their ids must not clash), the size becomes
-    that of the page, and stand-in colours become CSS variables.
+    Namespaces, metadata and unused ids are removed (a page holds many drawings, and their ids must not clash), the size
+    adapts to the page, and placeholder colours become CSS variables.
     """
     svg = document[document.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -353,7 +353,7 @@ def embed(document: str, name: str, description: str) -> str:
 
 
 def _shortened(attribute: re.Match[str]) -> str:
-    """Coordinates to a hundredth of a point: finer than any screen."""
+    """Round coordinates to a hundredth of a point, finer than any screen."""
     return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
 
 

@@ -1,4 +1,4 @@
-"""The progress of a run at one moment, and the line that says it in a terminal."""
+"""The progress of a run at one moment, and its one-line form for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ METRICS = (
     ("eval/greedy", "held-out accuracy", ".3f"),
     ("speed/tokens_per_s", "tokens per second", ",.0f"),
 )
-"""Metrics shown while a run is at work: key, name, format."""
+"""Metrics shown while a run is active: key, name, format."""
 
 
 @dataclass(frozen=True)
@@ -27,46 +27,46 @@ class RunProgress:
     state: RunState
     total_steps: int
     attempt: int = 0
-    """0 before the first."""
+    """Number of the attempt; 0 before the first."""
     restarts: int = 0
-    """Restarts in place of this attempt."""
+    """In-place restarts of this attempt."""
     role: Role | None = None
     phase: str = ""
     loop: str = ""
     """Loop that made the last step; empty before the first step."""
     step: int = 0
     furthest: int = 0
-    """Furthest step that any attempt has made."""
+    """Highest step reached by any attempt."""
     evaluating: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     nodes: Sequence[str] = ()
     step_s: float | None = None
-    """Mean time of a step of this loop, in seconds; None where unknown or over."""
+    """Mean time of a step of this loop, in seconds; None if unknown or if the run is over."""
     left_s: float | None = None
-    """Time of the steps of the main algorithm that are left, in seconds; None before the first of them, since those of
-    the warm start say nothing about them."""
+    """Remaining time of the main algorithm's steps, in seconds; None before the first of them, because warm-start steps
+    do not predict it."""
     title: str = ""
-    """Stage at work, as the controller calls it."""
+    """Current stage, as the controller calls it."""
     is_trial: bool = False
     """True if the steps are those of a trial."""
     waits_for: str = ""
-    """Reason of the scheduler for which the job waits."""
+    """The scheduler's reason for the job's wait."""
     history_behind: str = ""
-    """Reason for which the history could not be brought up to date."""
+    """Reason why the history could not be updated."""
 
     @property
     def percent(self) -> float:
-        """Share of the steps that are done, in percent; a trial makes none of them."""
+        """Share of steps done, in percent; a trial contributes none."""
         step = 0 if self.is_trial else self.step
         return round(100 * min(step / max(self.total_steps, 1), 1.0), 1)
 
     @property
     def is_behind(self) -> bool:
-        """True if steps are being made again."""
+        """True if steps are being repeated."""
         return not self.is_trial and bool(self.attempt) and self.step < self.furthest
 
     def activity(self) -> str:
-        """Format what the run does now."""
+        """Format the run's current activity."""
         if self.state in RUN_ENDS or not (self.attempt or self.title):
             return self.state.value
         if self.is_trial:
@@ -78,7 +78,7 @@ class RunProgress:
         return self.waiting()
 
     def waiting(self) -> str:
-        """Format what the run does while it makes no step."""
+        """Format the activity of a run that is not making steps."""
         if self.evaluating:
             return "evaluating"
         if self.role is None:
@@ -89,7 +89,7 @@ class RunProgress:
 
 
 def progress_text(progress: RunProgress) -> str:
-    """Format the progress for a line in a terminal: step, metrics, time left."""
+    """Format the progress for one terminal line: step, metrics, time left."""
     if progress.state not in RUN_ENDS and (progress.evaluating or not progress.loop):
         parts = [progress.waiting()]
     else:
@@ -100,7 +100,7 @@ def progress_text(progress: RunProgress) -> str:
 
 
 def _metrics(progress: RunProgress) -> list[str]:
-    """Reward, or loss where there is none, and speed."""
+    """Reward, or loss if there is no reward, and speed."""
     metrics, found = progress.metrics, []
     if progress.loop != "sft" and "reward/mean" in metrics:
         found.append(f"reward {metrics['reward/mean']:.3f}")

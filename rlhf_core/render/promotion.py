@@ -1,4 +1,4 @@
-"""The promotion of a model in a report: its state, the answers and their reasons, the folder of the model."""
+"""Promotion section of a report: its state, the answers and their reasons, the model's folder."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _SENTENCES = {
 
 
 def promotion(record: ReportData) -> Markup:
-    """The section; nothing for a run that was not to be promoted."""
+    """The section; empty for a run without a promotion."""
     if record.promotion:
         return section("Promotion", _standing(record, record.promotion), _history(record))
     stage = find_row(record.stages, name="promote")
@@ -47,7 +47,7 @@ def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
 
 
 def _advice(record: ReportData, state: str) -> object:
-    """The next command; empty where nothing has to be done."""
+    """The next command; empty if there is nothing to do."""
     run_id = record.run_id
     if state == "waiting":
         return join([code(f"rlhf approve {run_id}"), " or ", code(f"rlhf refuse {run_id} --reason ...")])
@@ -57,7 +57,7 @@ def _advice(record: ReportData, state: str) -> object:
 
 
 def _history(record: ReportData) -> Markup:
-    """Every change, where there was more than asking, answering and writing: an answer that was changed, a new try."""
+    """All changes, shown only if there was more than one decision: a changed answer, or a new try."""
     moves = record.promotion_moves
     decided = [move for move in moves if move["state"] in ("approved", "refused", "expired", "failed")]
     if len(decided) < 2:

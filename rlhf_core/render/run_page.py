@@ -1,4 +1,4 @@
-"""The report of one run: one HTML file without a request to anywhere, for a screen, a phone and paper."""
+"""The report of one run: one self-contained HTML file for screen, phone and paper."""
 
 import shlex
 from collections.abc import Mapping
@@ -40,12 +40,12 @@ from rlhf_core.text.formatting import attributed, count
 
 
 def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
-    """Write the report of a run; works for a run in any state, also for one that failed before its first step.
+    """Write the report of a run in any state, including one that failed before its first step.
 
     Args:
         store: history that has the run.
         run_dir: its directory. If it is gone, training samples and model size are left out, and the report says so.
-        out: file to write; replaced whole.
+        out: file to write; replaced as a whole.
 
     Returns:
         ``out``.
@@ -75,7 +75,7 @@ def page(record: ReportData) -> str:
 
 
 def _written(record: ReportData) -> list[Markup]:
-    """Completions of the model. Those of another program's training are its own."""
+    """The model's completions. An external trainer keeps those of its training to itself."""
     evaluated = section("What the model wrote", samples.evaluation_samples(record))
     if charts.is_elsewhere(record):
         return [evaluated] if record.tables else []
@@ -109,7 +109,7 @@ def _header(record: ReportData) -> Markup:
 
 
 def _in_a_sentence(record: ReportData) -> Markup:
-    """The outcome of the run in a sentence."""
+    """The outcome of the run in one sentence."""
     took = duration(record.goodput.get("wall_s"))
     if record.state == "completed":
         return join([f"Completed in {took}.", *_changes(record)], " ")
@@ -148,7 +148,7 @@ def _diagnosis(record: ReportData) -> str:
 
 
 def _pair(record: ReportData, name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """The evaluations of one name before and after; those that are not finite do not count."""
+    """The evaluations of one name before and after training; non-finite values do not count."""
     finite = [row for row in record.evaluations if None not in (row["value"], row["ci_low"], row["ci_high"])]
     return find_row(finite, name=name, when="before"), find_row(finite, name=name, when="after")
 
@@ -186,7 +186,7 @@ def _reward_tile(record: ReportData) -> Markup | None:
 
 def _goodput_tile(record: ReportData) -> Markup | None:
     share = record.goodput.get("ettr")
-    # Without the times of steps, which not every trainer logs, it would be 0.
+    # Not every trainer logs step times; without them the share would be 0.
     if share is None or STEP_SECONDS not in record.curves:
         return None
     known = record.goodput
@@ -239,7 +239,7 @@ def _facts(record: ReportData) -> Markup:
 
 
 def _checked(record: ReportData, check: str) -> str:
-    """Finding of a preflight check, where it passed."""
+    """Finding of a preflight check, if it passed."""
     found = find_row(record.checks, id=check, status="passed")
     return found["found"] if found else ""
 

@@ -1,4 +1,4 @@
-"""Sections of a report in words and tables: incidents and decisions, attempts, checkpoints, checks."""
+"""Text and table sections of a report: incidents and decisions, attempts, checkpoints, checks."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ from rlhf_core.text.formatting import count, place_text
 
 
 def timeline_section(record: ReportData) -> Markup:
-    """The section about the timeline: its chart, incidents and decisions, attempts, checkpoints, checks."""
+    """The timeline section: its chart, incidents and decisions, attempts, checkpoints, checks."""
     return section(
         "Timeline",
         timeline_chart(record) or tag("p", "Nothing was started.", class_="note"),
@@ -43,7 +43,7 @@ def _incidents(record: ReportData) -> Markup:
         return tag("p", "No incident was recorded.", class_="note")
     items = [_incident(record, found) for found in timeline.incidents]
     shown = [decision for found in timeline.incidents for decision in timeline.decisions_on(found)]
-    # The controller also decides where no incident was found.
+    # The controller also makes decisions without an incident.
     items += [
         tag("li", tag("b", "decision"), f" · {moment(one.decided_at)}", tag("p", decision_text(one)))
         for one in (made.decision for made in timeline.decisions)
@@ -78,7 +78,7 @@ def _incident(record: ReportData, found: TimelineIncident) -> Markup:
 
 
 def _excerpts(evidence: EvidenceExcerpts | None) -> Iterator[Markup]:
-    """Stacks and ends of logs, closed at first but for the first stack: a diagnosis is read with it."""
+    """Stacks and ends of logs, collapsed except for the first stack, which belongs with the diagnosis."""
     if evidence is None:
         return
     for number, stack in enumerate(evidence.stacks):

@@ -25,7 +25,7 @@ _GROUPS = {
 
 
 def evaluation_samples(record: ReportData) -> Markup:
-    """Prompts with what the model answered, greedily where there is a choice, or preferred: wrong and right ones."""
+    """Prompts with the model's answers, right and wrong: greedy ones if available, or preferences."""
     for name in EVALUATIONS:
         before, after = record.tables.get(("before", name)), record.tables.get(("after", name))
         if before and after:
@@ -36,7 +36,7 @@ def evaluation_samples(record: ReportData) -> Markup:
 
 
 def training_samples(record: ReportData) -> Markup:
-    """Groups of completions sampled in training: the first, one in the middle, the last."""
+    """Groups of completions sampled in training: the first, a middle one, the last."""
     steps = sorted({line.step for line in record.samples})
     if not steps:
         return tag("p", "No completions were kept in training.", class_="note")
@@ -101,18 +101,18 @@ def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
 
 
 def _group_title(step: int, group: Sequence[SampleLine], mean: float) -> str:
-    """One line about a group: step, size, how different, how good."""
+    """One line about a group: step, size, diversity, reward."""
     distinct = len({line.completion for line in group})
     return f"Step {step}: {count(len(group), 'completion')}, {distinct} distinct, mean reward {number(mean, 3)}"
 
 
 def _style(rows: Sequence[Sequence[object]]) -> str:
-    """Tables of long texts get columns of equal width."""
+    """Give columns of long text equal width."""
     return "samples long" if any(len(str(cell)) > _SHORT for row in rows for cell in row) else "samples"
 
 
 def _right(sample: EvaluationSample) -> bool:
-    # Scorers that grade between 0 and 1 are cut in the middle; the shipped ones give 0 or 1.
+    # Scorers that grade between 0 and 1 are split at the middle; the built-in ones give 0 or 1.
     return sample.score >= 0.5
 
 
@@ -122,7 +122,7 @@ def _answer(sample: EvaluationSample) -> Markup:
 
 
 def _text(text: str) -> Markup:
-    """A prompt or completion: line breaks kept, control characters shown, cut where it is long, named where empty."""
+    """A prompt or completion: line breaks kept, control characters made visible, long text cut, empty text labelled."""
     if not text:
         return tag("em", "empty")
     cut = text[:_LONGEST].translate(_CONTROL_PICTURES)

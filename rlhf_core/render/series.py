@@ -1,4 +1,4 @@
-"""Series of a plot: the numbers of its curves and points, made fit to be drawn."""
+"""Series of a plot: the numbers of its curves and points, prepared for drawing."""
 
 import itertools
 import math
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Curve = Sequence[tuple[int, float]]
-"""Values over optimizer steps, by rising step."""
+"""Values over optimizer steps, in ascending order of steps."""
 
 MAX_POINTS = 600
-"""More points than this are averaged in equal stretches: a longer line shows no more at this size."""
+"""Number of points above which a curve is averaged in equal stretches: more are not visible at this size."""
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,23 @@ class Series:
     label: str
     curve: Curve
     colour: int | None = None
-    """Number of its colour, from 0; None for the next one. For series that must look the same in every report."""
+    """Index of its colour, from 0; None for the next one. For series that must look the same in every report."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Checkpoints, incidents and returns by optimizer step; drawn into every plot over steps."""
+    """Checkpoints, incidents and rewinds by optimizer step, drawn in every plot over steps."""
 
     last_step: int = 1
-    """The axis ends here, so that all plots of a page have the same one."""
+    """End of the axis, the same for all plots of a page."""
     warm_start_steps: int = 0
-    """Steps 1 to this one are the supervised warm start: shaded."""
+    """Last step of the supervised warm start: steps 1 to this one are shaded."""
     checkpoints: tuple[int, ...] = ()
     """Steps with a complete checkpoint: triangles on the axis."""
     incidents: tuple[int, ...] = ()
     """Steps at which something went wrong: red lines."""
     resumes: tuple[int, ...] = ()
-    """Steps from which a later attempt or restart went on: dashed lines."""
+    """Steps from which a later attempt or restart continued: dashed lines."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def finite(curve: Curve) -> list[tuple[int, float]]:
 
 
 def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """The curve, averaged in equal stretches of steps when it has more than ``max_points`` points."""
+    """The curve, averaged in equal stretches of steps if it has more than ``max_points`` points."""
     if len(curve) <= max_points:
         return [(float(step), value) for step, value in curve]
     width = math.ceil(len(curve) / max_points)
@@ -79,7 +79,7 @@ def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]
 
 
 def rolling_mean(curve: Curve, window: int) -> list[tuple[int, float]]:
-    """Mean over ``window`` neighbouring points around each one; at the ends over those that there are."""
+    """Mean over ``window`` neighbouring points around each one; near the ends, over the available ones."""
     half = window // 2
     sums = [0.0, *itertools.accumulate(value for _, value in curve)]
     smooth = []
@@ -90,7 +90,7 @@ def rolling_mean(curve: Curve, window: int) -> list[tuple[int, float]]:
 
 
 def smoothing_window(num_points: int) -> int:
-    """Points to average over for the bold line of a noisy curve; 1 where the curve is too short to need one."""
+    """Number of points to average for the bold line of a noisy curve; 1 for a curve too short to need it."""
     if num_points < 30:
         return 1
     return 2 * (max(5, num_points // 15) // 2) + 1

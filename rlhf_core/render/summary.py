@@ -1,4 +1,4 @@
-"""The summary of a run: what it came to, in a dozen facts, and the page that says them.
+"""The summary of a run: its results in a dozen facts, and a Markdown page of them.
 
 Read by :mod:`rlhf_core.control.views.summary`; shown at the end of ``rlhf run``, before an approval, and in Prefect.
 """
@@ -23,7 +23,7 @@ from rlhf_core.text.formatting import count, duration
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One measure, before and after."""
+    """One measure, before and after training."""
 
     name: str
     """``greedy``, ``sampled`` or ``preference``."""
@@ -33,7 +33,7 @@ class Accuracy:
 
     @property
     def gain(self) -> float | None:
-        """After minus before; None when one of them is missing."""
+        """After minus before; None if either is missing."""
         return self.after.value - self.before.value if self.before and self.after else None
 
 
@@ -48,12 +48,12 @@ class Summary:
     accuracy: Sequence[Accuracy]
     steps: int
     missing_steps: str
-    """Steps that left no metrics; empty where none is missing."""
+    """Steps without metrics; empty if none is missing."""
     num_attempts: int
     num_restarts: int
     incidents: Sequence[Incident]
     stage_seconds: Sequence[tuple[str, float]]
-    """Stage (with its attempt where there were several) and its wall time, in order."""
+    """Stage (with its attempt if there were several) and its wall time, in order."""
 
     @property
     def run_id(self) -> str:
@@ -62,13 +62,13 @@ class Summary:
 
     @property
     def regressed(self) -> tuple[Regression, ...]:
-        """Held-out scores that fell."""
+        """Held-out scores that dropped."""
         reports = [report for row in self.accuracy for report in (row.before, row.after) if report is not None]
         return regressions(report.model_dump(exclude={"samples"}) for report in reports)
 
     @property
     def state_text(self) -> str:
-        """State of the run, with ``regressed`` beside it where a score fell."""
+        """State of the run, followed by ``regressed`` if a score dropped."""
         return state_text(self.state.value, self.regressed)
 
 
@@ -78,7 +78,7 @@ def summary_markdown(
     """Format a summary as a page of Markdown.
 
     Args:
-        timeline: of the run, for its promotion, incidents and decisions.
+        timeline: the run's timeline, for its promotion, incidents and decisions.
         times: ``goodput``, ``lost_time`` and ``weight_syncs`` of the run, as in ``queries.show_run``.
         links: Markdown with links to other pages of the run.
     """
@@ -148,7 +148,7 @@ def _promotion(timeline: Timeline) -> list[str]:
 
 def _times(times: Mapping[str, Any], *, tells_times: bool) -> list[str]:
     goodput = times.get("goodput") or {}
-    # Not every program logs the times of its steps; without them the share would be 0.
+    # Not every trainer logs step times; without them the share would be 0.
     has_share = goodput.get("ettr") is not None and (tells_times or goodput["productive_s"])
     if not goodput.get("wall_s"):
         return []

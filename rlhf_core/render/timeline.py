@@ -1,8 +1,8 @@
-"""The timeline of a run: incidents, decisions and steps after a recovery, and the sentences that say them.
+"""The timeline of a run: incidents, decisions and first steps after a recovery, and the sentences about them.
 
 Pure data, read by :mod:`rlhf_core.control.views.timeline` from run directories and by :func:`timeline_from_rows` from
-the history. The command line, the HTML report and Prefect's artifacts are made from it. Its sentences are plain text;
-each formatter escapes them for its own place.
+the history. The command line, the HTML report and Prefect's artifacts are built from it. Its sentences are plain text,
+which each formatter escapes for its own output.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionM
 from rlhf_core.text.formatting import duration, place_text
 
 HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
-"""Kinds that are found by silence: the workers are still there, and their last beat is what counts."""
+"""Failure kinds detected by silence: the workers are still alive, and their last heartbeat counts."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class TimelineIncident:
     run_dir: RunDir
     incident: Incident
     trial: str = ""
-    """Check that the trial decides; empty for the run itself."""
+    """Check that the trial serves; empty for the run itself."""
 
 
 @dataclass(frozen=True)
 class TimelineDecision:
-    """A decision about a run or about one of its trials."""
+    """A decision about a run or one of its trials."""
 
     run_dir: RunDir
     decision: Decision
     trial: str = ""
-    """Check that the trial decides; empty for the run itself."""
+    """Check that the trial serves; empty for the run itself."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FirstStep:
     restart: int
     step: int
     time: datetime
-    """Time at which the step was done."""
+    """Time at which the step was completed."""
 
 
 @dataclass(frozen=True, order=True)
@@ -70,12 +70,12 @@ class Timeline:
     cause: str
     """Reason of the state."""
     incidents: Sequence[TimelineIncident] = ()
-    """In the order of time."""
+    """Oldest first."""
     decisions: Sequence[TimelineDecision] = ()
-    """In the order of time."""
+    """Oldest first."""
     first_steps: Sequence[FirstStep] = ()
     lines: Sequence[JournalLine] = ()
-    """Journal of the run, without the lines of controllers that had lost it; empty when read from the history."""
+    """Journal of the run, without the lines of controllers that had lost it; empty if read from the history."""
 
     @property
     def run_id(self) -> str:
@@ -84,17 +84,17 @@ class Timeline:
 
     @property
     def ended(self) -> bool:
-        """True if nothing of the run is at work."""
+        """True if no part of the run is running."""
         return self.state in RUN_ENDS
 
     @cached_property
     def promotion(self) -> PromotionMoved | None:
-        """Latest change of the promotion; None where no promotion was asked for."""
+        """Latest change of the promotion; None if no promotion was requested."""
         found = [line.event for line in self.lines if isinstance(line.event, PromotionMoved)]
         return found[-1] if found else None
 
     def flow_run_url(self, line: JournalLine) -> str:
-        """Page of the flow run that wrote a line; empty where its controller recorded none."""
+        """Page of the flow run that wrote a line; empty if its controller recorded none."""
         urls = [
             one.event.flow_run_url
             for one in self.lines
@@ -108,8 +108,8 @@ class Timeline:
         return next((line.time for line in started if line.event.flow_run_id == flow_run_id), None)  # type: ignore[union-attr]
 
     def decisions_on(self, found: TimelineIncident) -> list[Decision]:
-        """Decisions about an incident. One without a number, of the controller or of version 0.1, is about all
-        incidents of its restart."""
+        """Decisions about an incident. One without an incident number, from the controller or from version 0.1, applies
+        to all incidents of its restart."""
         here = (found.run_dir, found.incident.attempt, found.incident.restart)
         return [
             one.decision
@@ -140,7 +140,7 @@ def timeline_from_rows(
     decisions: Iterable[Mapping[str, Any]],
     restarts: Iterable[Mapping[str, Any]],
 ) -> Timeline:
-    """Make the timeline of a run from the rows of the history (``queries.show_run``)."""
+    """Build the timeline of a run from rows of the history (``queries.show_run``)."""
     return Timeline(
         run_dir,
         RunState(run["state"]),
@@ -156,7 +156,7 @@ def timeline_from_rows(
 
 
 def incident_text(incident: Incident) -> str:
-    """Format an incident: kind, circumstances, message and folder of the evidence."""
+    """Format an incident: kind, circumstances, message and evidence folder."""
     circumstances = (
         place_text(incident.attempt, incident.restart),
         f"step {incident.step}" if incident.step is not None else "",
@@ -171,7 +171,7 @@ def incident_text(incident: Incident) -> str:
 
 
 def decision_text(decision: Decision) -> str:
-    """Format a decision: action, reason, and what is different from then on."""
+    """Format a decision: action, reason, and the changes it makes."""
     text = f"{decision.action.value.replace('_', ' ')} (by the {decision.decided_by.value}): {decision.reason}"
     changes = [
         f"Waits {duration(decision.delay_s)} before." if decision.delay_s else "",
@@ -185,7 +185,7 @@ def decision_text(decision: Decision) -> str:
 
 
 def suspects_text(incident: Incident) -> str:
-    """Format the suspects: ``ranks 1, 3 on node n2``; empty where there is none."""
+    """Format the suspects: ``ranks 1, 3 on node n2``; empty if there are none."""
     ranks, nodes = incident.suspect_ranks, incident.suspect_nodes
     of_ranks = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else ""
     of_nodes = f"node{'' if len(nodes) == 1 else 's'} {', '.join(nodes)}" if nodes else ""
@@ -193,13 +193,13 @@ def suspects_text(incident: Incident) -> str:
 
 
 def collective_text(incident: Incident) -> str:
-    """Format the last collective that a rank entered; empty where it is not known."""
+    """Format the last collective that a rank entered; empty if it is unknown."""
     number = "" if incident.collective_sequence is None else f", number {incident.collective_sequence}"
     return f"{incident.collective}{number}" if incident.collective else ""
 
 
 def _standstill(incident: Incident) -> TimelineEntry | None:
-    """The beginning of a hang. A worker that ended is found at once and has no such entry."""
+    """The start of a hang. A worker that exits is detected at once and has no such entry."""
     if incident.failure_kind not in HANGS or incident.detected_after_s is None:
         return None
     where = f" at step {incident.step}" if incident.step is not None else ""
@@ -213,7 +213,7 @@ def _standstill(incident: Incident) -> TimelineEntry | None:
 
 
 def _recoveries(incidents: Sequence[Incident], first_steps: Sequence[FirstStep]) -> list[TimelineEntry]:
-    """The first step after an incident; after the last one of several without a step between them."""
+    """The first step after each incident; for several incidents without a step in between, after the last one."""
     last: dict[FirstStep, Incident] = {}
     for incident in sorted(incidents, key=lambda one: one.seen_at):
         here = (incident.attempt, incident.restart)

@@ -1,6 +1,6 @@
-"""The run on a clock: stages, attempts with their restarts, checkpoints and incidents as bars and marks in HTML.
+"""Chart of a run over time: stages, attempts with their restarts, checkpoints and incidents as HTML bars and marks.
 
-Positions are percentages, so that the picture fits a phone, a desk and paper.
+Positions are percentages, so that the chart fits a phone, a monitor and paper.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class _Moment:
 
 
 def timeline_chart(record: ReportData) -> Markup | None:
-    """Draw the chart; None where the history has no times."""
+    """Draw the chart; None if the history has no times."""
     latest = record.last_seen
     spans = _stages(record, latest) + _restarts(record, latest)
     moments = _moments(record)
@@ -126,7 +126,7 @@ def _ticks(length_s: float) -> list[int]:
 
 
 def _tick_text(seconds: int) -> str:
-    """``0``, ``30 s``, ``5 min``, ``1 h 30 min``: what is zero is left out."""
+    """``0``, ``30 s``, ``5 min``, ``1 h 30 min``: zero parts are omitted."""
     hours, rest = divmod(seconds, 3600)
     minutes, rest = divmod(rest, 60)
     parts = [f"{amount} {unit}" for amount, unit in ((hours, "h"), (minutes, "min"), (rest, "s")) if amount]

@@ -1,4 +1,4 @@
-"""Syncs of weights into rollout engines, in a sentence."""
+"""Weight syncs into rollout engines, summarised in a sentence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from rlhf_core.text.formatting import count, place_text
 
 _NAMED = 5
-"""Unacknowledged versions that are named one by one."""
+"""Number of unacknowledged versions to name individually."""
 
 
 def weight_sync_text(facts: Mapping[str, Any]) -> str:
-    """Format the syncs of a run; empty where there are none.
+    """Format the syncs of a run; empty if there are none.
 
     Args:
         facts: ``weight_syncs`` of ``queries.show_run``.

@@ -1,4 +1,4 @@
-"""Schedulers, behind one interface. submitit lives here and nowhere else."""
+"""Schedulers behind one interface. Only this package imports submitit."""
 
 from rlhf_core.errors import BadInput
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, Scheduler
@@ -7,10 +7,10 @@ __all__ = ["JobRequest", "JobState", "JobStatus", "Scheduler", "get_scheduler"]
 
 
 def get_scheduler(name: str) -> Scheduler:
-    """The scheduler of that name; imports its library only now.
+    """The scheduler of that name. Imports its library lazily.
 
     Raises:
-        BadInput: there is none of that name.
+        BadInput: no scheduler has that name.
     """
     if name == "local":
         from rlhf_core.scheduler.local import LocalScheduler

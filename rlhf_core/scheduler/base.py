@@ -1,7 +1,6 @@
 """Common interface of all schedulers.
 
-A missing answer is not an end: a state that a scheduler does not know is ``UNKNOWN``, and the caller keeps the last
-known one.
+A missing answer does not mean that a job ended: its state is then ``UNKNOWN``, and the caller keeps the last known one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,39 +22,39 @@ class JobState(StrEnum):
     RUNNING = "running"
     """Its agents are running."""
     ENDED = "ended"
-    """Nothing of it runs any more. Its result is in ``outcome.json``."""
+    """No part of it is running any more. Its result is in ``outcome.json``."""
     UNKNOWN = "unknown"
-    """The scheduler did not answer, or cannot know from this host. No evidence about the job."""
+    """The scheduler did not answer, or cannot know from this host. Says nothing about the job."""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Answer of the scheduler about one job."""
+    """A scheduler's answer about one job."""
 
     state: JobState
     """State of the job."""
     reason: str = ""
-    """Reason for the state, from the scheduler or in a sentence: why it waits, how it ended."""
+    """Reason for the state, from the scheduler or as a sentence: the cause of the wait or of the end."""
     nodes: tuple[str, ...] = ()
-    """Nodes it has."""
+    """Nodes allocated to the job."""
     exit_code: int | None = None
-    """Exit code, where the scheduler knows it."""
+    """Exit code, if the scheduler knows it."""
     scheduler_state: str = ""
-    """The scheduler's own name of the state, for instance ``NODE_FAIL``; the classifier reads it."""
+    """The scheduler's own name for the state, for instance ``NODE_FAIL``; the classifier reads it."""
     lost_nodes: tuple[str, ...] = ()
-    """Nodes of a job that ended because of them."""
+    """Failed nodes that made the job end."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Attempt that is ready to be submitted."""
+    """An attempt ready for submission."""
 
     run_id: str
     """The run."""
     placement: Placement
     """Number of the attempt, nodes, GPUs, exclusions."""
     scheduler_dir: Path
-    """Folder for the scheduler's own files: script, output of the agents. The job runs in it."""
+    """Folder for the scheduler's own files (script, output of the agents), and working folder of the job."""
     command: tuple[str, ...]
     """Command line of the agent, started once on every node."""
     cpus_per_node: int
@@ -81,9 +80,9 @@ class LivingJob:
 
 
 class Scheduler(Protocol):
-    """Interface of a scheduler. Only :meth:`cancel` waits for a job: until it is gone.
+    """Interface of a scheduler. No method waits for a job, except that :meth:`cancel` waits until it is gone.
 
-    A job that has ended and one that never was are the same: ended, not found, cancelled with success.
+    A job that has ended and one that never existed are treated alike: ended, not found, cancelled with success.
     ``tests/scheduler/test_scheduler_contract.py`` tests this for all of them.
     """
 
@@ -104,33 +103,33 @@ class Scheduler(Protocol):
         """Start the job once.
 
         Raises:
-            SubmissionFailed: it was not accepted; nothing of it runs.
+            SubmissionFailed: it was not accepted; no part of it is running.
         """
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
         """Query the state of several jobs at once, by job id."""
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """Find the active job of an attempt whose submission was not recorded, to adopt it; of several, the first
-        submitted one. None if there is none, or if it has ended, which a scheduler may not remember.
+        """Find the active job of an attempt whose submission was not recorded, in order to adopt it; of several, the
+        first one submitted. None if there is none or it has ended: schedulers may forget ended jobs.
 
         Raises:
             SchedulerError: it does not answer; the job may exist.
         """
 
     def living(self) -> Sequence[LivingJob]:
-        """List the active jobs of this user that carry the marker of an attempt, of any site.
+        """List the active jobs of this user that carry the marker of an attempt, at any site.
 
         Raises:
             SchedulerError: it does not answer.
         """
 
     def cancel(self, submission: Submission) -> bool:
-        """End all processes of the job, also those its agent left behind; True once they are proven gone, which may
-        take minutes.
+        """End all processes of the job, including those its agent left behind. Returns True once they are proven gone,
+        which may take minutes.
 
-        Harmless for a job that has ended, or that waits.
+        Safe to call for a job that has ended or is pending.
 
         Raises:
-            SchedulerError: it does not answer; the job may still run.
+            SchedulerError: it does not answer; the job may still be running.
         """

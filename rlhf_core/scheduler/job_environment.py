@@ -1,7 +1,7 @@
 """Environment that every scheduler gives a job. The command line is passed on unchanged.
 
-The command line is the seam between the two towers. Nothing is pickled across it: the nodes may have another
-interpreter, with other packages.
+That command line is the only interface between controller and agents. Nothing is pickled across it, because the nodes
+may have another interpreter with other packages.
 """
 
 from rlhf_core.scheduler.base import JobRequest
@@ -9,9 +9,9 @@ from rlhf_core.schemas.resources import JOB_VARIABLE, PASSED_VARIABLE, job_marke
 
 
 def job_environment(request: JobRequest) -> dict[str, str]:
-    """Variables added to the environment of a job; among them the marker by which everything of the job is found again.
+    """Variables added to the environment of a job, including the marker by which all its processes are found.
 
-    Without GPUs, CUDA devices are hidden: a CPU run must not wake up, or fill, a GPU that was not asked for.
+    Without GPUs, CUDA devices are hidden, so that a CPU run does not initialise, or fill, a GPU it has not requested.
     """
     variables = dict(request.environment)
     variables[JOB_VARIABLE] = job_marker(request.run_id, request.placement.attempt)

@@ -1,11 +1,11 @@
-"""This machine as a scheduler, for development, for tests and for single-node runs.
+"""This machine as a scheduler, for development, tests and single-node runs.
 
-submitit's local executor starts a small controller process, which starts the agent, keeps its output and enforces the
-time limit (SIGUSR2 ahead of it: save and stop). Two differences: The controller runs the agent's own command
-line, so no pickle is loaded in the compute environment. And it gets its own session, so that the job survives the
-process that submitted it and a Ctrl-C in its terminal does not reach the job.
+submitit's local executor starts a small controller process, which starts the agent, captures its output and enforces
+the time limit (with SIGUSR2 before it: save and stop). Two things differ here. The controller runs the agent's own
+command line, so no pickle is loaded in the compute environment. And it gets its own session, so that the job survives
+the process that submitted it and is not reached by a Ctrl-C in its terminal.
 
-Nothing is remembered in memory: status, find and cancel work from any process of this user on this machine.
+No state is kept in memory: status, find and cancel work from any process of this user on this machine.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ KILL_TIMEOUT_S = 10.0
 _CONTROLLER_MODULE = "submitit.local._local"
 _COMMAND_VARIABLE = "SUBMITIT_LOCAL_COMMAND"
 _START_TOLERANCE_S = 2.0
+"""Start times are derived from the boot time, which clock corrections shift slightly."""
 _PID = re.compile(r"[1-9][0-9]{0,9}")
-"""Start times are worked out from the boot time, which the system's clock may correct by a little."""
 
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
-"""Controllers started by this process, which must collect their exit, or they stay as zombies."""
+"""Controllers started by this process, which must reap them, or they stay as zombies."""
 
 
 class LocalScheduler:
@@ -72,7 +72,7 @@ class LocalScheduler:
         """Start the job's controller.
 
         Raises:
-            SubmissionFailed: more than one node was asked for, the interpreter does not exist, a variable of
+            SubmissionFailed: the request is for more than one node, the interpreter does not exist, a variable of
                 ``slurm.pass_environment`` has no value here, or the system refused.
         """
         if request.placement.num_nodes != 1:
@@ -116,15 +116,14 @@ class LocalScheduler:
         return [LivingJob(run_id, job) for run_id, attempt in parsed for job in _jobs(run_id, attempt)]
 
     def cancel(self, submission: Submission) -> bool:
-        """End the job: its agent first, so that it can write its outcome, then all processes with the marker of its
-        attempt.
+        """End the job: its agent first, so that it can write its outcome, then all processes with its attempt's marker.
 
-        Takes up to ``SHUTDOWN_TIMEOUT_S + KILL_TIMEOUT_S`` seconds. False if a process is left afterwards, or if the
-        job is on another machine.
+        Takes up to ``SHUTDOWN_TIMEOUT_S + KILL_TIMEOUT_S`` seconds. Returns False if a process remains, or if the job
+        is on another machine.
         """
         if not _is_here(submission):
             return False
-        # Listed before anything ends: processes without the marker are known only as long as their parents live.
+        # Listed before anything ends: processes without the marker are only found while their parents live.
         known = _processes(submission)
         agents = [process for process in known if _line(process) == submission.command]
         for agent in agents:
@@ -158,14 +157,14 @@ class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
         return shlex.join(self._command)
 
     def _submit_command(self, command: str) -> LocalJob:
-        # As submitit.local.local.start_controller does it, but for the session, the output and the extra variables.
+        # Like submitit.local.local.start_controller, except for the session, the output and the extra variables.
         environment = without_private(os.environ) | self.variables | self._passed.values()
         environment |= _controller_variables(command, self._time_limit_s)
         with (self.folder / "controller.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _CONTROLLER_MODULE, str(self.folder)],
                 env=environment,
-                # Not the current folder: a flow run's is temporary, and a later attempt has another one.
+                # Not the current folder: that of a flow run is temporary, and differs for a later attempt.
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -177,7 +176,7 @@ class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
 
 
 def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
-    # SIGUSR2 (save and stop) comes a tenth of the limit ahead of it, between 10 s and 2 min, but not in the first half.
+    # SIGUSR2 (save and stop) comes a tenth of the limit early, within 10 s to 2 min, but not in the first half.
     lead_s = min(max(time_limit_s // 10, 10), 120, time_limit_s // 2)
     return {
         "SUBMITIT_LOCAL_NTASKS": "1",
@@ -212,7 +211,7 @@ def _status(submission: Submission) -> JobStatus:
 
 
 def _jobs(run_id: str, attempt: int) -> list[Submission]:
-    """List the active jobs of an attempt, first one first: their controllers, and agents without one."""
+    """List the active jobs of an attempt, oldest first: their controllers, and agents without one."""
     marker = job_marker(run_id, attempt)
     drivers: dict[int, tuple[psutil.Process, tuple[str, ...]]] = {}
     for process in _marked(marker):
@@ -245,7 +244,7 @@ def _is_here(submission: Submission) -> bool:
 def _controller(submission: Submission) -> psutil.Process | None:
     """Return the job's own process, unless it has ended or its id was reused."""
     if _PID.fullmatch(submission.job_id) is None:
-        return None  # a submission.json may say anything
+        return None  # a submission.json may contain anything
     pid = int(submission.job_id)
     if pid in _children:
         _children[pid].poll()
@@ -313,7 +312,7 @@ def _start_time(pid: int) -> float:
     try:
         return psutil.Process(pid).create_time()
     except psutil.Error:
-        # It has ended already; any time is right, as no process of that id is the job any more.
+        # It has already ended; any time will do, because no process with that id is the job any more.
         return time.time()
 
 

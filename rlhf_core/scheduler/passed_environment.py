@@ -1,8 +1,8 @@
-"""Variables that a job receives without being stored: ``slurm.pass_environment`` names them.
+"""Variables that are passed to a job without being stored: ``slurm.pass_environment`` names them.
 
-A value is taken when the job is submitted, from the environment of the submitting process or from a file that only its
-owner may read. From there it goes into the environment of the process that starts the job, and nowhere else: no
-request, script, command line, row or message holds it.
+Values are read at submission from the environment of the submitting process, or from a file that only its owner may
+read. They go into the environment of the process that starts the job, and nowhere else: no request, script, command
+line, row or message contains them.
 """
 
 import os
@@ -20,20 +20,20 @@ _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 
 @dataclass(frozen=True)
 class PassedEnvironment:
-    """Names of the variables that a job receives, and the sources of their values."""
+    """Names of the variables passed to a job, and the sources of their values."""
 
     names: tuple[str, ...] = ()
     file: Path | None = None
-    """File of lines ``NAME=value``, mode 600, for names that the environment lacks."""
+    """File with lines ``NAME=value``, mode 600, for names missing from the environment."""
 
     def values(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Look up the values, by name. Call it where the job is started, and do not keep the result.
+        """Look up the values, by name. Call this only when starting the job, and do not keep the result.
 
         Args:
-            environment: Default: that of this process.
+            environment: Default: the environment of this process.
 
         Raises:
-            SubmissionFailed: one is missing, or the file may not be used. The message names the variable.
+            SubmissionFailed: a value is missing, or the file is not usable. The message names the variable.
         """
         given = os.environ if environment is None else environment
         found = {name: given[name] for name in self.names if given.get(name)}
@@ -51,7 +51,7 @@ class PassedEnvironment:
         return found
 
     def problem(self) -> str:
-        """Reason why the job could not be handed them from here; empty when it could."""
+        """Reason why the values could not be passed to a job from here; empty if they could."""
         try:
             self.values()
         except SubmissionFailed as error:
@@ -63,8 +63,8 @@ def read_private(path: Path) -> dict[str, str]:
     """Read variables from a file that only its owner may read; empty if there is none.
 
     Raises:
-        SubmissionFailed: others may read it, another user owns it, or a line is not ``NAME=value``. No text of it is
-            in the message.
+        SubmissionFailed: others may read it, another user owns it, or a line is not ``NAME=value``. The message quotes
+            nothing from the file.
     """
     try:
         with path.open("rb") as file:
@@ -107,5 +107,5 @@ def _unquoted(value: str) -> str:
 
 
 def without_private(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what is the control plane's alone."""
+    """An environment without the control plane's private variables."""
     return {name: value for name, value in environment.items() if not is_private(name)}

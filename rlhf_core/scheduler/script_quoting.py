@@ -1,7 +1,7 @@
 """Quoting of all text that goes into a batch script or onto a command line.
 
-Quotes do not help against a line break in an ``#SBATCH`` line: what follows it is a line of the script. So control
-characters are refused here, whatever checks came before.
+Quotes do not help against a line break in an ``#SBATCH`` line: the rest becomes a line of the script. So control
+characters are rejected here, whatever was validated before.
 """
 
 import shlex
@@ -15,7 +15,7 @@ def one_line(name: str, value: str) -> str:
     """Return the value of an option unchanged, if it is one line.
 
     Raises:
-        SubmissionFailed: there is a control character in it, a line break for instance; names the option.
+        SubmissionFailed: it contains a control character, such as a line break; the message names the option.
     """
     if CONTROL.search(value):
         raise SubmissionFailed(
@@ -26,19 +26,19 @@ def one_line(name: str, value: str) -> str:
 
 
 def command_line(words: Iterable[str]) -> str:
-    """Quote words as a shell command. Within quotes a line break is harmless.
+    """Quote words as a shell command. Inside quotes, a line break is harmless.
 
     Raises:
-        SubmissionFailed: there is a NUL character, which ends a word wherever it stands.
+        SubmissionFailed: a word contains a NUL character, which would terminate it.
     """
     return shlex.join(_without_nul("command", word) for word in words)
 
 
 def exported(name: str, value: str) -> str:
-    """The line that sets a variable; its value may have several lines.
+    """The line that exports a variable; its value may span several lines.
 
     Raises:
-        SubmissionFailed: the name is none, or there is a NUL character in the value.
+        SubmissionFailed: the name is invalid, or the value contains a NUL character.
     """
     if not VARIABLE.fullmatch(name):
         raise SubmissionFailed(f"found {name!r}, expected the name of a variable: letters, digits and _")
@@ -52,5 +52,5 @@ def _without_nul(name: str, value: str) -> str:
 
 
 def is_node_name(text: str) -> bool:
-    """True if nodes can be called so; names in Slurm's short form (``node[1-3]``) count."""
+    """True if the text is a valid node name, or names in Slurm's short form (``node[1-3]``)."""
     return NODE_NAMES.fullmatch(text) is not None

@@ -1,9 +1,9 @@
-"""Slurm, through submitit: it writes the batch script and submits it; the rest of it is not used.
+"""Slurm, through submitit, which only writes and submits the batch script.
 
-Three things are changed. The script runs the agent's own command line, so no pickle is loaded in the compute
-environment. The job carries the run and the attempt in its comment, so that a job whose submission was never answered
-is found again. And its state comes from the queue (:mod:`rlhf_core.scheduler.slurm_queue`): submitit asks ``sacct``,
-which many clusters do not have and which lags behind on the others.
+Three things differ from plain submitit. The script runs the agent's own command line, so no pickle is loaded in the
+compute environment. The job's comment names the run and the attempt, so that a job whose submission was never
+acknowledged can be found. And the job's state comes from the queue (:mod:`rlhf_core.scheduler.slurm_queue`): submitit
+asks ``sacct``, which many clusters lack and which lags behind on the others.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse
 CANCEL_S = 90.0
 """Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
 KILL_AFTER_S = 15.0
-"""Time after which Slurm is asked to kill the job."""
+"""Time after which Slurm is told to kill the job."""
 
-# The address of each node, in one question to the controller; where it does not answer, a node is known by its name.
-# Kept apart from the command so that a node is listed in the order of the allocation, which SLURM_NODEID counts.
+# The address of each node, from one query to the controller; without an answer, the node's name is used.
+# A separate step, so that nodes are listed in the order of the allocation, which SLURM_NODEID counts.
 _NODES_LINES = (
     "declare -A rlhf_address",
     "while read -r name address; do rlhf_address[$name]=$address; done < <(scontrol --oneliner show node "
@@ -62,8 +62,8 @@ class SlurmScheduler:
     name = "slurm"
 
     def inventory(self) -> Inventory:
-        """Count all nodes, also those that are busy or down just now: their jobs wait. Cores, memory and GPUs are those
-        of the largest, as a job may ask for these alone; Slurm has the last word. Nodes that take no job are named.
+        """Count all nodes, including busy and down ones: jobs for these wait. Cores, memory and GPUs are those of the
+        largest node, because a job may request it; Slurm has the last word. Nodes that accept no jobs are named.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -73,7 +73,7 @@ class SlurmScheduler:
         listed = [row for line in text.splitlines() if len(row := line.split("|")) == 6]
         if not listed:
             raise SchedulerError("sinfo lists no nodes")
-        rows = {row[0]: row for row in listed}  # a node comes once for each of its partitions
+        rows = {row[0]: row for row in listed}  # a node is listed once per partition
         partitions = {name: tuple(row[5].rstrip("*") for row in listed if row[0] == name) for name in rows}
         return Inventory(
             node_names=tuple(rows),
@@ -96,9 +96,9 @@ class SlurmScheduler:
         """Submit the batch script once.
 
         Raises:
-            SubmissionFailed: Slurm refused it, with its words; or a variable of ``slurm.pass_environment`` has no value
-                here.
-            SchedulerError: Slurm does not answer. The job may have been accepted; :meth:`find` tells.
+            SubmissionFailed: Slurm refused it (the message quotes Slurm), or a variable of ``slurm.pass_environment``
+                has no value here.
+            SchedulerError: Slurm does not answer. The job may have been accepted; :meth:`find` can tell.
         """
         slurm_queue.require_controller()
         if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
@@ -157,14 +157,14 @@ class SlurmScheduler:
         ]
 
     def cancel(self, submission: Submission) -> bool:
-        """Cancel the job and wait until it has left the queue; by then its processes have ended, also those that ignore
+        """Cancel the job and wait until it has left the queue; by then its processes have ended, even those that ignore
         SIGTERM.
 
-        Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0
-        by then and have ended what they had started, and what an agent that was killed left is ended by the next one.
+        Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0 by
+        then and have ended their own processes, and the next agent ends those that a killed agent left behind.
 
         Raises:
-            SchedulerError: the controller has not answered in that time, or what was submitted is no job of Slurm's.
+            SchedulerError: the controller did not answer in that time, or the submission is not a Slurm job.
         """
         job_id = slurm_queue.require_job_id(submission.job_id)
         began = time.monotonic()
@@ -210,8 +210,8 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
         return f"{command_line([*words, slurm.container_image])} {command}"
 
     def _submit_command(self, command: str) -> SlurmJob[object]:
-        # As submitit.core.core.PicklingExecutor does it, but in an environment of our making: sbatch hands its own to
-        # the job. There secrets are in no command line, which every user of this host can read, and in no script.
+        # Like submitit.core.core.PicklingExecutor, but with our own environment, which sbatch passes on to
+        # the job. This keeps secrets out of scripts and of command lines, which every user of this host can read.
         environment = without_private(os.environ)
         secrets = self._request.passed.values()
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
@@ -225,14 +225,14 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
 
     @classmethod
     def affinity(cls) -> int:
-        return 2  # a missing srun is reported by the calls that need Slurm, with a better message
+        return 2  # calls that need Slurm report a missing srun, with a better message
 
 
 def _parameters(request: JobRequest) -> dict[str, object]:
-    """Parameters for submitit; those it has no name for are passed on unchanged."""
+    """Parameters for submitit; options that it has no name for are passed on unchanged."""
     slurm, placement = request.slurm, request.placement
     minutes = math.ceil(request.time_limit_s / 60)
-    # Not the current folder: a flow run's is temporary, and a later attempt has another one.
+    # Not the current folder: that of a flow run is temporary, and differs for a later attempt.
     further: dict[str, object] = {"no-requeue": True, "chdir": str(request.scheduler_dir)}
     if slurm.reservation:
         further["reservation"] = slurm.reservation
@@ -248,7 +248,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "gpus_per_node": gpus or None,
         "mem": f"{math.ceil(request.memory_gb * 1024)}M" if request.memory_gb else None,
         "time": minutes,
-        # Not in the first half of the job: it would never get to train.
+        # Not in the first half of the job, or it would never get to train.
         "signal_delay_s": min(slurm.save_lead_s, minutes * 30),
         "partition": slurm.partition or None,
         "account": slurm.account or None,
@@ -262,7 +262,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "additional_parameters": further,
     }
     given = {name: _one_line(name, value) for name, value in parameters.items() if value is not None}
-    return {**given, "wckey": None}  # submitit would set its own name, which clusters that check it refuse
+    return {**given, "wckey": None}  # submitit would set its own name, which clusters that check wckeys reject
 
 
 def _one_line(name: str, value: object) -> object:
@@ -271,7 +271,7 @@ def _one_line(name: str, value: object) -> object:
 
 def _exports(request: JobRequest) -> Iterator[str]:
     for name, value in {**job_environment(request), **request.slurm.environment}.items():
-        # GPUs are Slurm's to hand out; without any, none must be seen.
+        # Slurm assigns the GPUs; if it assigns none, the job must see none.
         if name != "CUDA_VISIBLE_DEVICES" or request.placement.gpus_per_node == 0:
             yield exported(name, value)
 
@@ -283,7 +283,7 @@ def _must_have_come(request: JobRequest) -> Iterator[str]:
 
 
 def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:
-    """Names that sbatch must export if it was told not to export everything; it takes the values from its own
+    """Names that sbatch must export if the job does not export everything; it takes the values from its own
     environment."""
     options = {**dict(_further_options(request.slurm.extra))}
     told = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
@@ -294,10 +294,10 @@ def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[
 
 
 def _srun_arguments(request: JobRequest) -> list[str]:
-    # Since Slurm 22.05 srun does not take the number of cores over from sbatch.
+    # Since Slurm 22.05, srun no longer inherits the number of cores from sbatch.
     words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}"]
     if request.passed.names:
-        words += ["--export=ALL"]  # srun also withholds the variables that sbatch does not export
+        words += ["--export=ALL"]  # srun would also withhold the variables that sbatch does not export
     if request.slurm.container_kind == "pyxis":
         words += [f"--container-image={request.slurm.container_image}"]
         words += [f"--container-mounts={','.join(_mounts(request))}"]

@@ -1,4 +1,4 @@
-"""Answers of Slurm's commands as states of jobs, nodes and refusals."""
+"""Translation of Slurm's answers into job states, node names and refusals."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ def has_ended(row: QueuedJob) -> bool:
 
 
 def status_of(row: QueuedJob) -> JobStatus:
-    """Translate a row of the queue."""
+    """Translate a row of the queue into a job status."""
     word = row.state.split()[0]
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
@@ -53,7 +53,7 @@ def status_of(row: QueuedJob) -> JobStatus:
 
 
 def query_job(job_id: str) -> JobStatus:
-    """Query a job that is not in the cached queue: it is too new, or Slurm has forgotten it."""
+    """Query a job that is missing from the cached queue because it is too new or Slurm has forgotten it."""
     try:
         text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))
     except SchedulerError as error:
@@ -67,7 +67,7 @@ def query_job(job_id: str) -> JobStatus:
 
 
 def _from_accounting(job_id: str) -> JobStatus:
-    """Query accounting, if there is any, for a job that slurmctld has forgotten: it has ended."""
+    """Query accounting, if there is any, for a job that slurmctld has forgotten, and which has therefore ended."""
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run(
             "sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}"
@@ -79,12 +79,12 @@ def _from_accounting(job_id: str) -> JobStatus:
 
 
 def only_the_lost_remain(status: JobStatus) -> bool:
-    """Return True if Slurm waits for a job's last nodes, which do not answer."""
+    """Return True if Slurm is only waiting for a job's last nodes, which do not answer."""
     return status.scheduler_state == "COMPLETING" and set(status.nodes) == set(_down(",".join(status.nodes)))
 
 
 def _down(nodes: str) -> tuple[str, ...]:
-    """List the nodes of a job that are out of service now."""
+    """List the nodes of a job that are currently out of service."""
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
         rows = [line.split() for line in text.splitlines()]
@@ -104,12 +104,12 @@ def _names(nodes: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _expanded(nodes: str) -> tuple[str, ...]:
-    """Expand names with scontrol, which needs no slurmctld. Cached: every poll of a job calls it."""
+    """Expand names with scontrol, which does not need slurmctld. Cached, because every poll of a job calls it."""
     return tuple(slurm_queue.run("scontrol", "show", "hostnames", nodes).split())
 
 
 def leading_number(text: str) -> int:
-    """Number at the beginning of a text, as of ``128+``; 0 if there is none."""
+    """Number at the start of a text such as ``128+``; 0 if there is none."""
     digits = re.match(r"\d+", text)
     return int(digits[0]) if digits else 0
 
@@ -120,7 +120,7 @@ def num_gpus(gres: str) -> int:
 
 
 def gpu_type(gres: str) -> str:
-    """Return the type of a node's GPUs; empty if Slurm knows none, or several."""
+    """Return the type of a node's GPUs; empty if Slurm reports none, or several."""
     kinds = set(re.findall(r"(?:^|,)gpu:([^:,(]+):\d+", gres))
     return kinds.pop() if len(kinds) == 1 else ""
 
@@ -132,14 +132,14 @@ def refusal(text: str) -> str:
 
 
 def is_no_answer(said: str) -> bool:
-    """Return True if Slurm was not reached: the job may have been accepted all the same."""
+    """Return True if Slurm was not reached; the job may still have been accepted."""
     silent = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
     return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))
 
 
 def takes_no_job(state: str) -> bool:
-    """True for the state of a node, as ``sinfo`` writes it, in which it gets no job until an administrator acts.
+    """True for a node state, in ``sinfo``'s spelling, in which the node gets no jobs until an administrator acts.
 
-    A star marks a node that does not answer. One that is busy, or powered down to save energy, takes jobs.
+    A star marks a node that does not answer. A busy node, or one powered down to save energy, takes jobs.
     """
     return state.endswith("*") or state.startswith(("down", "drain", "fail", "error", "maint", "unknown", "future"))

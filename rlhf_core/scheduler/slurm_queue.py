@@ -1,9 +1,9 @@
 """Slurm's queue, queried once for all jobs of this user and shared between all processes that need it.
 
-Two hundred controllers that each ask every second would be a load that administrators notice. The answer of one
-batched ``squeue`` is kept for two seconds in a small file, whose lock makes sure that one process asks and the others
-read: calls per minute do not grow with the number of jobs. ``scontrol ping`` comes first, for it answers in
-milliseconds where the controller is away, while every other command would hang for its whole time-out.
+Two hundred controllers that each query every second would be a load that administrators notice. The answer of one
+batched ``squeue`` is kept for two seconds in a small file; its lock lets one process query while the others read, so
+the number of calls does not grow with the number of jobs. ``scontrol ping`` comes first: it answers in milliseconds if
+the controller is down, while every other command would hang until its timeout.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from rlhf_core.errors import SchedulerError
 from rlhf_core.files import private as private_files
 
 FRESH_S = 2.0
-"""Age up to which an answer is used."""
+"""Maximum age of a cached answer."""
 COMMAND_S = 30.0
-"""Timeout of a Slurm command; with slurmctld away each blocks for about ten seconds."""
+"""Timeout of a Slurm command; if slurmctld is down, each blocks for about ten seconds."""
 PING_S = 10.0
 """Timeout of the ping of slurmctld, which normally takes milliseconds."""
 _JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
@@ -34,27 +34,27 @@ _FORMAT = "%i|%T|%r|%N|%S|%k"
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """One job in the queue; ended ones stay in it for some minutes."""
+    """One job in the queue; ended jobs remain for some minutes."""
 
     job_id: str
     state: str
-    """Slurm's name of the state, for instance ``NODE_FAIL``."""
+    """Slurm's name for the state, for instance ``NODE_FAIL``."""
     reason: str
     nodes: str
-    """Its nodes, as Slurm abbreviates them."""
+    """Its nodes, in Slurm's short form."""
     start: str
-    """Actual or expected start; ``N/A`` if Slurm does not say."""
+    """Actual or expected start; ``N/A`` if Slurm does not know."""
     comment: str
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One answer of the queue."""
+    """One snapshot of the queue."""
 
     asked_at: float
     """Time before the query, in seconds since the epoch."""
     rows: Mapping[str, QueuedJob]
-    """By job id."""
+    """Jobs by job id."""
     problem: str = ""
     """Reason why there is no answer; empty if there is one."""
 
@@ -63,10 +63,10 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
     """Run a Slurm command and return its output.
 
     Args:
-        seconds: How long it may take.
+        seconds: Timeout.
 
     Raises:
-        SchedulerError: it failed or did not answer, with what it said.
+        SchedulerError: it failed or did not answer; the message includes its output.
     """
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
@@ -85,7 +85,7 @@ def require_job_id(text: str) -> str:
     """Validate the id of a Slurm job, array task or heterogeneous component before it goes onto a command line.
 
     Raises:
-        SchedulerError: it is none: a ``submission.json`` may say anything.
+        SchedulerError: it is not a job id: a ``submission.json`` may contain anything.
     """
     if _JOB_ID.fullmatch(text) is None:
         raise SchedulerError(f"found the job id {text[:80]!r}, expected a number of Slurm's, as 4711")
@@ -107,10 +107,11 @@ def require_controller() -> None:
 
 
 def listing(max_age_s: float = FRESH_S) -> Listing:
-    """Return the queue, at most ``max_age_s`` old. A failed query is cached too, so an outage adds no queries."""
+    """Return the queue, at most ``max_age_s`` old. Failed queries are cached too, so an outage causes no extra
+    queries."""
     path = _cache_file()
     with _locked(path) as held:
-        # Without a lock (a read-only home), every process queries for itself.
+        # Without a lock (a read-only home), every process queries on its own.
         kept = _read(path) if held else None
         if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
             return kept
@@ -132,7 +133,7 @@ def _ask() -> Listing:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The file between the processes
+# The file shared by the processes
 
 
 def _cache_file() -> Path:
@@ -145,7 +146,7 @@ def _cache_file() -> Path:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     try:
-        private_files.make_folder(path.parent)  # a lock that others can open is one that others can hold
+        private_files.make_folder(path.parent)  # whoever can open a lock can also hold it
         lock = path.with_suffix(".lock").open("w")
     except OSError:
         yield False

@@ -1,1 +1,1 @@
-"""The services of a site on one machine: started, watched, ended. No Prefect in it."""
+"""The services of a site on one machine: starting, monitoring and stopping them. Independent of Prefect."""

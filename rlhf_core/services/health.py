@@ -1,11 +1,11 @@
-"""The health check of the services that ``rlhf up`` started: an event listener of supervisord.
+"""Health check of the services that ``rlhf up`` started: an event listener of supervisord.
 
-supervisord starts again what has ended; it does not see a process that is stopped, or whose server answers nothing.
-This one does, by the heartbeats. It ends such a process, and supervisord starts it again. When supervisord itself is
-killed, the end of its pipe is read here at once, and a new one is started.
+supervisord restarts programs that exit, but does not notice a stopped process or a server that no longer answers. The
+health check finds these by their missing heartbeats and ends them, and supervisord restarts them. If supervisord itself
+is killed, the health check sees the closed pipe at once and starts a new one.
 
 It runs as ``python -m rlhf_core.services.health INTERVAL_S NAME=STOP_TIMEOUT_S...`` and speaks the protocol of event
-listeners (https://supervisord.org/events.html). Whatever it cannot do it tries again at the next event.
+listeners (https://supervisord.org/events.html). Anything that fails is retried at the next event.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
 from rlhf_core.survival import Survived
 
 SILENCE_TIMEOUT_S = 90.0
-"""Time for which a service must have been silent before it is ended. `rlhf up` waits less: its user is there, and a
-machine that is busy, or was suspended, makes services silent that are well."""
+"""Silence after which the health check ends a service. `rlhf up` waits less, because its user is present; this limit is
+longer because healthy services go silent on a machine that is busy or was suspended."""
 
 
 class HealthCheck:
-    """Ends the services that are silent."""
+    """Ends services that have gone silent."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class HealthCheck:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check nothing yet.
+        """Set up the check without running it.
 
         Args:
             home: Home folder of the services.
-            stop_timeouts_s: Time that each service has between SIGTERM and SIGKILL, by its name.
+            stop_timeouts_s: Time between SIGTERM and SIGKILL for each service, by name.
             interval_s: Seconds between two checks.
         """
         self._home = home
@@ -51,13 +51,13 @@ class HealthCheck:
         self._silent_since: dict[tuple[str, int], float] = {}
 
     def check_if_due(self) -> None:
-        """Check, unless the last check was less than an interval ago."""
+        """Run the check, unless the last one was less than an interval ago."""
         if self._clock() - self._checked_at >= self._interval_s:
             self._checked_at = self._clock()
             self.check()
 
     def check(self) -> None:
-        """Send SIGTERM to what has been silent for long, and SIGKILL to what does not end by it."""
+        """Send SIGTERM to services that have been silent too long, and SIGKILL to those that do not end."""
         found = [look(self._home, name) for name in self._stop_timeouts_s]
         silent = [
             one
@@ -79,18 +79,18 @@ class HealthCheck:
         _log(f"the {status.name} (process {status.pid}) has sent no heartbeat for {SILENCE_TIMEOUT_S:g} s and is {how}")
         if status.record is not None and status.record.is_alive:
             os.kill(status.pid, signal.SIGKILL if kill else signal.SIGTERM)
-            os.kill(status.pid, signal.SIGCONT)  # a stopped process receives nothing else
+            os.kill(status.pid, signal.SIGCONT)  # a stopped process receives no other signal
 
 
 def listen(events: IO[str], answers: IO[str], on_tick: Callable[[], None]) -> None:
-    """Take events from supervisord until it is gone.
+    """Process events from supervisord until it is gone.
 
     Args:
-        events: Its events: a line of ``key:value`` pairs each, and as many characters as ``len`` says.
-        answers: Told that this process is ready for an event, and that it is done with it.
+        events: Its events: for each a line of ``key:value`` pairs, followed by ``len`` characters.
+        answers: Receives a line when this process is ready for an event, and one when it is done with it.
         on_tick: Called at each event.
     """
-    # Where it is killed while this process starts or checks, the pipe for the answers is the first to show it.
+    # If supervisord is killed while this process starts or checks, the pipe for the answers shows it first.
     with contextlib.suppress(BrokenPipeError):
         while True:
             answers.write("READY\n")
@@ -99,7 +99,7 @@ def listen(events: IO[str], answers: IO[str], on_tick: Callable[[], None]) -> No
             if not header:
                 return
             events.read(int(header["len"]))
-            with Survived() as found:  # of a full disk, say: the check is made again at the next event
+            with Survived() as found:  # of a full disk, say: the check runs again at the next event
                 on_tick()
             if found.error is not None:
                 _log(f"the services could not be checked: {found.problem}")
@@ -112,7 +112,7 @@ def _log(text: str) -> None:
 
 
 def main() -> None:
-    """Check the services of ``RLHF_HOME`` for as long as supervisord lives, and bring it back when it was killed."""
+    """Check the services of ``RLHF_HOME`` as long as supervisord lives, and restart supervisord if it was killed."""
     home = Path(os.environ["RLHF_HOME"])
     stop_timeouts_s = {name: float(value) for name, _, value in (word.partition("=") for word in sys.argv[2:])}
     check = HealthCheck(home, stop_timeouts_s, float(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""``rlhf up`` and ``rlhf down``: services started where they are missing, replaced where they are silent, and ended."""
+"""``rlhf up`` and ``rlhf down``: start missing services, replace silent ones, and stop them."""
 
 import os
 import time
@@ -16,16 +16,16 @@ from rlhf_core.services.supervisord import Program, Supervisord
 Say = Callable[[str], None]
 
 READY_TIMEOUT_S = 180.0
-"""Time that a service has to become ready. The server's first start makes a database: 20 s, longer on a busy
+"""Time that a service has to become ready. The server's first start creates a database: 20 s, longer on a busy
 machine."""
 ANSWER_TIMEOUT_S = 10.0
-"""Time that a service which has become silent has to send a heartbeat, before it is replaced."""
+"""Time that a silent service has to send a heartbeat before it is replaced."""
 LAST_MOMENT_S = 1.0
-"""Time for which the socket of a process that was killed may still answer, after its pipes are closed."""
+"""Time for which the socket of a killed process may still answer after its pipes are closed."""
 POLL_INTERVAL_S = 0.2
 
 EARLIER_NAMES = {"keeper": "daemon"}
-"""Services as version 0.1 named them, and their names now."""
+"""Names of services in version 0.1, with their current names."""
 
 
 def _nothing() -> None:
@@ -34,24 +34,24 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A service, and what is done around its start and end."""
+    """A service, with its hooks around start and stop."""
 
     name: str
     priority: int
-    """Services with a lower one start earlier and end later."""
+    """Services with a lower value start earlier and end later."""
     stop_timeout_s: int
     """Time between SIGTERM and SIGKILL."""
     is_well: Callable[[], bool] = lambda: True
-    """Asked when it sends heartbeats: True if it also does its work, within ``ANSWER_TIMEOUT_S``. Raises where a user
-    must do something first."""
+    """Called if the service sends heartbeats: True if it also does its work, within ``ANSWER_TIMEOUT_S``. Raises if a
+    user has to act first."""
     before_start: Callable[[], None] = _nothing
-    """Raises where it cannot be started."""
+    """Raises if the service cannot be started."""
     after_ready: Callable[[], None] = _nothing
     after_end: Callable[[], None] = _nothing
 
     @property
     def program(self) -> Program:
-        """The same for supervisord."""
+        """The service as a supervisord program."""
         return Program(self.name, self.priority, self.stop_timeout_s)
 
 
@@ -62,20 +62,20 @@ class StartedService:
     name: str
     pid: int
     what: str
-    """``was running``, ``started``, or ``replaced``: it did not answer."""
+    """``was running``, ``started``, or ``replaced`` for a service that did not answer."""
 
 
 class Lifecycle:
-    """Start and end of the services of a home folder on this machine."""
+    """Starts and stops the services of a home folder on this machine."""
 
     def __init__(self, home: Path, services: Sequence[Service], check_interval_s: float, say: Say) -> None:
         """Describe the services.
 
         Args:
             home: Home folder.
-            services: All that there are, in the order of their start.
-            check_interval_s: Seconds between two health checks; with 0, nothing is started again by itself.
-            say: Told about each start and end.
+            services: All services, in start order.
+            check_interval_s: Seconds between two health checks; 0 disables automatic restarts.
+            say: Called with a message about each start and stop.
         """
         self._home = home
         self._services = services
@@ -84,13 +84,14 @@ class Lifecycle:
         self._supervisord = Supervisord(home)
 
     def up(self, names: Sequence[str]) -> list[StartedService]:
-        """Start services that are missing, replace those that do not answer, and wait until each is ready.
+        """Start missing services, replace those that do not answer, and wait until each is ready.
 
         Raises:
-            BadInput: a service runs on another machine, or what its ``before_start`` finds.
-            ServiceFailed: a service did not become ready; the message has the end of its log.
+            BadInput: a service runs on another machine, or its ``before_start`` raised it.
+            ServiceFailed: a service did not become ready; the message includes the end of its log.
         """
-        environment = dict(os.environ)  # as it is now: what keeps this command quiet would keep their logs empty
+        # Copied before this command silences itself, which would leave the services' logs empty.
+        environment = dict(os.environ)
         with alone(self._home):
             if self._supervisord.pid() and not self._supervisord.answers():
                 self._say("supervisord does not answer and is replaced")
@@ -111,10 +112,10 @@ class Lifecycle:
             return done
 
     def down(self, names: Sequence[str]) -> list[str]:
-        """End services, the last one first, and supervisord with the last of them. Return the names of what was ended.
+        """Stop services in reverse order, and supervisord with the last one. Return the names of those stopped.
 
         Raises:
-            BadInput: a service is kept running by something else than ``rlhf up``, or runs on another machine.
+            BadInput: a service is managed by something other than ``rlhf up``, or runs on another machine.
         """
         services = [one for one in reversed(self._services) if one.name in names]
         with alone(self._home):
@@ -151,7 +152,7 @@ class Lifecycle:
         return StartedService(service.name, self._start(service, environment), "replaced" if replaced else "started")
 
     def _settled(self, name: str) -> ServiceStatus:
-        """State of a service, once one that is starting is ready or gone, and a silent one had time to answer."""
+        """State of a service, once a starting one is ready or gone and a silent one has had time to answer."""
         found = look(self._home, name)
         if found.state is ServiceState.ELSEWHERE:
             _require_ours(found)
@@ -169,7 +170,7 @@ class Lifecycle:
         return look(self._home, name).state
 
     def _is_coming(self, name: str) -> bool:
-        """True if supervisord has just started its process again, which is not the service yet."""
+        """True if supervisord has just restarted its process and the service itself has not registered yet."""
         try:
             return bool(self._supervisord.process(name)[1])
         except ServiceFailed:
@@ -191,7 +192,7 @@ class Lifecycle:
             return pid
         ends = self._supervisord.ends(service.name, begun.replace(microsecond=0))
         how = _in_words(ends[-1]) if ends else f"was not ready within {READY_TIMEOUT_S:g} s"
-        if ends:  # else it may still become ready
+        if ends:  # otherwise it may still become ready
             self._supervisord.stop_program(service.name, service.stop_timeout_s)
             self._configure(others)
             self._forget()
@@ -199,7 +200,7 @@ class Lifecycle:
         raise ServiceFailed(f"the {service.name} {how}; its log is {log}:\n{said or '(it is empty)'}")
 
     def _wait_until_ready(self, name: str) -> int:
-        """Its process, once it is ready; 0 where it has ended before, or was not ready in time."""
+        """The service's process once it is ready; 0 if it ended first or was not ready in time."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         first = 0
         while time.monotonic() < deadline:
@@ -214,7 +215,7 @@ class Lifecycle:
         return 0
 
     def _end(self, service: Service, found: ServiceStatus) -> None:
-        """End a service, be it a program of supervisord or a process that has lost it."""
+        """Stop a service, whether supervisord runs it or its process is orphaned."""
         record = found.record if found.record is not None and found.record.is_alive else None
         if record is not None:
             self._say(f"ending the {service.name} (process {found.pid})")
@@ -224,10 +225,9 @@ class Lifecycle:
             self._say(f"the {service.name} did not end by itself and was killed")
 
     def _end_orphans(self, names: Sequence[str]) -> list[str]:
-        """End what a supervisord that is gone has left behind, or version 0.1. Return the names."""
-        (self._home / "services" / "wanted.json").unlink(
-            missing_ok=True
-        )  # by it, services of 0.1 start each other again
+        """Stop services left by a supervisord that is gone, or by version 0.1. Return the names."""
+        # Services of version 0.1 restart each other as long as this file exists.
+        (self._home / "services" / "wanted.json").unlink(missing_ok=True)
         timeouts_s = {one.name: one.stop_timeout_s for one in self._services}
         ended = []
         for name in (*EARLIER_NAMES, *reversed(timeouts_s)):
@@ -245,7 +245,7 @@ class Lifecycle:
         self._supervisord.configure(programs, self._check_interval_s)
 
     def _forget(self) -> None:
-        """Have supervisord forget the programs that are not in its configuration; end it with the last of them."""
+        """Remove the programs missing from supervisord's configuration; shut it down with the last one."""
         if not self._supervisord.programs():
             self._supervisord.shut_down(sum(one.stop_timeout_s for one in self._services))
         elif self._supervisord.answers():
@@ -253,11 +253,11 @@ class Lifecycle:
 
 
 def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
-    """Start a supervisord that was killed again, with the programs that it had; nothing after ``rlhf down``.
+    """Restart a killed supervisord with the programs it had; does nothing after ``rlhf down``.
 
     Args:
         home: Home folder.
-        stop_timeouts_s: Time that each service has between SIGTERM and SIGKILL, by its name.
+        stop_timeouts_s: Time between SIGTERM and SIGKILL for each service, by name.
     """
     supervisord = Supervisord(home)
     with alone(home):
@@ -273,7 +273,7 @@ def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
 
 
 def _require_ours(status: ServiceStatus) -> None:
-    """Refuse to end a service that something else keeps running: it would be started again at once."""
+    """Refuse to stop a service that another supervisor manages, because it would restart it at once."""
     if status.record is None:
         return
     if status.state is ServiceState.ELSEWHERE:
@@ -289,5 +289,5 @@ def _require_ours(status: ServiceStatus) -> None:
 
 
 def _in_words(end: str) -> str:
-    """``exit status 1`` as the end of a sentence."""
+    """Format ``exit status 1`` as the end of a sentence."""
     return f"ended with exit code {end.removeprefix('exit status ')}" if end.startswith("exit status") else f"was {end}"

@@ -1,9 +1,9 @@
-"""The process that is a service of a home folder, and its state.
+"""Presence of the services of a home folder: the process of each, and its state.
 
-A service holds an exclusive lock on ``services/<name>.lock`` for as long as it lives; the kernel releases it however
-the process ends. So there are never two of a kind, whether supervisord, systemd or a terminal started them, and a file
-that a killed service left behind misleads no reader. Beside the lock lie the record of the process, by which it is
-signalled, and its heartbeat, by which the health check sees that it works.
+A service holds an exclusive lock on ``services/<name>.lock`` as long as it lives, and the kernel releases it however
+the process ends. So no service ever runs twice, whether supervisord, systemd or a terminal started it, and a file left
+by a killed service misleads no reader. Next to the lock are the record of the process, used to signal it, and its
+heartbeat, used by the health check.
 """
 
 import contextlib
@@ -26,29 +26,29 @@ from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.services.processes import started_ticks, terminate, wait_until
 
 STARTED_BY = "RLHF_STARTED_BY"
-"""Environment variable that names the supervisor of a service: ``rlhf up``, or what a unit or a container sets."""
+"""Environment variable that names the supervisor of a service: ``rlhf up``, or a name set by a unit or container."""
 OURS = "rlhf up"
 
 HEARTBEAT_INTERVAL_S = 2.0
 HEARTBEAT_TIMEOUT_S = 30.0
-"""Age of the last heartbeat from which on a service counts as silent. A machine under load skips some."""
+"""Age of the last heartbeat at which a service counts as silent. A machine under load skips some."""
 LOCK_TIMEOUT_S = 2.0
-"""Time that a starting service tries to get its lock: a reader holds it for a moment."""
+"""Time that a starting service keeps trying for its lock: readers hold it briefly."""
 
 
 class ServiceState(StrEnum):
     """State of a service."""
 
     STOPPED = "stopped"
-    """No process holds it."""
+    """No process holds its lock."""
     STARTING = "starting"
-    """Its process lives and has not been ready yet."""
+    """Its process is alive but has not been ready yet."""
     RUNNING = "running"
-    """It is well."""
+    """It is healthy."""
     SILENT = "silent"
-    """Its process lives and sends no heartbeats any more."""
+    """Its process is alive but no longer sends heartbeats."""
     ELSEWHERE = "elsewhere"
-    """A process of another machine or container that shares the home folder holds it."""
+    """Its lock is held by a process on another machine or container that shares the home folder."""
 
 
 class ServiceRecord(Schema):
@@ -56,18 +56,18 @@ class ServiceRecord(Schema):
 
     pid: int
     started_ticks: int
-    """Start time of the process in clock ticks since boot: with the next field, no later process of this pid is taken
-    for it."""
+    """Start time of the process in clock ticks since boot; with the next field, it rules out a later process with the
+    same pid."""
     boot_id: str
     host: str
     since: datetime
     started_by: str
     address: str = ""
-    """Of the server: its UI."""
+    """For the server: the address of its UI."""
 
     @property
     def is_alive(self) -> bool:
-        """True if the process lives, on this machine."""
+        """True if the process is alive, on this machine."""
         here = self.host == socket.gethostname() and self.boot_id == _boot_id()
         return here and started_ticks(self.pid) == self.started_ticks
 
@@ -85,7 +85,7 @@ class ServiceFiles:
 
     @property
     def lock(self) -> Path:
-        """Held by the service while it lives."""
+        """Locked by the service while it lives."""
         return self.home / "services" / f"{self.name}.lock"
 
     @property
@@ -95,12 +95,12 @@ class ServiceFiles:
 
     @property
     def heartbeat(self) -> Path:
-        """Time of its last heartbeat, on the monotonic clock of the machine."""
+        """Time of its last heartbeat, on the machine's monotonic clock."""
         return self.home / "services" / f"{self.name}.beat"
 
     @property
     def log(self) -> Path:
-        """Its output when ``rlhf up`` started it."""
+        """Its output if ``rlhf up`` started it."""
         return self.home / "logs" / f"{self.name}.log"
 
 
@@ -114,12 +114,12 @@ class ServiceStatus:
 
     @property
     def pid(self) -> int:
-        """Its process; 0 where there is none."""
+        """Process id; 0 if there is none."""
         return self.record.pid if self.record else 0
 
 
 def look(home: Path, name: str) -> ServiceStatus:
-    """State of a service now."""
+    """Current state of a service."""
     files = ServiceFiles(home, name)
     if not _is_held(files.lock):
         return ServiceStatus(name, ServiceState.STOPPED)
@@ -129,7 +129,7 @@ def look(home: Path, name: str) -> ServiceStatus:
     if record.host != socket.gethostname():
         return ServiceStatus(name, ServiceState.ELSEWHERE, record)
     if not record.is_alive:
-        return ServiceStatus(name, ServiceState.STARTING)  # the next holder has not written its own record yet
+        return ServiceStatus(name, ServiceState.STARTING)  # the new holder has not written its own record yet
     heartbeat = _read_heartbeat(files.heartbeat)
     if heartbeat is None:
         return ServiceStatus(name, ServiceState.STARTING, record)
@@ -139,10 +139,10 @@ def look(home: Path, name: str) -> ServiceStatus:
 
 @contextmanager
 def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], None]]:
-    """Be a service for as long as the block lasts. Yields the function that sends a heartbeat.
+    """Hold a service's lock for the duration of the block. Yields the function that sends a heartbeat.
 
     Raises:
-        BadInput: another process is this service already.
+        BadInput: another process already runs this service.
     """
     files = ServiceFiles(home, name)
     with _opened(files.lock) as lock:
@@ -159,9 +159,9 @@ def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], N
 
 @contextmanager
 def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Be the only process that starts or ends services of this home folder.
+    """Lock out other processes that start or stop services of this home folder.
 
-    Yields False, with ``wait`` false, where another process does so at the moment.
+    Without ``wait``, yields False if another process holds the lock.
     """
     with _opened(home / "services" / "up.lock") as lock:
         try:
@@ -173,12 +173,12 @@ def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter; close one that others may.
+    """Create a folder that only its owner may enter; restrict an existing one.
 
-    A lock can be held by every process that can open it, whatever its permissions say about writing.
+    Any process that can open a lock file can hold the lock, even without write permission.
 
     Raises:
-        BadInput: it is another user's, or cannot be made.
+        BadInput: it belongs to another user, or cannot be created.
     """
     try:
         private_files.make_folder(path)
@@ -193,10 +193,10 @@ def private_folder(path: Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """A lock of this user, in a folder that no other user may enter.
+    """Open a lock file of this user, in a folder that no other user may enter.
 
     Raises:
-        BadInput: it is a link, or another user's.
+        BadInput: it is a link, or belongs to another user.
     """
     private_folder(path.parent)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -206,7 +206,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise BadInput(f"cannot open {path}: {error.strerror}; expected a file of this user, or none") from None
     with os.fdopen(descriptor, "r+b") as lock:
         if os.fstat(descriptor).st_mode & 0o077:
-            os.fchmod(descriptor, private_files.FILE_MODE)  # made by an earlier version
+            os.fchmod(descriptor, private_files.FILE_MODE)  # created by an earlier version
         yield lock
 
 
@@ -248,7 +248,7 @@ def _locked(lock: BinaryIO) -> bool:
 
 
 def _write_heartbeat(path: Path) -> None:
-    """In place and of one length, so that a reader sees the old time or the new one."""
+    """Write in place and with a fixed length, so that a reader sees either the old time or the new one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, private_files.FILE_MODE)
     try:
         os.pwrite(descriptor, f"{time.monotonic():020.3f}\n".encode("ascii"), 0)

@@ -1,4 +1,4 @@
-"""Processes of this user: the identity of one, and its orderly end."""
+"""Processes of this user: identity and orderly termination."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,13 @@ import psutil
 POLL_INTERVAL_S = 0.05
 
 KILL_TIMEOUT_S = 10.0
-"""Time for a process to be gone after SIGKILL: the kernel takes it from a core first, and its memory back."""
+"""Time that a process has to be gone after SIGKILL: the kernel first removes it from a core and reclaims its memory."""
 
 
 def started_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot (proc(5), field 22); None when it is gone.
+    """Start time of a process in clock ticks since boot (proc(5), field 22); None if it is gone.
 
-    Together with the id of the boot it tells a process from a later one with the same pid.
+    Together with the boot id it distinguishes a process from a later one with the same pid.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -32,26 +32,26 @@ def terminate(pid: int, is_alive: Callable[[], bool], timeout_s: float) -> bool:
     """End a process: SIGTERM, and SIGKILL after ``timeout_s`` seconds. Return True if it had to be killed.
 
     Args:
-        pid: Of the process.
-        is_alive: True as long as ``pid`` is still that process; no other one is ever signalled.
-        timeout_s: Time that it has to end by itself.
+        pid: Process id.
+        is_alive: True as long as ``pid`` is still that process; a reused pid is never signalled.
+        timeout_s: Time between SIGTERM and SIGKILL.
     """
     if not is_alive():
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGCONT)  # a stopped process receives nothing else
+        os.kill(pid, signal.SIGCONT)  # a stopped process receives no other signal
     if wait_until(lambda: not is_alive(), timeout_s):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    # Also where nothing was to be waited for: what is still there could be taken for a process that goes on.
+    # Even with a timeout of 0: callers must not mistake the dying process for a live one.
     wait_until(lambda: not is_alive(), KILL_TIMEOUT_S)
     return True
 
 
 def terminate_all(processes: Sequence[psutil.Process], timeout_s: float) -> None:
-    """End processes: SIGTERM to all, SIGKILL to those that are left after ``timeout_s`` seconds."""
+    """End processes: SIGTERM to all, then SIGKILL to those that remain after ``timeout_s`` seconds."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
@@ -63,9 +63,9 @@ def terminate_all(processes: Sequence[psutil.Process], timeout_s: float) -> None
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends, however that ends (prctl(2)).
+    """Have the kernel send SIGTERM to this process when its parent ends for any reason (prctl(2)).
 
-    It survives ``execve``, so that it can also be called between fork and exec.
+    The setting survives ``execve``, so this can be called between fork and exec.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

@@ -1,11 +1,11 @@
 """The supervisord of a home folder on this machine: its generated configuration, its process, and calls to it.
 
-Everything it is given lies in ``services``, a folder of this user alone, and it listens on a unix socket there and on
-no port. Paths in the configuration are relative to the home folder, the working directory of supervisord: a socket's
-path may have 107 characters, and supervisord gives ``%`` and ``;`` a meaning. The kernel says which process listens on
-the socket, so that no pid file is believed.
+All its files are in ``services``, a folder private to this user, and it listens on a unix socket there, not on a port.
+Paths in the configuration are relative to the home folder, supervisord's working directory, because a socket path is
+limited to 107 characters and supervisord interprets ``%`` and ``;``. The kernel tells which process listens on the
+socket, so no pid file is needed.
 
-Names carry the name of the machine: machines that share a home folder may each run services of it.
+File names include the name of the machine, because machines that share a home folder may each run services of it.
 """
 
 import configparser
@@ -35,16 +35,17 @@ from rlhf_core.services.presence import OURS, STARTED_BY, private_folder
 from rlhf_core.services.processes import started_ticks, terminate, wait_until
 
 ANSWER_TIMEOUT_S = 10.0
-"""Time that supervisord has to answer a call. It does nothing that takes long."""
+"""Time that supervisord has to answer a call. No call takes long."""
 START_TIMEOUT_S = 60.0
 MAX_LOG_SIZE = "20MB"
-"""Size from which on a log is put aside; the one put aside before is removed."""
+"""Size at which a log is rotated; the previously rotated one is removed."""
 
 START_S = 60
-"""A program that ends within this time after its start is started again after a pause, one second longer each time."""
+"""A program that exits within this time after its start is restarted after a pause that grows by one second each
+time."""
 
 ENDLESS = 1_000_000_000
-"""Number of starts that fail one after another before supervisord gives up."""
+"""Number of consecutive failed starts after which supervisord gives up; practically unlimited."""
 
 ALREADY_STARTED = 60
 """Fault of supervisord's XML-RPC interface."""
@@ -101,11 +102,11 @@ stderr_logfile_backups=1
 
 @dataclass(frozen=True)
 class Program:
-    """A service as supervisord runs it. It is started by ``rlhf serve NAME``."""
+    """A service as a supervisord program. It is started by ``rlhf serve NAME``."""
 
     name: str
     priority: int
-    """Programs with a lower one start earlier and end later."""
+    """Programs with a lower value start earlier and end later."""
     stop_timeout_s: int
     """Time between SIGTERM and SIGKILL."""
 
@@ -114,7 +115,7 @@ class SupervisordFault(ServiceFailed):
     """supervisord did not start, does not answer, or refused a call."""
 
     code: int = 0
-    """Of the refusal, where it was one."""
+    """Fault code of a refused call."""
 
 
 class Supervisord:
@@ -132,7 +133,7 @@ class Supervisord:
     # Process
 
     def pid(self) -> int:
-        """Its process; 0 where none listens. It may be stopped and answer nothing."""
+        """Its process id; 0 if none listens. The process may be stopped and not answer."""
         with contextlib.suppress(OSError), self._open(ANSWER_TIMEOUT_S) as connection:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             pid, uid, _ = struct.unpack("3i", credentials)
@@ -140,17 +141,17 @@ class Supervisord:
         return 0
 
     def answers(self) -> bool:
-        """True if it carries out calls."""
+        """True if it answers calls."""
         try:
             return bool(self.call("getState")["statename"] == "RUNNING")
         except SupervisordFault:
             return False
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start it, and with it the programs of its configuration. It outlives this process.
+        """Start it together with the programs in its configuration. It outlives this process.
 
         Args:
-            environment: Of the programs, now and whenever one is started again.
+            environment: Environment of the programs, including later restarts.
 
         Raises:
             SupervisordFault: it did not start.
@@ -164,7 +165,7 @@ class Supervisord:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # neither a Ctrl-C nor the end of this terminal is for it
+                start_new_session=True,  # keeps a Ctrl-C or the end of this terminal away from it
             )
         wait_until(lambda: process.poll() is not None or self.answers(), START_TIMEOUT_S, 0.1)
         if process.poll() is not None or not self.answers():
@@ -172,7 +173,7 @@ class Supervisord:
             raise SupervisordFault(f"supervisord did not start; its log is {self.log}:\n{read_tail(self.log, 2000)}")
 
     def foreign_variables(self, environment: Mapping[str, str]) -> list[str]:
-        """Names of the variables with a meaning here that its programs have otherwise than ``environment``."""
+        """Names of ``RLHF_*``, ``PREFECT_*`` and ``PATH`` variables whose values differ from ``environment``."""
         try:
             theirs = psutil.Process(self.pid()).environ()
         except psutil.Error:
@@ -181,9 +182,9 @@ class Supervisord:
         return sorted(name for name in names - {"RLHF_HOME", STARTED_BY} if theirs.get(name) != environment.get(name))
 
     def shut_down(self, timeout_s: float) -> None:
-        """End all programs in their order, and supervisord with them; kill it if that takes longer.
+        """Stop all programs in order, then supervisord itself; kill it if that takes longer than ``timeout_s``.
 
-        With 0 it is killed at once; its programs then receive SIGTERM
+        With 0, it is killed at once, and its programs receive SIGTERM
         (:func:`rlhf_core.services.processes.die_with_parent`).
         """
         pid = self.pid()
@@ -196,7 +197,7 @@ class Supervisord:
     # Configuration
 
     def programs(self) -> tuple[str, ...]:
-        """Names of the programs that it is to run: empty where `rlhf up` was never called, and after `rlhf down`."""
+        """Names of its configured programs; empty if `rlhf up` was never called, and after `rlhf down`."""
         parser = configparser.RawConfigParser()
         with contextlib.suppress(configparser.Error):
             parser.read(self.config, encoding="utf-8")
@@ -206,8 +207,8 @@ class Supervisord:
         """Write the configuration.
 
         Args:
-            programs: To be run.
-            check_interval_s: Seconds between two health checks; with 0, nothing is ever started again.
+            programs: Programs to run.
+            check_interval_s: Seconds between two health checks; 0 disables restarts.
         """
         private_folder(self._folder)
         if not programs:
@@ -235,9 +236,9 @@ class Supervisord:
         write_text(self.config, text, private_files.FILE_MODE)
 
     def reload(self) -> None:
-        """Take over programs that were added to the configuration, and forget those that were removed and have ended.
+        """Load programs added to the configuration, and drop removed ones that have ended.
 
-        A program that goes on is left as it is, also where its section has changed.
+        A running program is left alone, even if its section has changed.
         """
         [[added, _, removed]] = self.call("reloadConfig")
         for name in added:
@@ -250,16 +251,16 @@ class Supervisord:
     # Programs
 
     def process(self, name: str) -> tuple[str, int]:
-        """State of a program in supervisord's words, and its pid; 0 where it has none.
+        """State of a program under supervisord's name for it, and its pid; 0 if it has none.
 
         Raises:
-            SupervisordFault: it is none of the programs, or supervisord does not answer.
+            SupervisordFault: no program has this name, or supervisord does not answer.
         """
         found = self.call("getProcessInfo", name)
         return str(found["statename"]), int(found["pid"])
 
     def start_program(self, name: str) -> None:
-        """Start a program that is not running; at once, also where it waits for its next start."""
+        """Start a program that is not running, without waiting for a scheduled restart."""
         if self.process(name)[0] == "BACKOFF":
             self.call("stopProcess", name, True)
         try:
@@ -269,18 +270,18 @@ class Supervisord:
                 raise
 
     def stop_program(self, name: str, timeout_s: float) -> None:
-        """End a program and wait for its end; supervisord kills it when it takes too long."""
+        """Stop a program and wait until it has ended; supervisord kills it if it takes too long."""
         with contextlib.suppress(SupervisordFault):  # it was not running
             self.call("stopProcess", name, False)
         with contextlib.suppress(SupervisordFault):
-            self.call("signalProcess", name, "CONT")  # a stopped process receives nothing else
+            self.call("signalProcess", name, "CONT")  # a stopped process receives no other signal
         wait_until(lambda: not self.process(name)[1], timeout_s)
 
     def call(self, method: str, *arguments: str | bool) -> Any:
         """Call a method of supervisord's XML-RPC interface.
 
         Raises:
-            SupervisordFault: it was refused, or not answered in time.
+            SupervisordFault: the call was refused, or not answered in time.
         """
         connection = _UnixConnection(self)
         body = xmlrpc.client.dumps(arguments, f"supervisor.{method}").encode()
@@ -298,7 +299,7 @@ class Supervisord:
         return result
 
     def ends(self, name: str, since: datetime) -> list[str]:
-        """Descriptions of the ends of a program that were not asked for, from its log: ``exit status 1``."""
+        """Descriptions of a program's unrequested exits, from its log: ``exit status 1``."""
         line = re.compile(rf"^(\S+ \S+),\d+ \w+ exited: {re.escape(name)} \((.*?)(?:; .*)?\)$")
         found = []
         for text in read_tail(self.log, 1 << 20).splitlines() if self.log.is_file() else ():
@@ -307,7 +308,7 @@ class Supervisord:
         return found
 
     def recent_ends(self, name: str) -> list[str]:
-        """The same, of the last hour."""
+        """A program's unrequested exits within the last hour."""
         return self.ends(name, datetime.now() - timedelta(hours=1))
 
     def _open(self, timeout_s: float | None) -> socket.socket:

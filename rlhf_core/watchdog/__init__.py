@@ -1,1 +1,1 @@
-"""Supervision of a run: files into rows (ingest), scheduler and files as evidence, and the next action (watcher)."""
+"""Supervision of a run: ingestion of its files, evidence from scheduler and files, and the next action (watcher)."""

@@ -1,4 +1,4 @@
-"""Explanation of a failed attempt: its incident, and the decision about what follows."""
+"""Explanation of a failed attempt: its incident, and the decision about the next action."""
 
 import random
 import re
@@ -28,14 +28,14 @@ LOG_TAIL_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """Failed attempt, and the decision about it."""
+    """A failed attempt, and the decision about it."""
 
     kind: FailureKind
     message: str
     incident: Incident | None
     """Last incident of the attempt, from its agents or, if they left none, from the controller."""
     found_here: bool
-    """True if the incident is the controller's own finding, to be written into the journal."""
+    """True if the incident is the controller's own finding, still to be written to the journal."""
     decision: Decision
 
 
@@ -53,8 +53,8 @@ def explain(
     Args:
         spec: spec of the run.
         first_attempt: first attempt since the user last started or resumed the run; the budget counts from here.
-        rolled_back: whether an attempt since then went back to an older checkpoint, and none got further than before.
-        chance: number in [0, 1) that spreads the back-off.
+        rolled_back: True if an attempt since then went back to an older checkpoint, and none got further than before.
+        chance: number in [0, 1) for the jitter of the back-off.
     """
     attempt = run_dir.attempt(snapshot.attempt)
     found = evidence.ending_incidents(attempt)
@@ -62,7 +62,7 @@ def explain(
     if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
         own = _incident_of_lost_nodes(
             snapshot, snapshot.job.lost_nodes or snapshot.verdict.nodes
-        )  # Slurm finds out much later
+        )  # Slurm detects it much later
     elif snapshot.verdict.state is AttemptState.LOST or _lacks_an_agent(snapshot):
         own = _incident_of_a_lost_job(run_dir, snapshot)
     elif snapshot.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
@@ -121,7 +121,7 @@ class _Remedy:
 
 
 def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | None:
-    """The choice to stop, where the settings say so of the rule that has ended the attempt."""
+    """The decision to stop, if the settings ask for it for the rule that ended the attempt."""
     rule = incident.health_rule if incident is not None else ""
     if not any(name == rule and action == "stop" for name, action in spec.health.actions.items()):
         return None
@@ -155,7 +155,7 @@ def _remedy(
 
 
 def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
-    """Return True if agent 0 took a lost agent for a preemption."""
+    """Return True if agent 0 mistook a lost agent for a preemption."""
     was_saved = snapshot.outcome is not None and snapshot.outcome.state is AttemptState.PREEMPTED
     return was_saved and snapshot.verdict.failure_kind is FailureKind.AGENT_KILLED
 
@@ -163,11 +163,11 @@ def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
 def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
     attempt = run_dir.attempt(snapshot.attempt)
     log = evidence.scheduler_log(attempt)
-    # An agent that ran may have printed failures it has recovered from: its log says nothing about its own end.
-    # One that never began (no claim) printed why.
+    # The log of an agent that ran may contain failures it recovered from, and says nothing about its own end.
+    # An agent that never started (no claim) printed the reason.
     text = "" if log is None else read_tail(log, LOG_TAIL_BYTES)
     if attempt.claim.exists():
-        # Slurm's own lines never report a recovered failure.
+        # Slurm's own lines never report a failure that was recovered from.
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = snapshot.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
@@ -194,7 +194,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
 
 
 def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
-    """Nodes that the scheduler or srun names as lost: a node may have come back before the query."""
+    """Nodes that the scheduler or srun reports as lost: a node may have come back before the query."""
     if snapshot.job.lost_nodes:
         return snapshot.job.lost_nodes
     log = evidence.scheduler_log(run_dir.attempt(snapshot.attempt))

@@ -1,4 +1,4 @@
-"""Evidence of an attempt: its files in the run directory, and the output of its job."""
+"""Evidence about an attempt: its files in the run directory, and the output of its job."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from rlhf_core.schemas.resources import Placement, Role
 
 
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
-    """Held-out scores of a run that fell, from its evaluation reports."""
+    """Held-out scores of a run that dropped, from its evaluation reports."""
     reports = [read_model(path, EvaluationReport) for path in sorted(run_dir.evaluations_dir.glob("*.json"))]
     return regressions(report.model_dump(exclude={"samples"}) for report in reports if report is not None)
 
@@ -31,34 +31,34 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
 class AttemptProgress:
     """Progress of an attempt, updated from its files at every poll.
 
-    Appended files are read from the end of the last poll, so the cost of a poll grows with the new lines alone.
+    Appended files are read from where the last poll stopped, so a poll costs only as much as there are new lines.
     """
 
     attempt: AttemptDir
     restart: int = -1
-    """Newest folder of a restart; -1 before the first. Every start of a role has one, also the first."""
+    """Number of the newest restart folder; -1 before the first. Every start of a role has one, including the first."""
     restarts_made: int = 0
     """Restarts in place after a failure."""
     role: Role | None = None
-    """Role whose workers run, or ran last."""
+    """Role whose workers are running, or ran last."""
     step: int = 0
-    """Last optimizer step that was done."""
+    """Last completed optimizer step."""
     phase: str = ""
     """Phase of the first rank."""
     loop: str = ""
-    """``sft`` or ``grpo``: which loop made the last step."""
+    """``sft`` or ``grpo``: the loop that made the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Latest value of every metric."""
     evaluating: bool = False
-    """True once the evaluator was started: training is done."""
+    """True once the evaluator has started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
     """Events of the agents since the last poll."""
     leader_lost_at: dict[str, datetime] = field(default_factory=dict)
-    """Time at which each agent said that it had lost agent 0, by node."""
+    """Time at which each agent reported that it had lost agent 0, by node."""
     given_up: dict[str, str] = field(default_factory=dict)
-    """The node that an agent gave up, by the node of the agent that says so."""
+    """The node that an agent gave up on, by the node of the reporting agent."""
     published: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Restart and number of what each agent published last, by node; the sign of life of an agent."""
+    """Restart and sequence number of each agent's latest status, by node: its sign of life."""
     _places: dict[Path, FilePosition] = field(default_factory=dict)
 
     def update(self) -> None:
@@ -66,7 +66,7 @@ class AttemptProgress:
         self.events = []
         restarts = self.attempt.restarts()
         for restart in restarts:
-            # All at the first poll; then those that may have grown: the newest known, the one before it, and new ones.
+            # Read all on the first poll; later only those that may have grown: the newest two known, and new ones.
             if restart.restart >= self.restart - 1:
                 self._read_events(restart)
                 self._read_metrics(restart)
@@ -123,13 +123,13 @@ def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
 
 
 def incidents(attempt: AttemptDir) -> list[Incident]:
-    """Incidents that the agents of an attempt wrote down, oldest first."""
+    """Incidents recorded by the agents of an attempt, oldest first."""
     paths = (path for restart in attempt.restarts() for path in restart.incident_files())
     return [incident for path in paths if (incident := read_model(path, Incident)) is not None]
 
 
 def ending_incidents(attempt: AttemptDir) -> list[Incident]:
-    """Incidents after which all workers were ended, oldest first: those that the run outlived are left out."""
+    """Incidents that ended all workers, oldest first; without those that the run survived."""
     outlived = {one.number for one in agent_decisions(attempt) if one.action.leaves_running}
     return [incident for incident in incidents(attempt) if incident.number not in outlived]
 
@@ -146,7 +146,7 @@ def num_restarts(attempt: AttemptDir) -> int:
 
 
 def scheduler_log(attempt: AttemptDir) -> Path | None:
-    """The newest file of output that the scheduler kept of the attempt's agents, if any holds something."""
+    """The newest scheduler log of the attempt's agents that is not empty, if any."""
     if not attempt.scheduler_dir.is_dir():
         return None
     files = [
@@ -161,14 +161,14 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
     """Count the suspicions against each node in this run, by its agents and by the controller.
 
     Args:
-        own: the controller's finding about the attempt that has just ended, which may not be in the journal yet.
+        own: the controller's finding about the attempt that just ended, which may not be in the journal yet.
     """
     lines = read_journal(run_dir.control)
-    # One per attempt: a controller that was killed may have left the one that is passed here.
+    # One per attempt: a controller that was killed may already have recorded the finding passed here.
     here = {line.event.incident.attempt: line.event.incident for line in lines if isinstance(line.event, IncidentFound)}
     if own is not None:
         here[own.attempt] = own
-    # Both may have found the same: the controller knows what the agents of other nodes say, and has the last word.
+    # Both may have found the same incident; the controller also sees the agents of other nodes, so its finding wins.
     spoken = {(incident.attempt, incident.restart) for incident in here.values()}
     by_agents = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
     found = [incident for incident in by_agents if (incident.attempt, incident.restart) not in spoken]
@@ -176,17 +176,18 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
 
 
 def allocated_s(attempt: AttemptDir, until: datetime) -> float:
-    """Time for which an attempt had its allocation, in seconds: from its agent's first word to its last.
+    """Time that an attempt held its allocation, in seconds: from its agent's first record to its last.
 
     Args:
-        until: when it was seen to have ended, or the present: its end, where its agent left no outcome.
+        until: the time at which it was seen to have ended, or the present; used as its end if its agent left no
+            outcome.
     """
     try:
         begun = datetime.fromisoformat(from_json(read_document(attempt.claim))["time"])
     except (OSError, ValueError, KeyError, TypeError):
-        return 0.0  # it never had one
+        return 0.0  # it never got an allocation
     if begun.tzinfo is None:
-        return 0.0  # none that an agent has written
+        return 0.0  # not written by an agent
     outcome = read_outcome(attempt)
     return max(0.0, ((outcome.time if outcome is not None else until) - begun).total_seconds())
 
@@ -204,10 +205,10 @@ def can_be_written(attempt: AttemptDir) -> bool:
 
 @dataclass(frozen=True)
 class EarlierAttempts:
-    """Evidence of earlier attempts for or against another one."""
+    """Evidence from earlier attempts for or against a retry."""
 
     attempts_without_progress: int
-    """Attempts in a row, the one that just ended included, that left no newer checkpoint."""
+    """Consecutive attempts, including the one that just ended, without a newer checkpoint."""
     same_fingerprint_before: bool
     """True if an earlier one of these ended with the same fingerprint."""
 
@@ -215,7 +216,7 @@ class EarlierAttempts:
 def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> EarlierAttempts:
     """Summarise the attempts from ``first_attempt`` to ``ended`` for the policy.
 
-    An attempt made progress when there is a checkpoint newer than the one it began from.
+    An attempt made progress if there is a checkpoint newer than the one it started from.
     """
     newest = run_dir.newest_checkpoint()
     reached = newest.step if newest else 0

@@ -1,8 +1,8 @@
-"""Ingestion of the files of a run directory into the history: exactly once, even if killed at any point.
+"""Ingestion of a run directory's files into the history: exactly once, even if killed at any point.
 
-Each round reads how far the history has come, reads the files from there, and hands both to the store, which writes
-rows and new offsets in one transaction. Killed before it, nothing has happened; killed after it, the offsets say so.
-When two ingesters meet (a controller and ``rlhf show``), the slower one's batch is refused whole and it begins again.
+Each round reads the stored offsets, reads the files from there, and passes both to the store, which writes rows and new
+offsets in one transaction. A kill before the transaction changes nothing; after it, the offsets are current. If two
+ingesters collide (a controller and ``rlhf show``), the store rejects the slower one's whole batch, and it starts again.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.watchdog.ingest_reader import IngestReader, SyncReport
 
 GONE_MARK = "directory-gone"
-"""Mark among the files of a run that was closed because its directory was gone (``missing_run.py``)."""
+"""Mark stored for a run that was closed because its directory was gone (``missing_run.py``)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RebuildReport:
     runs: dict[str, SyncReport]
     """Result by run id."""
     failed: dict[str, str]
-    """Reason of the failure by run id."""
+    """Reason for the failure by run id."""
     kept: tuple[str, ...]
     """Runs without a directory, whose rows were left unchanged."""
 
@@ -35,28 +35,28 @@ class RebuildReport:
 def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
     """Update the history from a run directory.
 
-    A directory whose journal has not begun is not a run yet: nothing is done.
+    A directory without a journal is not a run yet and is skipped.
 
     Raises:
         RunDirError: it has no readable ``spec.json``.
-        JournalDamaged: a line of its journal cannot be read. What stands before it and in all other files was written.
+        JournalDamaged: a line of its journal cannot be read. The lines before it and all other files were ingested.
         IllegalMove: its journal has a change of state that the table of moves does not allow.
         DatabaseUnavailable: nothing, or not everything, was written; the next call continues from there.
-        OSError: the file system of the run directory does not answer; likewise.
+        OSError: the file system of the run directory does not answer; the next call continues as well.
     """
     report = SyncReport()
     while True:
         state = store.ingest_state(run_dir.run_id)
         if state.stamp and not run_dir.spec.is_file():
-            return report  # gone, or away: files that agents write into re-created folders do not count
+            return report  # gone or unreachable: files that agents write into re-created folders do not count
         if GONE_MARK in state.offsets:
-            store.forget(run_dir.run_id)  # it is back: rows written without it do not count
+            store.forget(run_dir.run_id)  # it is back: drop the rows written in its absence
             continue
         reader = IngestReader(run_dir, state)
         batch = reader.read()
         if not batch.is_empty():
             if not store.apply(run_dir.run_id, batch):
-                continue  # another ingester was faster: read again from where it got to
+                continue  # another ingester was faster: read again from its offsets
             report.add(reader.report)
         if batch.is_empty() or not reader.left_some:
             if reader.damage is not None:
@@ -67,13 +67,13 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
 def glance(run_dir: RunDir) -> int | None:
     """Digest of the state of the files that :func:`sync` reads; None if there is no directory.
 
-    A reader of many runs compares it with the digest before its last reading: if they are equal there is nothing to
-    read, and the database need not be queried.
+    A reader of many runs compares it with the digest taken before its last read: if they are equal, there is nothing
+    new, and no database query is needed.
     """
     marks = [f"{path}:{size}:{time_ns}" for path, size, time_ns in _file_marks(run_dir.root, 0)]
     if not marks:
         return None
-    text = os.fsencode("\n".join(sorted(marks)))  # names of files may be anything, UTF-8 or not
+    text = os.fsencode("\n".join(sorted(marks)))  # file names may be any bytes, UTF-8 or not
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
@@ -95,7 +95,7 @@ def _file_marks(folder: str | Path, depth: int) -> Iterator[tuple[str, int, int]
                     status = entry.stat()
                     yield entry.path, status.st_size, status.st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
-        return  # removed meanwhile: the next digest differs
+        return  # removed in the meantime: the next digest differs
 
 
 def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lambda run_id: None) -> RebuildReport:

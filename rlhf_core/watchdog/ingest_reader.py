@@ -1,11 +1,11 @@
-"""Reading of what is new in a run directory since the history was last brought up to date.
+"""Reader of the new content of a run directory since the history was last updated.
 
-Two kinds of files: appended ones are read from the last offset to the last newline (a torn last line waits for its
-writer; a torn line in the middle was left by a killed writer), and from the beginning where the bytes before that
-offset are not those that were read: it was truncated or replaced. Whole ones are read when their fingerprint changes,
-and replace their row. A line that cannot be read, is too long, or exceeds a column is skipped, counted, and recorded as
-an event of the run. No line of the controller's journal is skipped: at one that cannot be read the state of the run
-stays unchanged, everything else is read, and an error reports it each time.
+There are two kinds of files. Appended files are read from the last offset to the last newline: a torn last line is left
+for its writer to finish, and a torn line in the middle comes from a killed writer. If the bytes before the offset have
+changed, the file was truncated or replaced and is read from the beginning. Whole files are read when their fingerprint
+changes, and replace their row. A line that cannot be read, is too long, or exceeds a column is skipped, counted, and
+recorded as an event of the run. The controller's journal is the exception, because no line of it may be skipped: at an
+unreadable line the state of the run stays unchanged, everything else is read, and every read raises an error.
 """
 
 import hashlib
@@ -53,17 +53,17 @@ BLOCK_BYTES = 2 << 20
 """Bytes of one appended file per batch."""
 
 BATCH_BYTES = 4 << 20
-"""Approximate bytes per transaction: bounds memory and the wait of other writers."""
+"""Approximate bytes per transaction: limits memory use and the time that other writers wait."""
 
 _NAMED_LINES = 20
-"""Number of skipped lines of a file and batch that are named one by one: there may be millions."""
+"""Maximum number of skipped lines per file and batch to report individually: there may be millions."""
 
 _TAIL = "#tail"
 _HEAD = "#head"
 _TIMES = "#times"
 _INSIDE = "#inside"
-"""Suffixes of the marks stored beside the offset of an appended file: its fingerprints, the number of replacements,
-and 1 if the offset lies in a line that is too long."""
+"""Suffixes of the marks stored with the offset of an appended file: its fingerprints, the number of replacements, and 1
+if the offset is inside an overlong line."""
 _FAR = 1 << 44
 
 _CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
@@ -73,12 +73,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class SkippedLine:
-    """Line or whole file that does not parse."""
+    """A line or whole file that does not parse."""
 
     path: str
     """Relative to the run directory."""
     position: int
-    """Offset at which it begins; 0 for a whole file."""
+    """Byte offset of its start; 0 for a whole file."""
     why: str = field(default="", compare=False)
     """Reason, in words."""
 
@@ -94,7 +94,7 @@ class SyncReport:
     documents: int = 0
     """Number of whole files that became rows."""
     fenced: int = 0
-    """Number of journal lines that do not count: their writer had lost its lease."""
+    """Number of journal lines that do not count because their writer had lost its lease."""
     num_skipped: int = 0
     """Number of lines that could not be read or stored: torn by a kill, written by another version, or hostile."""
     skipped: list[SkippedLine] = field(default_factory=list)
@@ -111,12 +111,12 @@ class SyncReport:
 
 
 class IngestReader:
-    """Reader of the new lines and files of a run directory since ``state``, up to about ``BATCH_BYTES``."""
+    """Reader of the lines and files of a run directory that are new since ``state``, up to about ``BATCH_BYTES``."""
 
     def __init__(self, run_dir: RunDir, state: IngestState) -> None:
         self.report = SyncReport(batches=1)
         self.left_some = False
-        """True if more is left than went into the batch."""
+        """True if the batch does not contain everything new."""
         self.damage: JournalDamaged | None = None
         """Reason why the journal was not read to its end."""
         self._run_dir = run_dir
@@ -125,7 +125,7 @@ class IngestReader:
         self._bytes = 0
 
     def read(self) -> IngestBatch:
-        """Read everything new, the journal first: its events precede the agents' reports on them."""
+        """Read everything new, starting with the journal: its events precede the agents' reports on them."""
         if not self._state.stamp and not read_lines(self._run_dir.control, 0, BLOCK_BYTES).lines:
             return self._batch
         self._read_spec()
@@ -219,7 +219,7 @@ class IngestReader:
             self._batch.checkpoints += [(self._relative(path.parent), manifest) for manifest in manifests]
             present.add(self._relative(path))
         if not folder.is_dir():
-            return  # not there, or not reachable just now: nothing is said about single checkpoints
+            return  # missing or unreachable right now: no conclusion about single checkpoints
         now = utc_now()
         for name in self._state.offsets.keys() - present:
             match = _CHECKPOINT_MARK.match(name)
@@ -248,13 +248,13 @@ class IngestReader:
             self._batch.offsets[f"{name}{_INSIDE}"] = int(after.is_inside)
         position = before.offset
         if is_other:
-            # The lines of the previous file keep their positions: these begin beyond any offset of a file.
+            # Lines of the replaced file keep their positions, so the new ones start beyond any offset of a file.
             times, position = times + 1, 0
             self._batch.offsets[f"{name}{_TIMES}"] = times
         # Only the parsed part of an overlong line counts.
         self._bytes += sum(len(line.text or b"") for line in lines)
         if not after.is_inside:
-            self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # less is a torn last line
+            self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # a smaller remainder is a torn last line
         yield from self._parsed(name, lines, schema, times * _FAR)
 
     def _parsed(
@@ -282,15 +282,15 @@ class IngestReader:
             self.report.num_skipped += num_skipped
 
     def _set_aside(self, what: SkippedLine, beyond: int, message: str) -> None:
-        """Record skipped lines in an event: one for all lines of a file in a batch, as there may be millions."""
+        """Record skipped lines as one event per file and batch, as there may be millions."""
         named = storable_text(f"{what.path}: {message}", MESSAGE_CHARACTERS)
         self._batch.set_aside.append(SetAside(what.path, what.position + beyond, utc_now(), named))
 
     def _document(self, path: Path, schema: type[Model], found: list[Model], attempt: int | None = None) -> None:
-        """Read a whole file, if it changed since it was read last.
+        """Read a whole file if it changed since the last read.
 
         Args:
-            attempt: attempt in whose folder it lies, which it must name.
+            attempt: attempt whose folder holds the file; the file must name the same attempt.
         """
         mark = self._changed(path)
         if mark is None or self._is_full():
@@ -315,7 +315,7 @@ class IngestReader:
         return full
 
     def _changed(self, path: Path) -> int | None:
-        """Fingerprint of a whole file, if it is not the one that was read last. Taken before reading: a file that is
+        """Fingerprint of a whole file, if it differs from the last read. It is taken before reading, so a file that is
         replaced in between is read once more."""
         try:
             status = path.stat()
@@ -330,7 +330,7 @@ class IngestReader:
 
 
 def _in_words(error: ValueError) -> str:
-    """Reason why a line is none of its schema, without what stands in it."""
+    """Reason why a line does not match its schema, without quoting its content."""
     if not isinstance(error, ValidationError):
         return str(error)
     if error.error_count() > _NAMED_LINES:
@@ -341,7 +341,7 @@ def _in_words(error: ValueError) -> str:
 
 
 def _damage(path: Path) -> JournalDamaged:
-    """Build the error for a journal that cannot be read from the position of the history."""
+    """Build the error for a journal that cannot be read beyond the history's position."""
     try:
         read_journal(path)
     except JournalDamaged as first:

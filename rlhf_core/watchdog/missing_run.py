@@ -1,8 +1,7 @@
-"""Runs whose directory is gone: detection, as opposed to a file system that is away, and closing of the run in the
-history.
+"""Runs whose directory is gone: telling that apart from an unreachable file system, and closing the run in the history.
 
-A run that only the history still knows is closed there, with the events that its journal would have held. Should the
-directory come back (it was moved, or a file system was away for very long), its rows are made anew from its files.
+A run that only the history still knows is closed there, with the events that its journal would have held. If the
+directory comes back (it was moved, or the file system was away for very long), its rows are rebuilt from its files.
 """
 
 import time
@@ -30,16 +29,16 @@ from rlhf_core.schemas.journal import (
 from rlhf_core.watchdog.ingest import GONE_MARK
 
 GONE_S = 30.0
-"""Absence after which a run directory is taken for gone, with the folder of all runs there."""
+"""Absence after which a run directory counts as gone, while the folder of all runs is present."""
 AWAY_S = 600.0
-"""Longest wait of a controller for a file system that is away as a whole."""
+"""Longest time that a controller waits for an unreachable file system."""
 
 _NOT_TRIED = "there is no directory to resume from"
 
 
 def identity(folder: Path) -> tuple[int, int] | None:
     """Return device and inode of a folder; None if it is missing or does not answer. A mount point without its file
-    system is another folder."""
+    system has a different identity."""
     try:
         found = folder.stat()
     except OSError:
@@ -48,10 +47,10 @@ def identity(folder: Path) -> tuple[int, int] | None:
 
 
 class Presence:
-    """Monitor of a run directory: present, missing, or away with its file system.
+    """Monitor of a run directory: present, missing, or unreachable with its file system.
 
     Args:
-        run_dir: the directory; it is there now.
+        run_dir: the directory; it must exist now.
         clock: monotonic seconds.
     """
 
@@ -61,17 +60,17 @@ class Presence:
         self._runs = identity(run_dir.root.parent)
         self._since: tuple[str, float] | None = None
         self.is_gone = False
-        """True if it was found to be gone; that stays so."""
+        """True once it was found to be gone; never reset."""
 
     def problem(self, attempt: int = 0) -> str:
-        """Problem with the directory just now; empty where it is there.
+        """Current problem with the directory; empty if it is present.
 
         Args:
-            attempt: newest attempt of the run, whose placement must be there too; 0 before the first.
+            attempt: newest attempt of the run, whose placement must exist too; 0 before the first.
 
         Raises:
-            RunDirGone: it has been missing for ``GONE_S``, while the folder of all runs was there.
-            RunDirError: its file system has been away for ``AWAY_S``.
+            RunDirGone: it has been missing for ``GONE_S``, while the folder of all runs was present.
+            RunDirError: its file system has been unreachable for ``AWAY_S``.
         """
         kind, said = self._check(attempt)
         if not kind:
@@ -107,9 +106,9 @@ class Presence:
 
 
 def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -> bool:
-    """Close a run whose directory is gone: failed, with the cause as its diagnosis. Harmless when it was done before.
+    """Close a run whose directory is gone: failed, with the cause as its diagnosis. Idempotent.
 
-    Returns: False, with nothing written, where it had ended.
+    Returns: False, with nothing written, if it had already ended.
 
     Raises:
         HistoryError: the history does not answer, or does not know the run.
@@ -130,7 +129,7 @@ def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -
 
 
 def _last_lines(known: queries.Facts, cause: str, now: datetime) -> list[ControlEvent]:
-    """Record that the journal would give, had there been one to write it into."""
+    """The lines that the journal would contain, had it still been possible to write to it."""
     events: list[ControlEvent] = [
         StageEnded(stage_index=stage["stage_index"], state=StageState.FAILED, message=cause)
         for stage in known["stages"]

@@ -1,7 +1,7 @@
-"""Record of incidents against nodes over all runs: strikes from the history, weighed by ``diagnosis/nodes/strikes.py``.
+"""Incidents held against nodes across all runs: strikes from the history, weighted by ``diagnosis/nodes/strikes.py``.
 
-Strikes are made from incidents and stay in the history. The repair of a node is recorded in a file beside the run
-directories (:class:`NodeCleared`): earlier strikes no longer count, for every controller that shares those directories.
+Strikes are derived from incidents and stay in the history. The repair of a node is recorded in a file next to the run
+directories (:class:`NodeCleared`): from then on no controller that shares those directories counts earlier strikes.
 """
 
 import secrets
@@ -35,7 +35,7 @@ def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[NodeS
     """Score every node, worst first.
 
     Args:
-        runs: folder of the run directories, which knows what was cleared.
+        runs: folder of the run directories, which holds the clearings.
 
     Raises:
         DatabaseUnavailable: the history does not answer.
@@ -44,7 +44,7 @@ def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[NodeS
 
 
 def node_records(store: HistoryStore, now: datetime, runs: Path) -> list[NodeRecord]:
-    """Score every node for display, with nodes that were cleared; nodes with strikes that count come first.
+    """Score every node for display, including cleared nodes; nodes with active strikes come first.
 
     Raises:
         DatabaseUnavailable: the history does not answer.
@@ -62,7 +62,7 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
     """Record that a node was repaired. Later strikes count again.
 
     Returns:
-        The record of the node after that.
+        The updated record of the node.
 
     Raises:
         BadInput: no reason is given, nothing is recorded against the node, or the file cannot be written.
@@ -76,7 +76,7 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
         raise BadInput(f"no strikes are recorded against a node {node!r}{known}")
     if not records[node].standing.num_strikes:
         return records[node]
-    path = cleared_nodes(runs) / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json"  # one writer per file
+    path = cleared_nodes(runs) / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json"  # one file per writer
     try:
         write_model(path, NodeCleared(node=node, time=now, by=by, reason=reason.strip()))
     except OSError as error:

@@ -1,50 +1,50 @@
-"""The second net: agents that say nothing any more, although the scheduler says that their job runs.
+"""Detection of agents that have gone silent although the scheduler reports their job as running: the fallback.
 
-Silence of files is weak evidence: a shared file system may show them late, or stall. So each agent is held against its
-own last word, for far longer than both take. What agents say of each other they know from the network within seconds,
-and that needs no such patience (``rlhf_core/worker/supervision/agent_loss.py``).
+Silent files are weak evidence, because a shared file system may show them late, or stall. So each agent is compared
+with its own last update, over a much longer time than such delays take. Agents detect each other's loss over the
+network within seconds, without such patience (``rlhf_core/worker/supervision/agent_loss.py``).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 SILENT_S = 120.0
-"""Silence of an agent of a running job after which the job is ended from here. Far more than an agent needs to publish
-(2 s) and than shared file systems take to show it."""
+"""Silence of an agent of a running job after which the controller ends the job. Far longer than an agent's publishing
+interval (2 s) and the delay of shared file systems."""
 BLIND_S = 30.0
-"""A pause between two looks after which silence is counted anew: the watchdog was not looking."""
+"""Gap between two polls after which silence is counted from zero: the watchdog itself was not running."""
 
 
 @dataclass(frozen=True)
 class Silence:
-    """Agents that have said nothing for too long."""
+    """Agents that have been silent for too long."""
 
     nodes: tuple[str, ...]
     seconds: float
-    """Shortest silence."""
+    """Silence of the most recently active of them, in seconds."""
     of_all: bool
-    """True if no agent of the attempt has said anything."""
+    """True if no agent of the attempt has published anything in that time."""
 
 
 class SilenceClock:
-    """Counts how long each agent of an attempt has published nothing new."""
+    """Tracks how long each agent of an attempt has published nothing new."""
 
     def __init__(self, now: float) -> None:
-        """Begin to count at ``now``, in monotonic seconds."""
+        """Start counting at ``now``, in monotonic seconds."""
         self._looked_at = now
         self._marks: dict[str, tuple[int, int]] = {}
         self._last_seen_at: dict[str, float] = {}
 
     def observe(self, now: float, marks: Mapping[str, tuple[int, int]], *, counts: bool) -> Silence | None:
-        """Take note of what agents have published by now.
+        """Update with the agents' latest statuses.
 
         Args:
             now: monotonic seconds.
-            marks: what each agent published last, by node; agents that have not spoken yet are not in it.
-            counts: whether silence means anything just now: the job runs, and the scheduler says so.
+            marks: latest status of each agent, by node, without agents that have not published yet.
+            counts: True if silence is meaningful now: the scheduler reports the job as running.
 
         Returns:
-            The agents that have been silent for too long, if there are any.
+            The agents that have been silent for too long, if any.
         """
         counts = counts and now - self._looked_at <= BLIND_S
         for node, mark in marks.items():

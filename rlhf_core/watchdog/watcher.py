@@ -1,6 +1,6 @@
 """Polling of one attempt: its state, its progress, its end, and the next action.
 
-The controller's loop calls :meth:`Watcher.poll`. Nothing here waits, and nothing here acts.
+The controller's loop calls :meth:`Watcher.poll`. This module neither waits nor acts.
 """
 
 import time
@@ -22,23 +22,22 @@ from rlhf_core.watchdog.ingest import sync
 from rlhf_core.watchdog.silence import Silence, SilenceClock
 
 OUTCOME_TIMEOUT_S = 2.0
-"""Time after a bad end of its job in which an attempt may still bring its outcome (a shared file system shows files
-late)."""
+"""Time after a job's bad end in which its outcome may still appear (a shared file system shows files late)."""
 COMPLETED_OUTCOME_TIMEOUT_S = 30.0
-"""The same where the scheduler says that the job ended well: then there is an outcome."""
+"""The same for a job that the scheduler reports as completed: an outcome must exist."""
 SCHEDULER_REASON_TIMEOUT_S = 15.0
-"""Time that the scheduler has to say why it ended a job whose agents had time to save."""
+"""Time that the scheduler has to give its reason for ending a job whose agents had time to save."""
 COMPLETING_TIMEOUT_S = 120.0
-"""The same where a signal has ended the agents and Slurm says COMPLETING: it says why as soon as the last process is
-gone, which ``KillWait`` (30 s by default), an epilog or a busy node delays. A new attempt before that could be one of a
+"""The same if a signal ended the agents and Slurm reports COMPLETING: Slurm gives the reason once the last process is
+gone, which ``KillWait`` (30 s by default), an epilog or a busy node delays. A new attempt before that could restart a
 job that its user has cancelled."""
 
 LEADER_LOST_TIMEOUT_S = 8.0
-"""Time that an outcome, or a word of agent 0 against another node, may still take after all other agents have lost it.
-A scheduler notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
+"""Time in which an outcome, or agent 0's report against another node, may still appear after all other agents have lost
+agent 0. A scheduler notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
 OUTCOME_LEAD = timedelta(seconds=7.5)
-"""An outcome that is this much older than the loss of agent 0 is how the attempt ended: half of the time after which an
-agent takes agent 0 for lost, so that the clocks of nodes may differ by as much."""
+"""Age difference at which an outcome older than the loss of agent 0 counts as the end of the attempt. It is half the
+time after which an agent declares agent 0 lost, so node clocks may differ by as much."""
 
 _PAUSED = ("SUSPENDED", "STOPPED", "COMPLETING")
 _ASK_WHY = (
@@ -48,7 +47,7 @@ _ASK_WHY = (
     FailureKind.PREEMPTION,
     FailureKind.WORKER_KILLED,
 )
-"""Kinds of failure that agents may report when in fact the scheduler has ended their job."""
+"""Failure kinds that agents may report although the scheduler ended their job."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class AttemptVerdict:
     cause: str
     failure_kind: FailureKind | None = None
     nodes: tuple[str, ...] = ()
-    """Nodes to blame, where their agents have not said so themselves."""
+    """Nodes to blame, if their agents have not reported it themselves."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class AttemptSnapshot:
     events: Sequence[AgentEvent]
     outcome: AttemptOutcome | None
     history_behind: str
-    """Reason why the history could not be updated; empty if it was."""
+    """Reason why the history could not be updated; empty if it was updated."""
 
     @property
     def ended(self) -> bool:
@@ -92,8 +91,8 @@ class Watcher:
     """Poller of one attempt.
 
     Args:
-        submission: its job; None when the job is known to have ended without ever having been recorded.
-        store: the history, updated at every poll; None leaves it alone.
+        submission: its job; None if the job is known to have ended without ever being recorded.
+        store: the history, updated at every poll; None for no updates.
         clock: monotonic seconds.
     """
 
@@ -123,9 +122,10 @@ class Watcher:
         self.history_behind = ""
 
     def poll(self) -> AttemptSnapshot:
-        """Poll scheduler and files, and update the history. An unavailable scheduler or database raises nothing."""
+        """Poll scheduler and files, and update the history. Does not raise if the scheduler or database is
+        unavailable."""
         job = self._job()
-        # The outcome is read after the job's state: an attempt that ended in between is not taken for lost.
+        # Read the outcome after the job's state, so that an attempt that ends in between does not count as lost.
         self._progress.update()
         outcome = evidence.read_outcome(self._attempt)
         verdict = judge(
@@ -156,11 +156,11 @@ class Watcher:
         )
 
     def record(self) -> None:
-        """Bring the history up to date with the run directory; a database that does not answer is tolerated."""
+        """Update the history from the run directory; a database that does not answer is tolerated."""
         self.history_behind = record(self._run_dir, self._store)
 
     def _job(self) -> JobStatus:
-        """The job's state; what the scheduler does not know leaves it as it was last known."""
+        """The job's state; if the scheduler does not know it, the last known one."""
         if self._submission is None:
             return self._last_job
         try:
@@ -183,10 +183,10 @@ class Watcher:
         return now - self._ended_since
 
     def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None) -> AttemptVerdict | None:
-        """Verdict where the agents of all other nodes have lost agent 0; None where they have not.
+        """Verdict if the agents of all other nodes have lost agent 0; otherwise None.
 
-        They know it from the network, within seconds. An agent 0 that was only stopped may wake up when Slurm ends the
-        job, and write an outcome that knows nothing of that.
+        They notice over the network within seconds. An agent 0 that was only suspended may wake up when Slurm ends the
+        job, and write an outcome that ignores this.
         """
         said = self._progress.leader_lost_at
         if not job.nodes[1:] or not set(job.nodes[1:]) <= said.keys():
@@ -194,7 +194,7 @@ class Watcher:
             return None
         now = self._clock()
         self._deserted_since = now if self._deserted_since is None else self._deserted_since
-        is_over = self._ended_for_s(job) >= OUTCOME_TIMEOUT_S  # Slurm has ended it: nothing more is written
+        is_over = self._ended_for_s(job) >= OUTCOME_TIMEOUT_S  # Slurm has ended it: nothing more will be written
         if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S and not is_over:
             return None
         if outcome is not None:
@@ -211,9 +211,9 @@ class Watcher:
     def _silent(self, job: JobStatus) -> Silence | None:
         """Return the agents that have been silent for too long while their job ran and this process was reading.
 
-        The result is kept, for the job is given up: no later poll may find it alive between the verdict and its end.
+        The result is kept, because the job is given up: no later poll may report it alive before it has ended.
         """
-        # What the scheduler last said of it does not count here: it may be away together with the file system.
+        # The scheduler's last answer does not count here: scheduler and file system may be down together.
         runs = self._answered and job.state is JobState.RUNNING and job.scheduler_state not in _PAUSED
         silence = self._silences.observe(self._clock(), self._progress.published, counts=runs)
         if silence is not None and self._given_up is None and evidence.can_be_written(self._attempt):
@@ -229,11 +229,11 @@ class Watcher:
 
 
 def record(run_dir: RunDir, store: HistoryStore | None) -> str:
-    """Update the history from a run directory. Returns the reason if it could not be updated, or an empty text.
+    """Update the history from a run directory. Returns the reason if that failed, otherwise an empty string.
 
-    The run directory has everything: a database that is away, or a file system that does not answer for a moment, costs
-    nothing but a view that is behind. So does a journal that was damaged while its controller runs: the controller
-    knows what it wrote, and the next reader raises an error.
+    The run directory has everything, so an unavailable database or a file system that briefly does not answer only
+    delays the history. The same holds for a journal that is damaged while its controller runs: the controller knows
+    what it wrote, and the next reader raises an error.
     """
     if store is None:
         return ""
@@ -256,9 +256,9 @@ def judge(
 
     Args:
         job: the scheduler's last known answer.
-        outcome: outcome that agent 0 wrote, if it did.
-        ended_for_s: time for which the job has been known to have ended, in seconds.
-        told_for_s: time for which the outcome has been known, in seconds.
+        outcome: outcome that agent 0 wrote, if any.
+        ended_for_s: seconds since the job was first known to have ended.
+        told_for_s: seconds since the outcome was first known.
         silence: agents of a running job that have been silent for too long.
         deserted: verdict if all other agents have lost agent 0.
     """
@@ -283,7 +283,7 @@ def judge(
 
 
 def _given_up(silence: Silence) -> AttemptVerdict:
-    """Verdict on silent agents. If all are silent, no single node is to blame; if some are, the file system still
+    """Verdict on silent agents. If all are silent, no single node is to blame; if only some are, the file system still
     works."""
     of = "its agents have" if silence.of_all else f"the agents of {', '.join(silence.nodes)} have"
     cause = f"{of} said nothing for {silence.seconds:.0f} s, although the scheduler says that it runs"
@@ -296,7 +296,7 @@ _CANCELLED = "its job was cancelled at the scheduler"
 
 
 def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> AttemptVerdict:
-    """Combine the agents' outcome with the scheduler's reason: agents cannot know why they were told to end."""
+    """Combine the agents' outcome with the scheduler's reason: agents cannot know why they were told to stop."""
     kind = outcome.failure_kind
     if outcome.state is AttemptState.PREEMPTED:
         kind = kind or FailureKind.PREEMPTION
@@ -311,7 +311,7 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
     if job.scheduler_state == "CANCELLED":
         return AttemptVerdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
     if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:
-        # Agents that have saved exit with 0. One has not, and Slurm ended the others by the signal that also announces
+        # Agents that saved exit with 0. One did not, and Slurm ended the others by the signal that also announces
         # a preemption.
         cause = f"{job.reason}: an agent ended badly, and the others with it; {outcome.message}"
         return AttemptVerdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)

@@ -1,1 +1,2 @@
-"""From the launch line of a trainer to a config with ``trainer.kind = "command"``: what was read, and what was not."""
+"""Conversion of a trainer's launch line to a config with ``trainer.kind = "command"``, with a report of the parts
+read."""

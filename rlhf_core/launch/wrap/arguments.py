@@ -1,4 +1,5 @@
-"""Options of the program: steps, batch, output folder, checkpoints, seed, model, resume; read, or replaced."""
+"""The program's options for steps, batch, output folder, checkpoints, seed, model and resume: read, or replaced by
+placeholders."""
 
 from rlhf_core.launch.wrap.draft import Draft, number
 from rlhf_core.launch.wrap.frameworks import Family
@@ -60,10 +61,10 @@ _STAYS = "stays in the launch line"
 
 
 def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
-    """Read what the options of the program say, and put placeholders where a run decides.
+    """Read the program's options, and put placeholders where the run decides.
 
     Args:
-        steps: Optimizer steps, if the user gave them beside the line.
+        steps: Optimizer steps, if the user gave them separately from the line.
     """
     _read_steps(draft, family, steps)
     _read_output(draft, family)
@@ -165,7 +166,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
 
 
 def _default_every(draft: Draft) -> int:
-    """Steps between checkpoints where none are given: 500 as transformers has it, but five of them in a run."""
+    """Steps between checkpoints if none are given: transformers' 500, but at least five checkpoints per run."""
     steps = draft.settings.get("trainer.num_steps")
     return max(1, min(500, steps // 5)) if isinstance(steps, int) else 500
 
@@ -267,7 +268,7 @@ def _read_others(draft: Draft) -> None:
 
 
 def _own_placeholders(draft: Draft) -> None:
-    """Report words of the user that a run fills."""
+    """Report the user's own words that a run fills in."""
     for index, item in enumerate(draft.line.items):
         if draft.words[index] == draft.line.argv[item.start : item.stop]:
             for word in draft.words[index]:

@@ -1,4 +1,4 @@
-"""Text of the config that a launch line becomes: TOML with comments."""
+"""Text of the config generated from a launch line: TOML with comments."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ _WIDTH = 116
 
 
 def config_text(draft: Draft, source: str) -> str:
-    """Write the settings of a draft.
+    """Format the settings of a draft.
 
     Args:
         source: The line or the script, for the comment at the top.

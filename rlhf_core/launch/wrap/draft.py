@@ -1,4 +1,4 @@
-"""Draft of a config: the launch line with its replacements so far, the settings read from it, and what is missing."""
+"""Draft of a config: the launch line with the replacements so far, the settings read from it, and the missing parts."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from rlhf_core.text.redaction import carries_secret, is_secret_name, secrets_in
 _FLAT = re.compile(
     r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE
 )
-"""A line ``name: value`` of a YAML file, at its outermost level."""
+"""A line ``name: value`` at the top level of a YAML file."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ReadPart:
 
 @dataclass(frozen=True)
 class UnreadPart:
-    """Part that was not understood, or that a run needs and the line does not have."""
+    """Part that was not understood, or that a run needs and the line lacks."""
 
     what: str
     advice: str
@@ -36,38 +36,38 @@ class UnreadPart:
 
 @dataclass(frozen=True)
 class WrapSurroundings:
-    """Folder that the line is for, and looks into the file system; tests give their own."""
+    """Folder of the launch line and access to the file system; tests replace it."""
 
     folder: str
     """Current folder of the user, absolute."""
     read_file: Callable[[str], str | None] = lambda path: None
-    """Text of a small file, relative to the folder; None where there is none."""
+    """Text of a small file, relative to the folder; None if there is none."""
     is_folder: Callable[[str], bool] = lambda path: False
     environment: str = ""
-    """Virtual environment that is active in the user's shell, absolute; empty without one, or for that of rlhf."""
+    """Virtual environment active in the user's shell, absolute; empty if there is none or it is rlhf's own."""
     has_program: Callable[[str], bool] = lambda name: False
-    """True for a program that this environment has."""
+    """True for a program that exists in this environment."""
 
 
 @dataclass
 class Draft:
-    """Launch line under work."""
+    """Launch line being converted."""
 
     line: LaunchLine
     around: WrapSurroundings
     settings: dict[str, JsonValue] = field(default_factory=dict)
-    """Dotted names to values."""
+    """Values by dotted name."""
     variables: dict[str, str] = field(default_factory=dict)
     given_variables: dict[str, str] = field(default_factory=dict)
-    """Variables as the line or the script has them."""
+    """Variables as given in the line or the script."""
     read: list[ReadPart] = field(default_factory=list)
     unread: list[UnreadPart] = field(default_factory=list)
     launcher_words: list[str] = field(default_factory=list)
-    """Added after the options of the launcher."""
+    """Words added after the launcher's options."""
     last_words: list[str] = field(default_factory=list)
-    """Added at the end."""
+    """Words added at the end."""
     words: list[tuple[str, ...]] = field(default_factory=list)
-    """Words of each item of the line; empty for those that were taken out."""
+    """Words of each item of the line; empty for removed items."""
 
     def __post_init__(self) -> None:
         self.given_variables = dict(self.variables)
@@ -76,7 +76,7 @@ class Draft:
     # -- reading
 
     def find(self, role: Role, *names: str) -> int | None:
-        """Index of the last item of one of these names that is still there."""
+        """Index of the last remaining item with one of these names."""
         for index in reversed(range(len(self.line.items))):
             item = self.line.items[index]
             if item.role == role and item.name in names and self.words[index]:
@@ -84,7 +84,7 @@ class Draft:
         return None
 
     def value_at(self, index: int) -> str:
-        """Value of an option as it was given; empty for a flag."""
+        """Value of an option as given; empty for a flag."""
         item = self.line.items[index]
         words = self.line.argv[item.start : item.stop]
         if item.is_joined:
@@ -92,12 +92,12 @@ class Draft:
         return words[1] if len(words) > 1 else ""
 
     def given(self, role: Role, *names: str) -> str | None:
-        """Value of the last option of one of these names; None where there is none."""
+        """Value of the last option with one of these names; None if there is none."""
         index = self.find(role, *names)
         return None if index is None else self.value_at(index)
 
     def in_files(self, *names: str) -> str | None:
-        """Value that one of the config files of the line gives to one of these names, at its outermost level."""
+        """Value that a config file of the line gives one of these names at its top level."""
         for path in self.line.config_files:
             for name, quoted, single, plain in _FLAT.findall(self.around.read_file(path) or ""):
                 if name in names and (quoted or single or plain):
@@ -107,14 +107,14 @@ class Draft:
     # -- changing
 
     def replace(self, index: int, value: str) -> None:
-        """Give an option another value, in the spelling that it has."""
+        """Give an option another value and keep its spelling."""
         item, first = self.line.items[index], self.line.argv[self.line.items[index].start]
-        # A program may have words of its own after the one value that such an option has.
+        # Words after the option's single value may belong to the program.
         others = self.words[index][2:]
         self.words[index] = (f"{first.partition('=')[0]}={value}",) if item.is_joined else (first, value, *others)
 
     def drop(self, role: Role, *names: str) -> list[str]:
-        """Take out every option of these names, and give their values."""
+        """Remove every option with these names, and return their values."""
         found = []
         for index, item in enumerate(self.line.items):
             if item.role == role and item.name in names and self.words[index]:
@@ -123,7 +123,7 @@ class Draft:
         return found
 
     def put(self, role: Role, names: Sequence[str], value: str, spelling: str) -> None:
-        """Give every option of these names a value; add one in the given spelling where there is none.
+        """Give every option with these names a value; if there is none, add one in the given spelling.
 
         Args:
             spelling: ``--name`` for two words, ``name=`` for one; empty to add none.
@@ -146,12 +146,12 @@ class Draft:
         self.read.append(ReadPart(what, str(found), place))
 
     def missing(self, what: str, advice: str) -> None:
-        """Report a part that was not, once."""
+        """Report a part that was not understood or is missing, once."""
         if UnreadPart(what, advice) not in self.unread:
             self.unread.append(UnreadPart(what, advice))
 
     def set(self, name: str, value: JsonValue, what: str, found: object = None) -> None:
-        """Give a setting a value that was read from the line."""
+        """Set a setting to a value read from the line."""
         self.settings[name] = value
         self.said(what, value if found is None else found, name)
 
@@ -163,10 +163,10 @@ class Draft:
         return [word for group in self.groups() for word in group]
 
     def groups(self) -> Iterator[tuple[str, ...]]:
-        """Yield the launch line, each option with its values."""
+        """Yield the items of the launch line, each option with its values."""
         items = self.line.items
         last = max((i for i, item in enumerate(items) if item.role in ("launcher", "launcher_option")), default=-1)
-        # Options of the launcher stand before `-m`, after which the module is expected.
+        # The launcher's options precede `-m`, which expects the module next.
         while last >= 0 and items[last].role == "launcher_option" and items[last].name in ("m", "module"):
             last -= 1
         for index, words in enumerate(self.words):
@@ -177,7 +177,7 @@ class Draft:
         yield from _pairs(self.last_words)
 
     def without_secrets(self) -> None:
-        """Take secrets out: variables go to the job by name, options are left out. Neither is ever stored."""
+        """Remove secrets: variables are passed to the job by name, options are dropped. Neither is ever stored."""
         for name, value in list(self.variables.items()):
             if any(secrets_in(f"slurm.environment.{name}", value)):
                 del self.variables[name]
@@ -213,10 +213,10 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def number(text: str | None) -> int | None:
-    """A whole number from 1; None for anything else."""
+    """Parse a positive whole number; None for anything else."""
     return int(text) if text and re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) else None
 
 
 def file_name(path: str) -> str:
-    """Last part of a path without its ending."""
+    """Last part of a path, without its extension."""
     return PurePosixPath(path).stem

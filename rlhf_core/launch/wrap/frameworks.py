@@ -1,4 +1,4 @@
-"""Families of programs: recognised by launcher, module and options, with their ways to save and to resume."""
+"""Program families, recognised by launcher, module and options, and their ways of saving and resuming."""
 
 import re
 from dataclasses import dataclass
@@ -16,29 +16,30 @@ _TRANSFORMERS = frozenset((
     "save_strategy", "save_total_limit", "logging_steps", "overwrite_output_dir", "do_train", "report_to",
     "resume_from_checkpoint", "lr_scheduler_type", "warmup_ratio", "eval_strategy", "evaluation_strategy",
 ))  # fmt: skip
-"""Options of TrainingArguments that few others have: two of them make a program one of transformers."""
+"""Options of TrainingArguments that few others have: two of them identify a transformers program."""
 _COMMON = frozenset(("max_steps", "output_dir", "save_steps", "learning_rate", "model_name_or_path", "bf16", "fp16"))
-"""Options of TrainingArguments that others have too: two of them count beside one of the above."""
+"""Options of TrainingArguments that other programs share: two of them count next to one of the above."""
 _ADVANTAGES = {"gae": "ppo", "group_norm": "grpo", "dr_grpo": "grpo", "rloo": "rloo", "reinforce_baseline": "reinforce"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Program, as its options are read and written."""
+    """A program family, and the syntax of its options."""
 
     name: FrameworkName
     algorithm: str
     style: Literal["dashes", "words", "click", "hydra"] = "dashes"
-    """Spelling of options that are added: ``--max_steps 9``, ``max_steps=9``, ``--max-steps 9``."""
+    """Spelling of added options: ``--max_steps 9``, ``max_steps=9``, ``--max-steps 9``."""
 
     def spelled(self, option: str) -> str:
-        """An option as this program takes it."""
+        """An option in this family's spelling."""
         if self.style in ("words", "hydra"):
             return f"{option}="
         return f"--{option.replace('_', '-')}" if self.style == "click" else f"--{option}"
 
     def either(self, draft: Draft, old: str, new: str) -> str:
-        """Option of OpenRLHF, which were called ``--save_path`` and the like before they were ``--ckpt.output_dir``."""
+        """The OpenRLHF option in the version of the line: older ones have ``--save_path``, newer ones
+        ``--ckpt.output_dir``."""
         is_new = any(name.startswith(("ckpt.", "train.", "data.")) for name in draft.line.arguments)
         return f"--{new if is_new else old}"
 
@@ -49,10 +50,10 @@ class Family:
 
 
 def recognise(draft: Draft, framework: FrameworkName | None) -> Family:
-    """Family of the program of a line.
+    """Recognise the family of a line's program.
 
     Args:
-        framework: said by the user; None to find it out.
+        framework: given by the user; None to detect it.
     """
     found = _recognised(draft)
     if framework is not None and framework != found.name:
@@ -102,7 +103,7 @@ def _recognised(draft: Draft) -> Family:
 
 
 def _algorithm(draft: Draft) -> str:
-    """The algorithm that an option or the name of the program says; empty if none does."""
+    """The algorithm named by an option or by the program; empty if neither names one."""
     said = draft.line.value("algorithm.adv_estimator", "algorithm", "rlhf_type", "loss_type") or ""
     for text in (said, *reversed(draft.line.program)):
         words = re.split(r"[^a-z0-9]+", text.lower())

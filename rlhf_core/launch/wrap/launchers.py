@@ -1,4 +1,4 @@
-"""Launchers: their options for nodes, ranks and the meeting point, read and replaced with placeholders."""
+"""Launchers: their options for nodes, ranks and rendezvous, read and replaced with placeholders."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _GIVEN_BY_RUN = "given by the run to every node"
 
 
 def read_launcher(draft: Draft) -> None:
-    """Read nodes, ranks and GPUs from launcher and variables, and put placeholders in their places."""
+    """Read nodes, ranks and GPUs from launcher options and variables, and replace them with placeholders."""
     _read_variables(draft)
     _LAUNCHERS[draft.line.launcher](draft)
     nodes, ranks = draft.settings.get("resources.num_nodes"), draft.settings.get("resources.ranks_per_node")
@@ -81,7 +81,7 @@ def _read_variables(draft: Draft) -> None:
 
 
 def _counts(draft: Draft, nodes: str | None, ranks: str | None) -> None:
-    """Store numbers as they were given; one that is no number is reported."""
+    """Store numbers as given; report a value that is not a number."""
     for setting, what, text in (
         ("resources.num_nodes", "nodes", nodes),
         ("resources.ranks_per_node", "ranks on every node", ranks),
@@ -99,7 +99,7 @@ def _torchrun(draft: Draft) -> None:
         draft.missing(f"elastic number of nodes {nodes}", "a run has a fixed number; resources.num_nodes is the larger")
         nodes = nodes.partition(":")[2]
     _counts(draft, nodes, _ranks_or_gpus(draft, draft.given("launcher_option", "nproc_per_node")))
-    # A static meeting point numbers the ranks by node, as the evidence of a run does; c10d numbers them as they come.
+    # A static rendezvous numbers ranks by node, as a run's evidence does; c10d numbers them by arrival.
     gone = draft.drop(
         "launcher_option", "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"
     )
@@ -168,7 +168,7 @@ def _deepspeed(draft: Draft) -> None:
         nodes or str(len(hosts) or len(listed) or ""),
         ranks or (str(len(slots.split(","))) if slots else listed[0] if listed else None),
     )
-    if "resources.ranks_per_node" in draft.settings:  # deepspeed starts a rank for each GPU, and none without
+    if "resources.ranks_per_node" in draft.settings:  # deepspeed starts one rank per GPU, and none without GPUs
         draft.settings.setdefault("resources.gpus_per_node", draft.settings["resources.ranks_per_node"])
     for index, item in enumerate(draft.line.items):
         if item.role == "launcher":
@@ -218,7 +218,7 @@ def _axolotl(draft: Draft) -> None:
 
 
 def axolotl_launcher_words() -> list[str]:
-    """Options of torchrun as axolotl takes them, after everything else."""
+    """Options of torchrun in axolotl's form, after everything else."""
     return ["--", *(f"--{names[0]}={value}" for names, value in _TORCHRUN)]
 
 

@@ -1,4 +1,4 @@
-"""Shell scripts: the command that trains, and what the others around it mean for a run."""
+"""Shell scripts: the command that trains, and the effect of the other commands on a run."""
 
 import posixpath
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ _SILENT = frozenset((
     "hostname", "nvidia-smi", "clear", "exit", "wait", "shift", "printf", "cat", "ls", "which", "rm", "touch", ":",
     "pwd", "shopt", "tee", "return", "break", "continue", "read", "kill", "cp", "chmod",
 ))  # fmt: skip
-"""Commands that change nothing of the training."""
+"""Commands without effect on the training."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
 
 
 @dataclass
 class ScriptFacts:
-    """A script as a run needs it."""
+    """Facts that a run needs from a script."""
 
     command: ShellCommand | None = None
     line: LaunchLine | None = None
     outer: LaunchLine | None = None
-    """The line around ``bash -c``, if there is one."""
+    """The line around ``bash -c``, if any."""
     variables: dict[str, str] = field(default_factory=dict)
     sbatch: tuple[str, ...] = ()
     environment: str = ""
@@ -43,11 +43,11 @@ class ScriptFacts:
 
 
 def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequence[str] = ()) -> ScriptFacts:
-    """Find the training in a script.
+    """Find the training command in a script.
 
     Args:
-        folder: Folder that it is started in, absolute.
-        known: Variables of the user that are the same on the nodes.
+        folder: Folder that the script is started in, absolute.
+        known: Variables of the user that have the same value on the nodes.
         arguments: Arguments of the script.
     """
     script = read_shell(text, known, arguments)
@@ -56,7 +56,7 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
     facts = ScriptFacts(sbatch=script.sbatch, folder=folder)
     for note in script.unread[:_MAX_REPORTED]:
         facts.unread.append(UnreadPart(note, "see whether it changes the launch line in trainer.argv"))
-    # A line that runs in any case comes before one in a branch, and that before one with nothing but a variable.
+    # Prefer a line that always runs to one in a branch, and that to one with only a variable.
     ranked = [(_rank(command) * 2 - command.is_conditional, command) for command in script.commands]
     best = max([0, *(rank for rank, _ in ranked)])
     chosen = [command for rank, command in ranked if rank == best > 0]
@@ -71,7 +71,7 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
 
 
 def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
-    """Variables that Slurm gives to a job with such options."""
+    """Variables that Slurm sets in a job with these options."""
     options = read_options(split_options(sbatch))
     found = {
         "SLURM_NNODES": options.get("nodes", ""),
@@ -85,7 +85,7 @@ def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
 
 
 def _rank(command: ShellCommand) -> int:
-    """Likelihood that a command is the training: 0 for none."""
+    """Score for how likely a command is the training; 0 if it is not."""
     line = read_launch_line(command.argv)
     if line.launcher == "" and not _inner(line):
         is_script = bool(line.program) and line.program[0].endswith((".sh", ".slurm", ".sbatch"))
@@ -100,14 +100,14 @@ def _rank(command: ShellCommand) -> int:
 
 
 def _inner(line: LaunchLine) -> str:
-    """Text of ``bash -c``."""
+    """The script text of a ``bash -c`` line."""
     if line.program and PurePosixPath(line.program[0]).name in _SHELLS:
         return line.value("c", "lc", "ec") or ""
     return ""
 
 
 def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
-    """Take in a command before the training."""
+    """Apply a command that precedes the training."""
     name, words = command.argv[0] if command.argv else "", command.argv
     if name == "cd" and len(words) > 1:
         if command.unread or command.is_conditional:
@@ -168,7 +168,7 @@ def _choose(facts: ScriptFacts, command: ShellCommand, known: dict[str, str]) ->
             facts.unread += within.unread
             facts.setup += within.setup
             facts.folder, facts.environment = within.folder, within.environment or facts.environment
-            # Wrappers of both lines count; the places of the outer ones are gone with its words.
+            # Wrappers of both lines count; the outer line's positions are lost along with its words.
             facts.outer = line
             command, line, variables = within.command, within.line, variables | within.variables
     facts.command, facts.line, facts.variables = command, line, variables

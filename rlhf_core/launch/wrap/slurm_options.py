@@ -1,4 +1,4 @@
-"""Options of sbatch and srun, and their places in ``[resources]`` and ``[slurm]``."""
+"""Options of sbatch and srun, mapped to ``[resources]`` and ``[slurm]``."""
 
 import re
 import shlex
@@ -24,12 +24,12 @@ _OF_RUN = frozenset((
     "kill_on_bad_exit", "label", "unbuffered", "export", "jobid", "job_id", "overcommit", "overlap", "mpi",
     "cpu_bind", "input", "ntasks", "nodes", "get_user_env", "exclusive_user", "parsable",
 ))  # fmt: skip
-"""Options without a place: the run has its own log files, notices, retries and signals."""
+"""Options without a counterpart: a run has its own log files, notifications, retries and signals."""
 _MEMORY = {"": 1 / 1024, "M": 1 / 1024, "G": 1, "T": 1024, "K": 1 / 1024**2}
 
 
 def read_options(words: Iterable[str]) -> dict[str, str]:
-    """Options of sbatch lines as words: long names to values."""
+    """Parse the words of sbatch options into values by long name."""
     found: dict[str, str] = {}
     name = ""
     for word in words:
@@ -45,7 +45,7 @@ def read_options(words: Iterable[str]) -> dict[str, str]:
 
 
 def split_options(texts: Iterable[str]) -> list[str]:
-    """Words of ``#SBATCH`` lines; one with open quotes is split at its spaces."""
+    """Split ``#SBATCH`` lines into words; a line with unbalanced quotes is split at spaces."""
     words = []
     for text in texts:
         try:
@@ -56,7 +56,7 @@ def split_options(texts: Iterable[str]) -> list[str]:
 
 
 def read_slurm(draft: Draft, options: dict[str, str], source: str) -> None:
-    """Put the options of a job into resources and slurm.
+    """Store a job's options in resources and slurm.
 
     Args:
         source: ``#SBATCH`` or ``srun``; reports name it.
@@ -73,7 +73,7 @@ def read_slurm(draft: Draft, options: dict[str, str], source: str) -> None:
         if options.get(name):
             draft.set(setting, options[name], f"{source} --{name}")
     if options.get("exclude"):
-        # Commas within brackets belong to a name in Slurm's short form.
+        # In Slurm's short form, commas within brackets belong to a name.
         draft.set("slurm.exclude", re.split(r",(?![^\[]*\])", options["exclude"]), f"{source} --exclude")
     if options.get("container_image"):
         mounts: list[object] = [mount for mount in options.get("container_mounts", "").split(",") if mount]
@@ -127,7 +127,7 @@ def _read_tasks(draft: Draft, options: dict[str, str], source: str, nodes: int) 
         draft.set("resources.ranks_per_node", tasks, f"tasks on every node ({source})")
     cores = number(options.get("cpus_per_task"))
     if cores:
-        # With torchrun and the like there is one task for all ranks of a node.
+        # torchrun and similar launchers need one task per node, which starts all its ranks.
         gpus = draft.settings.get("resources.gpus_per_node")
         ranks = 1 if starts_ranks or not isinstance(gpus, int) else max(1, gpus)
         draft.set("resources.cpus_per_rank", max(1, cores // ranks), f"{source} --cpus-per-task", cores)
@@ -147,7 +147,7 @@ def _read_limits(draft: Draft, options: dict[str, str], source: str) -> None:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a time as Slurm writes it: minutes, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``."""
+    """Parse a Slurm time to seconds: minutes, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``."""
     found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,7})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     if not found:
         return None

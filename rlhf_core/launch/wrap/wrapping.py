@@ -1,4 +1,4 @@
-"""`rlhf wrap`: a launch line, or a script with one, becomes a config."""
+"""`rlhf wrap`: convert a launch line, or a script that contains one, to a config."""
 
 import posixpath
 import re
@@ -23,15 +23,15 @@ from rlhf_core.schemas.slurm_values import VARIABLE
 from rlhf_core.shell.launch_line import Wrapper, read_launch_line
 
 MAX_LINE = 100_000
-"""Longest launch line in characters: a config has at most 128 KiB."""
+"""Longest launch line in characters: a config is limited to 128 KiB."""
 _MAX_SHOWN = 20
 _DROPPED = frozenset(["srun", "nohup", "exec", "setsid", "time", "nice", "ray", "env"])
-"""Wrappers without a meaning in a run. The others (uv, conda, apptainer) stay in front."""
+"""Wrappers that have no effect in a run. The others (uv, conda, apptainer) are kept."""
 
 
 @dataclass(frozen=True)
 class WrapOptions:
-    """Settings that the user gives beside the launch line."""
+    """Settings that the user gives in addition to the launch line."""
 
     name: str = ""
     framework: FrameworkName | None = None
@@ -40,7 +40,7 @@ class WrapOptions:
 
 @dataclass(frozen=True)
 class WrappedLine:
-    """Config of a launch line, with a report."""
+    """Config generated from a launch line, with a report."""
 
     text: str
     """The config, as TOML. Without optimizer steps it does not load until they are filled in."""
@@ -52,10 +52,10 @@ class WrappedLine:
 
 
 def wrap_line(argv: Sequence[str], around: WrapSurroundings, options: WrapOptions) -> WrappedLine:
-    """Make a config of a launch line.
+    """Convert a launch line to a config.
 
     Raises:
-        BadInput: there is no program in it, or it holds what no config can.
+        BadInput: it contains no program, or something that a config cannot hold.
     """
     line = read_launch_line(argv)
     facts = ScriptFacts(line=line, variables=dict(line.variables), folder=around.folder)
@@ -72,10 +72,10 @@ def wrap_script(
     known: Mapping[str, str],
     arguments: Sequence[str],
 ) -> WrappedLine:
-    """Make a config of a shell script, without running it.
+    """Convert a shell script to a config, without running it.
 
     Raises:
-        BadInput: no line of it trains, or it holds what no config can.
+        BadInput: no line of it trains, or it contains something that a config cannot hold.
     """
     facts = read_script(text, around.folder, dict(known), arguments)
     if facts.line is None:
@@ -161,7 +161,7 @@ def _read_places(draft: Draft, facts: ScriptFacts) -> None:
         if draft.around.read_file(f"{folder}/pyvenv.cfg") is not None:
             environment = posixpath.normpath(folder)
             draft.words[first] = (program, *draft.words[first][1:])
-    # A job does not start in the user's shell, and another program of that name may be on its PATH.
+    # A job does not run in the user's shell, and its PATH may have another program of that name.
     if not environment and first is not None and draft.around.has_program(draft.words[first][0]):
         environment = draft.around.environment
     if environment:
@@ -169,7 +169,7 @@ def _read_places(draft: Draft, facts: ScriptFacts) -> None:
 
 
 def _say_processors(draft: Draft, family: Family) -> None:
-    """Have accelerate told of a run without GPUs: it would train every rank by itself, and say nothing."""
+    """Tell accelerate if a run has no GPUs: otherwise every rank would silently train on its own."""
     has_gpus = draft.settings.get("resources.gpus_per_node") != 0
     if not family.has_trainer or has_gpus or "ACCELERATE_USE_CPU" in draft.variables:
         return
@@ -211,7 +211,7 @@ def _unusable_variables(draft: Draft) -> None:
 
 
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
-    """Report expansions of the shell that are still in the config."""
+    """Report shell expansions that are still in the config."""
     sources = dict.fromkeys(facts.command.unread if facts.command else ())
     for name, value in list(draft.variables.items()):
         if any(source.partition(" (")[0] in value for source in sources):
@@ -229,11 +229,11 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
 
 
 def _require_valid(text: str, has_steps: bool) -> None:
-    """Refuse what no config can hold, for instance characters that cannot be stored.
+    """Reject a config with content that cannot be stored, such as certain characters.
 
     Raises:
-        BadConfig: with the problems found.
-        BadInput: it would be too long.
+        BadConfig: it is invalid; the message lists the problems.
+        BadInput: it is too long.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_CONFIG_BYTES:
         raise BadInput(f"found a launch line of which a config would have more than {MAX_CONFIG_BYTES} bytes")

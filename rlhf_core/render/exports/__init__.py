@@ -1,4 +1,4 @@
-"""A run for other programs: tables in files, and the formats of experiment trackers.
+"""Export of runs for other programs: tables in files, and the formats of experiment trackers.
 
-Their libraries are imported when they are needed: none is part of the control plane.
+The trackers' libraries are imported lazily: none is a dependency of the control plane.
 """

@@ -1,4 +1,4 @@
-"""Code that the formats share."""
+"""Code shared by the export formats."""
 
 import heapq
 import importlib
@@ -14,10 +14,10 @@ from rlhf_core.history.store import HistoryStore
 
 
 def require(module: str, target: str) -> None:
-    """See to it that the library of a format is there.
+    """Check that the library of a format is installed.
 
     Raises:
-        BadInput: it is not; says how to install it.
+        BadInput: it is not; the message says how to install it.
     """
     try:
         importlib.import_module(module)
@@ -29,10 +29,10 @@ def require(module: str, target: str) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder to export to.
+    """Create the folder to export to.
 
     Raises:
-        BadInput: it cannot be one.
+        BadInput: it cannot be created.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,11 @@ def evaluation_points(shown: Mapping[str, Any]) -> list[CurvePoint]:
 
 
 def all_points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurvePoint]:
-    """Metrics that count and evaluations of a run, by step."""
+    """Effective metrics and evaluations of a run, by step."""
     curve = curve_points(store, shown["run"]["run_id"], by_step=True)
     return heapq.merge(curve, evaluation_points(shown), key=lambda point: point.step)
 
 
 def clean_name(text: str) -> str:
-    """A name in the characters that every tracker takes."""
+    """Replace the characters that some tracker does not accept in names."""
     return re.sub(r"[^\w\-./ ]", "_", text)

@@ -1,4 +1,4 @@
-"""One file for each table: CSV, or Parquet."""
+"""One file per table: CSV, or Parquet."""
 
 import csv
 import os
@@ -16,13 +16,13 @@ from rlhf_core.text.escaping import csv_cell, json_text
 
 
 def to_csv(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
-    """``<table>.csv`` in the folder ``out``: UTF-8, with a line of names; times are ISO 8601, JSON is text, nothing is
-    empty. A text that a spreadsheet would calculate has an apostrophe before it (:func:`csv_cell`)."""
+    """Write ``<table>.csv`` to the folder ``out``: UTF-8 with a header line; times are ISO 8601, JSON is text, nulls
+    are empty. Text that a spreadsheet would evaluate gets a leading apostrophe (:func:`csv_cell`)."""
     return _tables(store, run_ids, out, "csv", _write_csv)
 
 
 def to_parquet(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
-    """``<table>.parquet`` in the folder ``out``, also for tables without rows; JSON is text.
+    """Write ``<table>.parquet`` to the folder ``out``, even for tables without rows; JSON is text.
 
     Raises:
         BadInput: pyarrow is missing.
@@ -47,7 +47,7 @@ def _tables(
 
 @contextmanager
 def _replaced_whole(path: Path) -> Iterator[Path]:
-    """A file to write to, which takes the place of ``path`` when it is whole."""
+    """A temporary file that replaces ``path`` once it is complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary

@@ -1,4 +1,5 @@
-"""Runs in MLflow: parameters, metrics with steps and times, tags, evaluations, artifacts. Again: adds what is new."""
+"""Export to MLflow: parameters, metrics with steps and times, tags, evaluations, artifacts. A repeated export adds the
+new data."""
 
 import math
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 RUN_TAG = "rlhf.run_id"
-"""Tag by which an exported run is found again."""
+"""Tag that identifies an exported run."""
 
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
@@ -36,14 +37,16 @@ _STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
 def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifacts: bool = True) -> list[str]:
-    """One MLflow run per run, in the experiment of the run's name, found again by its tag :data:`RUN_TAG`.
+    """Export each run to one MLflow run, in an experiment named after the run, identified by the tag
+    :data:`RUN_TAG`.
 
     Args:
-        out: a tracking URI (``http://...``, ``sqlite:///...``, ``file://...``), or a folder, which gets ``mlflow.db``.
+        out: a tracking URI (``http://...``, ``sqlite:///...``, ``file://...``), or a folder, in which ``mlflow.db`` is
+            created.
         artifacts: store report, settings, evaluation tables and model card as well.
 
     Returns:
-        For each run, the id that MLflow gave it.
+        The MLflow run id for each run.
 
     Raises:
         BadInput: MLflow is missing, or the artifacts cannot be stored.
@@ -60,7 +63,8 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
 
 
 def _place_of_artifacts(uri: str) -> str | None:
-    """Beside a file of SQLite; MLflow would put them into the current folder. None where a server says where."""
+    """Artifact location next to a SQLite file, because MLflow would use the current folder. None if a server
+    decides."""
     path = uri.removeprefix("sqlite:///")
     return None if path == uri or not path else (Path(path).absolute().parent / "artifacts").as_uri()
 
@@ -71,7 +75,7 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, place: str
     there = _find(client, experiment, run_id)
     known = _known_points(client, there) if there is not None else {}
     if there is not None and _is_stale(known, _points(store, shown)):
-        # Steps were made again since the last export, and MLflow forgets no value.
+        # Steps were repeated since the last export, and MLflow never overwrites a value.
         client.delete_run(there.info.run_id)
         there, known = None, {}
     if there is None:
@@ -111,7 +115,7 @@ def _points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurvePoin
 
 
 def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int, int]]]:
-    """Step and time of every value that MLflow has, by name. A step that is made again has another time."""
+    """Step and time of every value in MLflow, by name. A repeated step has a different time."""
     return {
         key: {(point.step, point.timestamp) for point in client.get_metric_history(run.info.run_id, key)}
         for key in run.data.metrics
@@ -119,7 +123,7 @@ def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int
 
 
 def _is_stale(known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]) -> bool:
-    """True if MLflow has values that count no more."""
+    """True if MLflow has values that no longer count."""
     num_still_true = sum(_identity(point) in known.get(clean_name(point.key), ()) for point in points)
     return num_still_true < sum(map(len, known.values()))
 
@@ -143,12 +147,12 @@ def _identity(point: CurvePoint) -> tuple[int, int]:
 
 
 def _storable(value: float) -> float:
-    """Infinity becomes the largest number, as in MLflow's own databases; NaN stays."""
+    """Replace infinity by the largest number, as MLflow's own databases do; NaN stays."""
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Words
+# Tags and parameters
 
 
 def _log_facts(client: "MlflowClient", target: str, shown: Mapping[str, Any]) -> None:
@@ -165,7 +169,7 @@ def _log_facts(client: "MlflowClient", target: str, shown: Mapping[str, Any]) ->
 
 
 def facts(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Tags of a run, without their prefix; those without a value are left out."""
+    """Tags of a run, without their prefix; those without a value are omitted."""
     run = shown["run"]
     found = {name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")}
     found |= {

@@ -1,7 +1,7 @@
 """Files under *Artifacts* of a run in MLflow: report, settings, evaluation tables, model card.
 
-Small texts only, replaced as a whole when a run is exported again. Weights stay where they are: the model card and
-``rlhf.json`` say where that is, and with which checksums.
+Only small texts, replaced as a whole by a repeated export. Weights are not copied: the model card and ``rlhf.json``
+give their location and checksums.
 """
 
 import json
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 MOST_BYTES = 16 << 20
-"""A text that is larger is left out: artifacts are to be looked at in a browser."""
+"""Size above which a text is left out: artifacts are meant to be viewed in a browser."""
 
 _CARD_FILES = ("README.md", "rlhf.json")
-"""Files of a promoted model's folder beside the model."""
+"""Files in a promoted model's folder that describe the model."""
 
 _TABLES_TAG = "mlflow.loggedArtifacts"
-"""Tag by which MLflow knows that an artifact is a table."""
+"""Tag by which MLflow recognises artifacts that are tables."""
 
 _TABLE_COLUMNS = ("prompt_uid", "sample_index", "prompt", "completion", "answer", "score")
 
@@ -41,7 +41,7 @@ def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, show
     """Store the texts of a run as artifacts of its MLflow run.
 
     Raises:
-        BadInput: where MLflow keeps artifacts, they cannot be stored.
+        BadInput: MLflow's artifact location is not writable.
     """
     from mlflow.exceptions import MlflowException
 
@@ -66,7 +66,7 @@ def _texts(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[tuple[str,
     run_id, spec = shown["run"]["run_id"], shown["run"]["spec"]
     yield "report.html", page(gather(store, RunDir(Path(queries.run_dir_of(store, run_id)))))
     yield "config/spec.json", json_text(spec, indent=2) + "\n"
-    with suppress(ValidationError):  # of another version: the JSON has it
+    with suppress(ValidationError):  # written by another version: the JSON has it
         yield "config/config.toml", as_toml(RunSpec.model_validate(spec))
     for row in shown["evaluations"]:
         samples = queries.evaluation_samples(store, run_id, row["when"], row["name"])
@@ -74,11 +74,11 @@ def _texts(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[tuple[str,
             yield f"evaluation/{row['when']}_{row['name']}.json", _table(samples)
     folder = shown["promotion"].get("path")
     for name in _CARD_FILES if folder else ():
-        with suppress(OSError, UnicodeDecodeError):  # moved away since, or not to be seen from here
+        with suppress(OSError, UnicodeDecodeError):  # moved since, or not visible from here
             yield f"model_card/{name}", (Path(folder) / name).read_text(encoding="utf-8")
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """A table in the form that ``mlflow.load_table`` and the pages of MLflow read."""
+    """A table in the form read by ``mlflow.load_table`` and MLflow's pages."""
     columns = [name for name in _TABLE_COLUMNS if name in rows[0]]
     return json.dumps({"columns": columns, "data": [[row[name] for name in columns] for row in rows]})

@@ -1,4 +1,4 @@
-"""Event files of TensorBoard, without TensorFlow and without torch."""
+"""TensorBoard event files, written without TensorFlow or torch."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,8 +11,8 @@ from rlhf_core.render.exports.common import all_points, make_folder, require
 
 
 def to_tensorboard(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
-    """A folder ``<run_id>`` in ``out`` for each run, made anew: the metrics that count and the evaluations, at the wall
-    time at which they were measured. ``tensorboard --logdir OUT`` shows them side by side.
+    """Write a fresh folder ``<run_id>`` in ``out`` for each run: effective metrics and evaluations, with the wall time
+    of their measurement. ``tensorboard --logdir OUT`` shows them side by side.
 
     Raises:
         BadInput: tensorboard is missing.
@@ -28,7 +28,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     folder, temporary = out / run_id, out / f".{run_id}.tmp"
-    remove_tree(temporary)  # of an export that was killed
+    remove_tree(temporary)  # left by a killed export
     writer = EventFileWriter(str(temporary))
     try:
         points = all_points(store, queries.show_run(store, run_id))

@@ -1,6 +1,6 @@
-"""Offline runs of Weights & Biases: a folder that ``wandb sync`` sends when its owner wants to.
+"""Offline runs of Weights & Biases: a folder that its owner can upload with ``wandb sync``.
 
-Nothing is sent from here, and no login is needed.
+The export itself uploads nothing and needs no login.
 """
 
 import secrets
@@ -17,7 +17,8 @@ from rlhf_core.schemas.regression import REGRESSED
 
 
 def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
-    """A folder ``wandb/offline-run-...-<run_id>`` in ``out`` for each run; one that an earlier export made is replaced.
+    """Write a folder ``wandb/offline-run-...-<run_id>`` to ``out`` for each run; one from an earlier export is
+    replaced.
 
     Raises:
         BadInput: wandb is missing.
@@ -32,10 +33,10 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
 
     shown = queries.show_run(store, run_id)
     run = shown["run"]
-    # A folder of its own: two exports within a second would have the same name, and must not write to one file.
+    # A separate folder, because two exports within a second would get the same name and write to one file.
     temporary = out / f".{run_id}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
-    # The state of the machine that exports says nothing about the run.
+    # The state of the exporting machine says nothing about the run.
     settings = wandb.Settings(
         mode="offline",
         console="off",
@@ -75,7 +76,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
 
 
 def tags(shown: Mapping[str, Any]) -> list[str]:
-    """Tags of the exported run: its own, its algorithm, its state, and that its held-out score fell."""
+    """Tags of the exported run: its own, its algorithm, its state, and ``regressed`` if a held-out score dropped."""
     run = shown["run"]
     return list(
         dict.fromkeys([*run["tags"], run["algorithm"], run["state"], *([REGRESSED] if shown["regressed"] else [])])
