@@ -61,7 +61,7 @@ class Approval(RunInput):
     reason: str = Field(default="", description="Why, in a sentence.")
 
     def as_answer(self) -> PromotionAnswer:
-        """The answer to record. Anybody with the server's password can enter any name, so the name is stored as a
+        """The answer to record. Any user with the server's password can enter any name, so the name is stored as a
         claim."""
         return PromotionAnswer(
             verdict="approved" if self.approve else "refused",

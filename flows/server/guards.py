@@ -3,7 +3,7 @@ size.
 
 The password is not a cookie, so a page of another site cannot borrow it from a browser. These checks are further
 defences: a server that answers to any name can be read by a page whose name is pointed at it (DNS rebinding), and a
-body that is read before its sender is authenticated lets anybody use up memory.
+body that is read before its sender is authenticated lets any client use up memory.
 """
 
 import base64

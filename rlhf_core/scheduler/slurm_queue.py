@@ -146,7 +146,7 @@ def _cache_file() -> Path:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     try:
-        private_files.make_folder(path.parent)  # whoever can open a lock can also hold it
+        private_files.make_folder(path.parent)  # a process that can open a lock can also hold it
         lock = path.with_suffix(".lock").open("w")
     except OSError:
         yield False
