@@ -100,12 +100,12 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
         is_strong=True,
     ),
     ProgressSource.STDOUT: SourceSight(
-        sees="a job that prints no more progress",
+        sees="a job that no longer prints progress",
         blind="the rank that is to blame; output that the program holds back in a buffer",
         is_strong=True,
     ),
     ProgressSource.CHECKPOINTS: SourceSight(
-        sees="a job that saves no more checkpoints",
+        sees="a job that no longer saves checkpoints",
         blind="the rank that is to blame; anything shorter than the time between two checkpoints",
         is_strong=True,
     ),
@@ -115,7 +115,7 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
         is_strong=True,
     ),
     ProgressSource.ACTIVITY: SourceSight(
-        sees="ranks that are stopped, or wait without using processor, disk or GPU",
+        sees="ranks that are stopped, or that wait without using CPU, disk or GPU",
         blind="an endless loop, and a rank that spins in a collective (NCCL does)",
         is_strong=False,
     ),

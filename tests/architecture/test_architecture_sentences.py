@@ -84,7 +84,7 @@ def without_a_plan(path: str, text: str) -> Iterator[str]:
 
 def test_handlers_of_every_exception_say_why() -> None:
     assert [found for path in SOURCES for found in without_a_plan(path.name, path.read_text())] == []
-    assert "says why beside it" in " ".join((worker_process.__doc__ or "").split())
+    assert "has a comment that justifies it" in " ".join((worker_process.__doc__ or "").split())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_elastic_alone_imports_torch_as_it_is_loaded() -> None:
     assert importers("torch", late=True) == {"store.py"}
     assert importers("rlhf_core.worker.groups.elastic", late=False) == set(), "so that an agent begins without torch"
     sentence = " ".join((elastic.__doc__ or "").split())
-    assert "the only module of the agent that imports torch when it is loaded" in sentence
+    assert "the agent's only module that imports torch at load time" in sentence
     assert "``channel/store.py``" in sentence
 
 

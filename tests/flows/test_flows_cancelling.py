@@ -77,7 +77,7 @@ def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Des
     found, _ = cancelled(desk, run_dir)
     assert desk.scheduler.cancelled == ["101"]
     assert found.job_ended
-    assert "does not answer" in found.message
+    assert "does not respond" in found.message
 
 
 @pytest.mark.usefixtures("follows_orders")

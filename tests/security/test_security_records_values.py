@@ -437,4 +437,4 @@ def test_a_run_is_ended_whose_journal_cannot_be_read(
         file.write(b'{"version": 1, "sequence": 99999999999999999999, "token": 1}\n')
     rlhf("cancel", run_dir.run_id)
     assert scheduler.cancelled == ["101"]
-    assert "its state is not known" in capsys.readouterr().out
+    assert "the state of the run is unknown" in capsys.readouterr().out
