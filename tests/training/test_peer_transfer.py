@@ -118,7 +118,7 @@ def test_a_part_that_does_not_come_whole_does_not_count(
         with pytest.raises(PeerRefused, match="is no rank"):
             send_part(receiver.address, OTHER_KEY, part_of(CONTENT), CONTENT)
     assert parts_here(tmp_path) == []
-    words = {"damaged": "does not match its checksum", "torn": "the connection ended 1 bytes", "no room": "1000 free"}
+    words = {"damaged": "does not match its checksum", "torn": "before the end of a file", "no room": "1000 free"}
     assert words[fault] in lines[0]
     send_part(receiver.address, KEY, part_of(CONTENT), CONTENT)
     assert parts_here(tmp_path) == [part_of(CONTENT)]

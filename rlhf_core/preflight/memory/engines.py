@@ -1,5 +1,7 @@
 """Memory of vLLM: a share of a GPU that it fills itself, or on CPU what was measured."""
 
+from dataclasses import replace
+
 from rlhf_core.preflight.memory.formulas import BYTES, activation_bytes, weight_bytes
 from rlhf_core.preflight.memory.gpus import GIB, USABLE_SHARE
 from rlhf_core.preflight.memory.shapes import Shape, trained_shape
@@ -114,7 +116,7 @@ def step_bytes(spec: RunSpec, shape: Shape) -> int:
     """
     dtype = spec.model.dtype
     if not spec.resources.gpus_per_node:
-        all_layers = activation_bytes(shape, dtype, STEP_TOKENS["cpu"], checkpointing=False)
+        all_layers = activation_bytes(replace(shape, is_lean=False), dtype, STEP_TOKENS["cpu"], checkpointing=False)
         return all_layers // shape.layers + STEP_SEQUENCES["cpu"] * shape.vocabulary * 4
     widest = (2 * shape.hidden + 3 * shape.feed_forward) * BYTES[dtype]
     return STEP_TOKENS["gpu"] * widest + STEP_SEQUENCES["gpu"] * shape.vocabulary * 4

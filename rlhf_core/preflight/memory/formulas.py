@@ -101,23 +101,31 @@ def activation_bytes(shape: Shape, dtype: str, tokens: int, checkpointing: bool,
     """Activations that the forward pass keeps for the backward pass, counted as in Korthikanti et al. 2022 (arXiv
     2205.05198).
 
-    Per layer and token: two norms (input, normalised, output), queries, keys and values before and after their norm
-    and rotation, keys and values repeated for every head, the attention's output, and four times the width of the
-    gated feed-forward layer. Scores of the attention are not kept (fused kernels). With gradient checkpointing one
-    hidden state per layer and token, and one layer in full while it is computed again. The last norm comes on top.
+    Per layer and token: two norms (input, output), queries, keys and values before and after their norm and rotation,
+    keys and values repeated for every head, the attention's output, and the two widths of the gated feed-forward layer.
+    A model whose norms and feed-forward layers have another form than ``models/lean_layers.py`` replaces also keeps
+    normalised states, those in float32, and the gate's activation and product. Scores of the attention are not kept
+    (fused kernels). With gradient checkpointing one hidden state per layer and token, and one layer in full while it is
+    computed again. The last norm comes on top.
 
-    Under an adapter, frozen layers keep nothing for a gradient of their own: no normalised states, and the input of a
-    linear layer where it has an adapter, with ``rank`` values besides.
+    Under an adapter, frozen layers keep nothing for a gradient of their own: only the input of a norm, and the input of
+    a linear layer where it has an adapter, with ``rank`` values besides.
     """
     size = BYTES[dtype]
-    elements = 6 * shape.hidden + 6 * shape.query + 5 * shape.keys + 4 * shape.feed_forward
+    elements = 4 * shape.hidden + 5 * shape.query + 4 * shape.keys + 2 * shape.feed_forward
     if lora is not None:
         targets = targets_of(shape, lora)
         into_attention, into_feed_forward = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
         num_inputs = sum(not targets.isdisjoint(names) for names in (into_attention, into_feed_forward))
-        elements = (2 + num_inputs) * shape.hidden + 5 * shape.query + 4 * shape.keys + 3 * shape.feed_forward
-        elements += ("down_proj" in targets) * shape.feed_forward + len(targets) * lora.rank
-    upcast = 0 if size == 4 else 8 * shape.hidden  # norms are computed in float32
+        elements = (2 + num_inputs) * shape.hidden + 5 * shape.query + 4 * shape.keys + 2 * shape.feed_forward
+        elements += len(targets) * lora.rank
+    upcast = 0
+    if shape.is_lean:
+        elements += shape.feed_forward * checkpointing
+    else:
+        elements += shape.feed_forward * (2 if lora is None or "down_proj" in targets_of(shape, lora) else 1)
+        elements += 2 * shape.hidden + shape.query + shape.keys if lora is None else 0
+        upcast = 0 if size == 4 else 8 * shape.hidden
     layer = tokens * (elements * size + upcast)
     last = tokens * 2 * shape.hidden * size
     if checkpointing:

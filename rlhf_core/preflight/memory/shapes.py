@@ -6,6 +6,9 @@ from typing import Any
 
 from rlhf_core.schemas.model import ALL_LINEAR, LoraSpec
 
+_LEAN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Types of models whose norms and feed-forward layers are replaced in training; others may be as well."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -20,6 +23,8 @@ class Shape:
     """Key-value heads x size of a head."""
     feed_forward: int
     vocabulary: int
+    is_lean: bool = False
+    """True if training replaces its norms and feed-forward layers (``training/models/lean_layers.py``)."""
 
     @property
     def linear_layers(self) -> Mapping[str, int]:
@@ -52,7 +57,8 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
     head_dim = int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("vocab_size") or vocabulary)
-    return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size)
+    is_lean = str(config.get("model_type")) in _LEAN_FAMILIES and config.get("hidden_act", "silu") == "silu"
+    return Shape(parameters, hidden, layers, heads * head_dim, kv_heads * head_dim, feed_forward, size, is_lean)
 
 
 def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:

@@ -31,6 +31,7 @@ from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
 from rlhf_core.training.data.tokenizers import VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import whole_shape
+from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
@@ -161,6 +162,7 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
         raise BadConfig(
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
+    use_lean_layers(model)
     return model
 
 
@@ -179,6 +181,7 @@ def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
         raise BadConfig(
             f"{folder} describes no causal language model that transformers knows: {_first_lines(error)}"
         ) from error
+    use_lean_layers(model)
     model.requires_grad_(False)
     model.eval()
     return model
@@ -316,6 +319,7 @@ class PolicyModel(nn.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass instead of keeping them."""
+        keep_products(self.causal_lm)
         self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def _hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -184,7 +184,10 @@ def _stream(connection: socket.socket, num_bytes: int) -> Iterable[memoryview]:
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(num_bytes, 1))))
     left = num_bytes
     while left:
-        count = connection.recv_into(buffer[: min(left, len(buffer))])
+        try:
+            count = connection.recv_into(buffer[: min(left, len(buffer))])
+        except ConnectionResetError:  # instead of an end, if the peer left something unread
+            count = 0
         if not count:
             raise ConnectionError(f"the connection ended {left} bytes before the end of a file")
         left -= count
