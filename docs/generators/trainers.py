@@ -349,8 +349,8 @@ TROUBLE = {
     "pattern, or raise the floor of that phase (`supervise.floor_s`)",
     "the log of the first rank holds all the output": "ranks of torchrun, and of launchers built on it, have their own "
     "logs (`rlhf logs RUN --rank 1`); other launchers mix the output",
-    "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of versions that are "
-    "[known to go wrong](preflight.md#versions-that-go-wrong-together)",
+    "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of "
+    "[known bad versions](preflight.md#known-bad-versions)",
 }
 """Signs of trouble, and their causes with a remedy."""
 

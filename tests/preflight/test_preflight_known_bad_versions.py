@@ -116,7 +116,7 @@ def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
         said = [one for one in found(facts, "environment.versions") if row.happens in one.found]
         fatal = row.concerns(spec) and row.certain
         assert [one.status for one in said] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
-        assert ("does not come upon it" in said[0].found) == (not row.concerns(spec))
+        assert ("is not affected" in said[0].found) == (not row.concerns(spec))
 
 
 def test_a_row_for_other_programs_is_not_said_of_our_own_trainer() -> None:

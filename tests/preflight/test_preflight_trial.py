@@ -114,7 +114,7 @@ def test_nothing_is_said(facts: Facts) -> None:
 
 def test_an_automatic_trial_asks_nothing_of_the_user() -> None:
     facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), baseline=Baseline(known=True))
-    assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on all 2 nodes")
+    assert needed(facts).advice.startswith("nothing to do: 3 steps on one node, then on all 2 nodes")
 
 
 def test_the_basis_survives_being_written_down() -> None:
@@ -140,7 +140,7 @@ def test_a_trial_of_engines_with_nodes_of_their_own_has_one_of_each_kind() -> No
     spec = with_spec(resources={"num_nodes": 6}, rollout={"engines": 4, "nodes": 2}).spec
     small, whole = rungs(spec)
     assert (small.title, whole.title) == (
-        "trial on one node that trains and one with engines",
+        "trial on one node for training and one for engines",
         "trial on all 6 nodes",
     )
     tried = [trial_spec(spec, rung) for rung in (small, whole)]
@@ -217,7 +217,7 @@ def test_a_trial_of_another_program_makes_fewer_steps_on_one_node() -> None:
     facts = unknown_run(command())
     finding = needed(facts)
     assert finding.status is CheckStatus.WARNING
-    assert "no good run of the name theirs yet" in finding.found
+    assert "no good run named theirs yet" in finding.found
     one, both = (trial_spec(facts.spec, rung) for rung in rungs(facts.spec))
     assert (one.resources.num_nodes, both.resources.num_nodes) == (1, 2)
     steps = facts.spec.preflight.trial_steps
@@ -232,8 +232,8 @@ def test_a_trial_of_another_program_makes_fewer_steps_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        (command(TORCHRUN.replace("{num_steps}", "100")), "does not have {num_steps}"),
-        (command(output_dir="/scratch/out"), "/scratch/out is that of the run as well"),
+        (command(TORCHRUN.replace("{num_steps}", "100")), "lacks {num_steps}"),
+        (command(output_dir="/scratch/out"), "/scratch/out is also that of the run"),
         (command(TORCHRUN.replace("{num_nodes}", "2")), "a fixed --nnodes"),
     ],
 )
