@@ -44,11 +44,11 @@ def test_hours_count_for_every_gpu_or_node_of_the_allocation() -> None:
         assert refusal(spec, Used(1, 3600.0)) == ""
         # The 120 s in which it is asked to save, and a minute that Slurm may be early.
         assert refusal(spec, Used(1, 7019.0)) == ""
-        assert "what is left is too short" in refusal(spec, Used(1, 7021.0))
+        assert "the remaining time is too short" in refusal(spec, Used(1, 7021.0))
         assert time_limit_s(spec, Used(1, 9999.0)) == 1
     assert refusal(make_spec(max_gpu_hours=16), Used(2, 7200.0)) == (
         "supervise.max_gpu_hours = 16: 16.00 GPU-hours used in 2 attempts; "
-        "what is left is too short to train and to save"
+        "the remaining time is too short to train and save"
     )
 
 

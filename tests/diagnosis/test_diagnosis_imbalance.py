@@ -95,20 +95,20 @@ def test_nodes_without_gpus_are_compared_too_and_healthy_ones_are_not_found() ->
 
     watch, _ = watch_job(10, foreign_work)
     (found,) = watch.findings()
-    assert "node2 stands out: its processor use is 99 %" in found
+    assert "node2 is an outlier: its processor use is 99 %" in found
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gpu1_util_percent": 15.0}, "GPU 1 of node3 stands out: its utilisation is 15 %"),
-        ({"gpu1_power_w": 150.0}, "GPU 1 of node3 stands out: its power is 150 W"),
-        ({"gpu1_sm_clock_mhz": 900.0}, "GPU 1 of node3 stands out: its clock is 900 MHz"),
-        ({"network_received_mb_per_s": 3.0, "network_sent_mb_per_s": 3.0}, "node3 stands out: its network traffic"),
-        ({"workers_cpu_percent": 20.0}, "node3 stands out: its processor use by its workers is 2 %"),
-        ({"gpu0_temperature_c": 89.0}, "GPU 0 of node3 has 89 °C; at 90 °C it slows itself down"),
-        ({"gpu0_throttle_thermal": 1.0}, "GPU 0 of node3 is slowed down by heat 100% of the time"),
-        ({"gpu0_throttle_power_brake": 1.0}, "GPU 0 of node3 is slowed down by its power supply"),
+        ({"gpu1_util_percent": 15.0}, "GPU 1 of node3 is an outlier: its utilisation is 15 %"),
+        ({"gpu1_power_w": 150.0}, "GPU 1 of node3 is an outlier: its power is 150 W"),
+        ({"gpu1_sm_clock_mhz": 900.0}, "GPU 1 of node3 is an outlier: its clock is 900 MHz"),
+        ({"network_received_mb_per_s": 3.0, "network_sent_mb_per_s": 3.0}, "node3 is an outlier: its network traffic"),
+        ({"workers_cpu_percent": 20.0}, "node3 is an outlier: its processor use by its workers is 2 %"),
+        ({"gpu0_temperature_c": 89.0}, "GPU 0 of node3 has 89 °C and throttles at 90 °C"),
+        ({"gpu0_throttle_thermal": 1.0}, "GPU 0 of node3 is throttled because of heat 100% of the time"),
+        ({"gpu0_throttle_power_brake": 1.0}, "GPU 0 of node3 is throttled because of its power supply"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -201,8 +201,8 @@ def test_where_half_do_other_work_none_is_an_outlier() -> None:
     [
         ({"gpu1_ecc_uncorrected": 5.0}, "GPU 1 of node3 had 1 memory errors that ECC could not correct"),
         ({"gpu1_xid": 79.0}, "GPU 1 of node3 reported XID 79, a fault of the hardware or driver. See dmesg on node3"),
-        ({"gpu1_xid": 31.0}, "XID 31, which a faulty program causes too"),
-        ({"gpu1_lost": 1.0}, "GPU 1 of node3 no longer answers"),
+        ({"gpu1_xid": 31.0}, "XID 31, which a faulty program can also cause"),
+        ({"gpu1_lost": 1.0}, "GPU 1 of node3 no longer responds"),
     ],
 )
 def test_broken_hardware_is_found_at_once_and_stays(changes: Figures, words: str) -> None:

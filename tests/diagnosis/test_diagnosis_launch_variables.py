@@ -59,9 +59,14 @@ def test_what_fits_the_plan_is_well(name: str, values: str, ranks_per_node: int)
         ("NODE_RANK", "- - - 0", 1, "blocked n4: on n4: NODE_RANK = 0, the place of n1"),
         ("NODE_RANK", "- - 1 -", 1, "blocked n3: on n3: NODE_RANK = 1, the place of n2"),
         ("NODE_RANK", "- - 9 -", 1, "blocked n3: on n3: NODE_RANK = 9, with 4 nodes"),
-        ("NODE_RANK", "0 1 two 3", 1, "blocked n3: on n3: NODE_RANK = two, which is no number"),
+        ("NODE_RANK", "0 1 two 3", 1, "blocked n3: on n3: NODE_RANK = two, which is not a number"),
         ("NODE_RANK", "0 1 1 3", 1, "blocked n3: n2 and n3 have the same NODE_RANK = 1"),
-        ("NODE_RANK", "0 1 - 3", 1, "blocked n3: on n3: NODE_RANK absent; a launcher takes 0, like the first node"),
+        (
+            "NODE_RANK",
+            "0 1 - 3",
+            1,
+            "blocked n3: on n3: NODE_RANK absent; a launcher's default is 0, the number of the first node",
+        ),
         # What most nodes share is no node's own: with these nodes left out the mistake would still be there.
         ("NPROC_PER_NODE", "7 7 7 7", 8, "blocked run: NPROC_PER_NODE = 7 on all nodes"),
         ("NPROC_PER_NODE", "7 7 7 -", 8, "blocked run: NPROC_PER_NODE = 7 on 3 of 4 nodes"),

@@ -115,7 +115,7 @@ def test_who_did_not_come_is_missing() -> None:
 def test_fewer_gpus_than_planned() -> None:
     plan = Plan(NAMES, ranks_per_node=8, gpus_per_node=8)
     (result,) = [one for one in compare(facts(n2={"hardware": {"gpus": "7"}}), {}, plan) if one.node]
-    assert (result.status, result.found) == (BLOCKED, "n2 has 7 GPUs that work")
+    assert (result.status, result.found) == (BLOCKED, "n2 has 7 working GPUs")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_who_came_least_far_is_to_blame_and_not_those_who_waited() -> None:
     results = judge(found)
     assert troubles(results) == [("probe.answer", "blocked", "n2")]
     (result,) = [one for one in results if one.node == "n2"]
-    assert result.found == "rank 0 of n2 came no further than started: no answer in time"
+    assert result.found == "rank 0 of n2 got no further than started: no answer in time"
 
 
 def test_a_node_that_says_nothing_did_not_start() -> None:

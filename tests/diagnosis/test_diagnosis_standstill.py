@@ -103,7 +103,7 @@ def test_set_up_and_a_first_pass_keep_their_long_floor(status: dict[str, Any]) -
 def test_a_stopped_process_is_proven() -> None:
     (found,) = watch({"main": Wait.STOPPED}, process_state="T")
     assert found.status.rank == 1
-    assert found.evidence == "was stopped (process state T) in 3 looks over 4.0 s"
+    assert found.evidence == "was stopped (process state T) in 3 inspections over 4.0 s"
 
 
 def test_a_deadlock_that_peers_wait_for_is_proven() -> None:
