@@ -25,7 +25,7 @@ def expire(store: HistoryStore) -> None:
 
 def test_one_holds_the_lease(store: HistoryStore) -> None:
     assert store.acquire_lease(RUN, "first", 60) == 1
-    with pytest.raises(LeaseLost, match=r"driven by another controller, first; its lease runs for (59|60) s more"):
+    with pytest.raises(LeaseLost, match=r"driven by another controller, first; its lease expires in (59|60) s"):
         store.acquire_lease(RUN, "second", 60)
 
 

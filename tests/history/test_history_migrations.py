@@ -94,7 +94,7 @@ def test_upgrading_an_up_to_date_database_changes_nothing(store: HistoryStore, r
 def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate, "SCHEMA_REVISION", "9998")
     with pytest.raises(
-        SchemaOutOfDate, match=rf"has schema {SCHEMA_REVISION}, this program needs 9998. Run `rlhf db upgrade`"
+        SchemaOutOfDate, match=rf"has schema {SCHEMA_REVISION}, but this program needs 9998. Run `rlhf db upgrade`"
     ) as error:
         HistoryStore(database_url)
     assert error.value.exit_code == 2

@@ -78,7 +78,7 @@ def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
 
 
 def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
-    with pytest.raises(UnknownRun, match=f"fits several runs: {three['new']}, {three['old']}"):
+    with pytest.raises(UnknownRun, match=f"matches several runs: {three['new']}, {three['old']}"):
         queries.resolve_run(store, "sor")
 
 
@@ -217,7 +217,7 @@ def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -
     sync(run.dir, store)
     found = queries.events(store, run.run_id)
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)
-    assert found[0]["message"] == "anna asked for sort with sort.toml"
+    assert found[0]["message"] == "anna requested sort with sort.toml"
     moved = [event["state"] for event in found if event["kind"] == "run_moved"]
     assert moved == ["preflight", "queued", "training", "queued", "training", "evaluating", "completed"]
     assert {"1 passed, 1 warning", "local job j1", "node n2 was lost"} <= {event["message"] for event in found}
@@ -395,7 +395,7 @@ WRITES = [
 @pytest.mark.parametrize("statement", WRITES)
 def test_the_database_refuses_to_write(store: HistoryStore, three: dict[str, str], statement: str) -> None:
     before = dump(store)
-    with pytest.raises(BadInput, match=r"refused: .* answers one reading statement") as error:
+    with pytest.raises(BadInput, match=r"refused: .* runs one read-only statement") as error:
         queries.run_sql(store, statement)
     assert error.value.exit_code == 2
     assert dump(store) == before
@@ -461,7 +461,7 @@ def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, state
 
 @pytest.mark.parametrize("statement", ["SELEC 1", "SELECT ("])
 def test_what_is_no_sql(store: HistoryStore, statement: str) -> None:
-    with pytest.raises(BadInput, match="did not understand"):
+    with pytest.raises(BadInput, match="rejected the query"):
         queries.run_sql(store, statement)
 
 

@@ -471,8 +471,8 @@ Given = Mapping[str, str]
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("goodput", {"dys": "3"}, "the query has no argument 'dys'. It has: days, name."),
-        ("goodput", {"days": "many"}, "found days=many, expected a number: how far back to look."),
+        ("goodput", {"dys": "3"}, "the query has no argument 'dys'. Its arguments: days, name."),
+        ("goodput", {"days": "many"}, "found days=many, expected a number: length of the period."),
         ("config-differences", {}, "the query needs a value for 'a': give a=VALUE."),
     ],
 )
@@ -484,7 +484,7 @@ def test_wrong_arguments(history: History, name: str, given: Given, said: str) -
 
 
 def test_an_unknown_question_and_an_unknown_run(history: History) -> None:
-    with pytest.raises(BadInput, match=r"no saved query 'godput'; did you mean goodput\?"):
+    with pytest.raises(BadInput, match=r"saved query 'godput' not found; did you mean goodput\?"):
         find("godput")
     history.run("a")
     with pytest.raises(UnknownRun):
