@@ -194,7 +194,7 @@ rlhf-flows watches an unmodified program from outside, through several sources. 
 progress. Activity and stacks show merely that something is happening, which is also true of a busy loop; they count
 only until a strong source has reported.
 
-| source | reads | sees | is blind to | strong |
+| source | reads | detects | misses | strong |
 |---|---|---|---|---|
 {sources}
 

@@ -90,7 +90,7 @@ def test_a_link_to_a_network_file_system_is_seen_through(mounted: Callable[[str]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# URLs and files that are none
+# Invalid URLs and files
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 def test_a_lost_connection_is_made_anew(runs: Path) -> None:
-    """The server ended our connections, as when it is started again: the next question works."""
+    """The server ended our connections, as after a restart: the next query works."""
     url = postgres().migrated_database()
     run = whole_run(runs)
     with HistoryStore(url) as store:
@@ -239,7 +239,7 @@ def test_a_reader_cannot_write(store: HistoryStore) -> None:
 
 
 def test_writers_take_turns(store: HistoryStore, database_url: str) -> None:
-    """A transaction that reads first and then writes does not fail because another writer came in between."""
+    """A transaction that reads first and then writes does not fail because of another writer in between."""
     with store.writing() as connection:
         connection.exec_driver_sql("CREATE TABLE counter (value INTEGER)")
         connection.exec_driver_sql("INSERT INTO counter VALUES (0)")

@@ -24,7 +24,7 @@ from rlhf_core.watchdog.ingest import sync
 
 @pytest.fixture
 def three(store: HistoryStore, runs: Path) -> dict[str, str]:
-    """Two runs of the same name and one of another: what they are called here -> run id."""
+    """Two runs of the same name and one of another: name in this test -> run id."""
     old = whole_run(runs, "sort", "aaaaaa", 0)
     new = RunFiles(runs, "sort", "abbbbb", 100)
     new.created()
@@ -237,7 +237,7 @@ def test_a_curve_takes_the_last_value_of_each_step(store: HistoryStore, runs: Pa
 
 
 def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore, runs: Path) -> None:
-    """The new attempt is at step 3 only; steps 4 and 5 of the old one were made on weights that no longer exist."""
+    """The new attempt is only at step 3; steps 4 and 5 of the old one belong to discarded weights."""
     run = RunFiles(runs)
     run.created()
     for step in range(1, 6):
@@ -264,7 +264,7 @@ def test_a_metric_that_is_not_there(store: HistoryStore, runs: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the time went
+# Use of time
 
 
 def test_goodput(store: HistoryStore, runs: Path) -> None:
@@ -403,7 +403,7 @@ def test_the_database_refuses_to_write(store: HistoryStore, three: dict[str, str
 
 @pytest.mark.parametrize("statement", WRITES[:5])
 def test_the_same_statements_write_elsewhere(store: HistoryStore, three: dict[str, str], statement: str) -> None:
-    """Negative control: it is `run_sql` that refuses them, they are not wrong in themselves."""
+    """Negative control: `run_sql` rejects them, but they are valid."""
 
     class Undo(Exception):
         pass
@@ -471,11 +471,11 @@ def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What runs of a shape have taught
+# Values learned from runs of a shape
 
 
 def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs: Path) -> None:
-    """With the controls: another shape, and a run that did not end well, teach nothing."""
+    """With the controls: nothing is learned from another shape or a failed run."""
     done = whole_run(runs, "sort", "aaaaaa", 0)
     undone = RunFiles(runs, "sort", "bbbbbb", 100)
     undone.created()
@@ -489,7 +489,7 @@ def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs:
 
 
 def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, runs: Path) -> None:
-    """Each with the mean of its steps; a run that was not completed does not count."""
+    """Each with the mean of its steps; an incomplete run does not count."""
     made = []
     for index, seconds in enumerate((1.0, 4.0, 9.0, 100.0)):
         run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
@@ -508,7 +508,7 @@ def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, 
 
 
 def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
-    """The newest completed one, with what the newest of its rounds of checks found that it stood on."""
+    """The newest completed run, with the basis from its newest round of checks."""
     assert queries.last_good(store, "sort") is None
     for index, state in enumerate((RunState.COMPLETED, RunState.COMPLETED, RunState.FAILED)):
         run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)

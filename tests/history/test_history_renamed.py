@@ -1,4 +1,4 @@
-"""Saved SQL that uses a name from before a migration is answered with the new one, on both databases."""
+"""Saved SQL with a name from before a migration gets an error with the new one, on both databases."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every check with its finding in a healthy run, and in one that it must stop."""
+"""Every check, with its findings in a healthy run and in a broken one."""
 
 import json
 from dataclasses import replace
@@ -89,14 +89,14 @@ def with_lora(**settings: Any) -> Facts:
 
 
 def with_staleness(algorithm: str, engines: int = 2, **settings: Any) -> Facts:
-    """Healthy facts of a run that samples a step ahead."""
+    """Healthy facts of a run that samples one step ahead."""
     loop = {"num_steps": 1, "algorithm": {"name": algorithm, **settings}, "optimizer": {"learning_rate": 1e-4}}
     loops = {"main": loop, "warm_start": None}
     return with_spec(rollout={"engines": engines, "max_staleness": 1}, loops=loops)
 
 
 def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
-    """Healthy facts of a run with rollout engines of their own."""
+    """Healthy facts of a run with separate rollout engines."""
     if algorithm:
         loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
         sections["loops"] = {"main": loop, "warm_start": None}
@@ -104,7 +104,7 @@ def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
 
 
 def with_engine_nodes(nodes: int, engines: int, *, gpus: int = 0, there: int = 4, **rollout: Any) -> Facts:
-    """Healthy facts of a run whose engines have nodes of their own, on a cluster of four nodes."""
+    """Healthy facts of a run with engines on separate nodes, on a cluster of four nodes."""
     resources = {"num_nodes": there, "ranks_per_node": 2, "gpus_per_node": gpus}
     facts = with_spec(rollout={"engines": engines, "nodes": nodes, **rollout}, resources=resources)
     inventory = FakeScheduler(nodes=tuple("abcd"), gpus_per_node=gpus, memory_gb=8).inventory()
@@ -138,7 +138,7 @@ SCORES = {"functions": [], "models": {"good": {"path": "/m", "template": "chat",
 
 
 def scoring(**folder: Any) -> Facts:
-    """A run that learns from a reward model, which was found as told."""
+    """A run that learns from a reward model, with the given facts of its folder."""
     found = RewardModelFolder(Path("/m"), **{"config": MODEL, "has_chat_template": True, "fingerprint": "f1", **folder})
     return replace(with_spec(reward=SCORES), reward_models={"good": found})
 
@@ -179,7 +179,7 @@ def compute(**changes: Any) -> Facts:
 
 
 def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
-    """A run on a Slurm cluster whose nodes have so many GPUs."""
+    """A run on a Slurm cluster, with the number of GPUs of each node."""
     scheduler = FakeScheduler(nodes=tuple(gpus), gpus_per_node=max(gpus.values()), node_gpus=gpus)
     facts = with_spec(resources={"gpus_per_node": 8, "ranks_per_node": 8, "num_nodes": 2, **asked})
     return replace(facts, inventory=scheduler.inventory(), scheduler="slurm")
@@ -214,7 +214,7 @@ def looked_at(
     trial: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Facts:
-    """Healthy facts with a report on the data, parts of which are changed."""
+    """Healthy facts with a report on the data, with changes."""
     report = ContentReport(
         splits=(TRAIN.model_copy(update=train or {}),),
         tokenizer=TOKENS.model_copy(update=tokens or {}),
@@ -225,7 +225,7 @@ def looked_at(
 
 
 def generated(**train: Any) -> Facts:
-    """The same for rows that a generator makes."""
+    """The same for rows from a generator."""
     data = {"generator": "my_data:rows", "train": "", "eval": ""}
     return replace(looked_at(train=train, data=data), train=None, eval=None)
 
@@ -337,7 +337,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "set model.lora.rank=512",
     ),
     ("rollout.vllm", BLOCKED, with_split_engines(1, 3, gpus_per_node=8), "4 attention heads"),
-    ("rollout.vllm", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "divides the attention heads"),
+    ("rollout.vllm", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "a divisor of the number of attention heads"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang"}), "set rollout.engines"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang", "engines": 2}), "SGLang is missing"),
     (
@@ -523,7 +523,7 @@ def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, says:
 
 
 def test_engines_have_a_place_beside_the_trainers() -> None:
-    """Control: with a GPU for every rank and every engine nothing is found, and no GPU is called idle."""
+    """Control: with a GPU for every rank and every engine there is no finding, and no GPU counts as idle."""
     facts = with_engines(4, resources={"ranks_per_node": 2, "gpus_per_node": 4, "num_nodes": 2})
     assert [result.status for result in found(facts, "rollout.engines")] == [CheckStatus.PASSED]
     gpus = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=4).inventory())
@@ -532,7 +532,8 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
 
 @pytest.mark.parametrize(("gpus", "engines"), [(0, 4), (2, 4)], ids=["CPU", "GPUs"])
 def test_engines_have_nodes_of_their_own(gpus: int, engines: int) -> None:
-    """Control: every GPU is used, nothing is found, and the memory of trainers is not that which engines leave."""
+    """Control: every GPU is used, there is no finding, and the memory of engines is not subtracted from that of
+    trainers."""
     facts = with_engine_nodes(2, engines, gpus=gpus)
     for check in ("resources.nodes", "resources.gpus", "resources.cores", "rollout.engines", "rollout.sync"):
         assert [result.status for result in found(facts, check)] == [CheckStatus.PASSED], check

@@ -1,4 +1,4 @@
-"""Checks of runs that another program trains: what is found in a good one, and in each that cannot work."""
+"""Checks of runs with an external trainer: findings in a good run and in broken ones."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,7 +46,7 @@ def command(
     sections: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> Facts:
-    """Facts of a run that a launch line trains: TRL on two nodes with two ranks each, unless it is said otherwise."""
+    """Facts of a run with a launch line, by default TRL on two nodes with two ranks each."""
     content: dict[str, Any] = {
         "name": "theirs",
         "trainer": {
@@ -270,7 +270,7 @@ def test_checks_are_made_for_the_trainer_that_they_are_about() -> None:
 
 
 def test_what_cannot_be_read_is_not_judged() -> None:
-    """A config file that could not be read may give what the line does not."""
+    """An unreadable config file may contain the arguments that the line lacks."""
     line = without("--save_steps {checkpoint_every}", without(BATCH, f"{SWIFT} --config /d/more.yaml"))
     line = without("--add_version false", line)
     assert unwanted(swift(line, side={"unread": ("/d/more.yaml",)})) == []
@@ -305,7 +305,7 @@ def test_every_source_of_progress_says_what_it_sees_and_what_not() -> None:
 
 
 def test_a_callback_that_the_script_does_not_have_does_not_tell_the_rank() -> None:
-    """Negative control: with a script that names it there is no warning."""
+    """Negative control: there is no warning for a script that names it."""
     facts = command(progress=("callback", "checkpoints"))
     assert unwanted(facts) == []
     (result,) = unwanted(replace(facts, trainer=replace(SIDE, has_callback=False)))

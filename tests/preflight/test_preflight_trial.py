@@ -18,7 +18,7 @@ RUN_ID = "small-20260301-120000-aaaaaa"
 
 
 def after(past: Facts, present: Facts) -> Facts:
-    """Build the facts of a run whose last good run had those of ``past``."""
+    """Build the facts of a run with the ``past`` facts of its last good run."""
     good = GoodRun(RUN_ID, past.spec.model_dump(mode="json"), basis_of(past))
     return replace(present, baseline=Baseline(last_good=good, known=True))
 
@@ -136,7 +136,7 @@ def test_the_ladder_has_two_rungs_and_one_on_one_node() -> None:
 
 
 def test_a_trial_of_engines_with_nodes_of_their_own_has_one_of_each_kind() -> None:
-    """As many engines on each node as the run has; with the control, engines beside the trainers."""
+    """The same number of engines on each node as in the run; with the control, engines beside the trainers."""
     spec = with_spec(resources={"num_nodes": 6}, rollout={"engines": 4, "nodes": 2}).spec
     small, whole = rungs(spec)
     assert (small.title, whole.title) == (
@@ -209,7 +209,7 @@ def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> No
 
 
 def unknown_run(facts: Facts) -> Facts:
-    """Facts of a run without a good one before it."""
+    """Facts of a run without an earlier good one."""
     return replace(facts, baseline=Baseline(known=True))
 
 

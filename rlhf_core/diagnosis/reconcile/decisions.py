@@ -134,7 +134,7 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
             yield ReconcileAction(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
     if run.recorded != run.state:
-        found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
+        found = f"its state is {run.recorded or 'missing'} in the history, {run.state.value} in its journal"
         yield ReconcileAction(ActionKind.INGEST, run.run_id, found)
     if run.unpublished and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
         said = f"its controller ended before it had published {run.unpublished} of its events and pages to Prefect"

@@ -169,10 +169,10 @@ def progress(facts: Facts) -> Iterator[Finding]:
     for source in sources:
         sight = SIGHTS[source]
         if source in silent:
-            yield skipped(f"{source}: sees nothing here: {silent[source]}")
+            yield skipped(f"{source}: detects nothing here: {silent[source]}")
         else:
             weak = "" if sight.is_strong else " (counts only until another source reports)"
-            yield passed(f"{source}{weak}: sees {sight.sees}; blind to {sight.blind}")
+            yield passed(f"{source}{weak}: detects {sight.sees}; misses {sight.blind}")
     strong = [source for source in sources if SIGHTS[source].is_strong and source not in silent]
     if not strong:
         yield warning(
