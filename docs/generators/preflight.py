@@ -181,7 +181,7 @@ your first run before you plan the next one with it. Two presets are meant for s
 
 
 VERSIONS = """
-## Versions that go wrong together
+## Known bad versions
 
 `environment.versions` compares the packages of the training interpreter with this table. A row blocks runs that are
 certain to be affected; for others, it is a warning.

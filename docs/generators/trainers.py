@@ -72,7 +72,7 @@ stdout_patterns = ['step (?P<step>\\d+) loss (?P<loss>\\S+)']
 Kill one of its ranks, and the run prints
 
 ```text
-vm: incident (worker_killed): Rank 1 (local rank 1 on vm) was ended by SIGKILL; nothing in the job explains it.
+vm: incident (worker_killed): Rank 1 (local rank 1 on vm) was ended by SIGKILL; no cause was found in the job.
 vm: decision: restart in place 1 of 3 allowed for worker_killed without a new checkpoint
 ```
 
@@ -194,7 +194,7 @@ rlhf-flows watches an unmodified program from outside, through several sources. 
 progress. Activity and stacks show merely that something is happening, which is also true of a busy loop; they count
 only until a strong source has reported.
 
-| source | reads | sees | is blind to | strong |
+| source | reads | detects | misses | strong |
 |---|---|---|---|---|
 {sources}
 
@@ -320,7 +320,7 @@ is no evaluation. Promotion (`[promote]`) uses the same folder and requires an e
 
 All kinds in [failures.md](failures.md) apply: the worker beside each rank ends the way the rank did, with the same exit
 code or signal. One kind, `incomplete`, applies only to trainers started by `kind = "command"`. It is not retried,
-because it would fail in the same way again:
+because it would fail again in the same way:
 
 - The program exited with code 0 before it reached `trainer.num_steps`. Pass it the number as `{{num_steps}}` rather
   than hard-coding it.
@@ -349,8 +349,8 @@ TROUBLE = {
     "pattern, or raise the floor of that phase (`supervise.floor_s`)",
     "the log of the first rank holds all the output": "ranks of torchrun, and of launchers built on it, have their own "
     "logs (`rlhf logs RUN --rank 1`); other launchers mix the output",
-    "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of versions that are "
-    "[known to go wrong](preflight.md#versions-that-go-wrong-together)",
+    "CPO hangs on two ranks": "TRL is older than 0.17; `rlhf check` warns of "
+    "[known bad versions](preflight.md#known-bad-versions)",
 }
 """Signs of trouble, and their causes with a remedy."""
 

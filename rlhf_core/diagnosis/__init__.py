@@ -1,4 +1,4 @@
-"""Diagnosis of failures and choice of the next action, as pure functions: no files, no clock, no scheduler.
+"""Diagnosis of failures and choice of the next action. Pure functions: no files, no clock, no scheduler.
 
-Agents use them on the nodes and the controller uses them between attempts; both read the same tables.
+Agents use them on the nodes, the controller between attempts; both use the same tables.
 """

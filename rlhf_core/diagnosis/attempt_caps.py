@@ -1,7 +1,7 @@
-"""Caps on the resources of all attempts of a run together, whatever progress they make. Pure.
+"""Caps on the total resources of all attempts of a run, independent of their progress. Pure.
 
-They count from the last start or resumption by the user: resuming a run that reached its cap allows as much again. A
-cap on hours acts while an attempt runs: its time limit is what is left, so that it saves and ends in time.
+Counting restarts when the user starts or resumes the run, so resuming a run at its cap allows the same amount again. A
+cap on hours limits each attempt: its time limit is the remaining time, so that it saves and exits in time.
 """
 
 import math
@@ -12,7 +12,7 @@ from rlhf_core.text.formatting import count
 
 HOUR_S = 3600.0
 MARGIN_S = 60.0
-"""Slurm counts in minutes, and may request the save that much earlier."""
+"""Slurm counts in minutes, so it may request the save up to a minute earlier."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,12 @@ class Used:
 
     attempts: int = 0
     allocated_s: float = 0.0
-    """Total time of their allocations, in seconds; that of one with fewer nodes than asked for counts for its share."""
+    """Total time of their allocations, in seconds; an allocation with fewer nodes than requested counts
+    proportionally."""
 
 
 def refusal(spec: RunSpec, used: Used) -> str:
-    """Name the cap that forbids another attempt, and its use; empty if none does."""
+    """Describe the cap that forbids another attempt; empty if none does."""
     supervise = spec.supervise
     if supervise.max_total_attempts and used.attempts >= supervise.max_total_attempts:
         return f"supervise.max_total_attempts = {supervise.max_total_attempts}: {count(used.attempts, 'attempt')} made"
@@ -33,15 +34,15 @@ def refusal(spec: RunSpec, used: Used) -> str:
         left_s = cap * HOUR_S / units - used.allocated_s
         if left_s <= spec.slurm.save_lead_s + MARGIN_S:
             spent = f"{used.allocated_s * units / HOUR_S:.2f} {unit} used in {count(used.attempts, 'attempt')}"
-            return f"supervise.{name} = {cap:g}: {spent}; what is left is too short to train and to save"
+            return f"supervise.{name} = {cap:g}: {spent}; the remaining time is too short to train and save"
     return ""
 
 
 def time_limit_s(spec: RunSpec, used: Used, num_nodes: int = 0) -> int:
-    """Time limit of the next attempt: ``resources.time_limit_s``, or what a cap leaves, whichever is shorter.
+    """Time limit of the next attempt: ``resources.time_limit_s``, or the time that a cap leaves, whichever is shorter.
 
     Args:
-        num_nodes: its nodes; 0 for as many as the run asks for.
+        num_nodes: number of its nodes; 0 for as many as the run requests.
     """
     share = spec.resources.num_nodes / (num_nodes or spec.resources.num_nodes)
     left = [(cap * HOUR_S / units - used.allocated_s) * share for _, cap, units, _ in _hours(spec)]

@@ -1,8 +1,8 @@
 """Classification of a failure from exit codes, outcomes, logs, the scheduler's state and the verdict on a hang.
 
-One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the rest.
-So every worker's end is classified by itself first, and then the most significant one decides: roots before symptoms
-before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.logs.search`.
+One failure has many traces: a rank that dies breaks its peers' connections, and the agent ends the other workers. So
+every worker's end is classified separately, and the most significant one decides: roots before symptoms before
+cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.logs.search`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SIGNAL_NAMES = {
     11: "SIGSEGV",
     15: "SIGTERM",
 }
-"""Linux signal numbers; nothing of the operating system is imported here."""
+"""Linux signal numbers, without an import of the operating system's."""
 _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
 
 SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
@@ -45,25 +45,24 @@ SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
     "OUT_OF_ME": (FailureKind.HOST_OOM, EvidencePart.ROOT),
     "CANCELLED": (FailureKind.USER_CANCEL, EvidencePart.SYMPTOM),
 }
-"""Kind of failure by the first word of the state of an ended job. ``OUT_OF_ME+``: what sacct prints of it by
-default."""
+"""Kind of failure by the first word of the state of an ended job. ``OUT_OF_ME+`` is sacct's default abbreviation."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """End of one worker, as its agent saw it."""
+    """End of one worker, as its agent observed it."""
 
     rank: int
     node: str
     local_rank: int
     exit_code: int | None
-    """Negative: the signal that ended it. None: it had not ended when the agent acted."""
+    """Negative for the signal that ended it; None if it was still running when the agent acted."""
     ended_by_agent: bool = False
-    """True if the agent killed it, as it does with all workers after a failure; no evidence by itself."""
+    """True if the agent killed it, as all workers after a failure; not evidence by itself."""
     order: int = 0
     """Position in the order of ending, from 0."""
     outcome: WorkerOutcome | None = None
-    """Outcome that the worker wrote about itself, if it still could."""
+    """Outcome that the worker wrote itself; None if it could not."""
     log_tail: str = ""
     """The last lines of its log."""
 
@@ -74,16 +73,16 @@ class Evidence:
 
     workers: tuple[WorkerEnd, ...] = ()
     verdict: Verdict | None = None
-    """Verdict on a hang. The agent killed the workers because of it, so it decides."""
+    """Verdict on a hang. It decides, because the agent killed the workers for it."""
     scheduler_state: str = ""
     """State of the job in the scheduler, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty if there is
     none."""
     agent_log: str = ""
-    """The last lines of what the agents and the scheduler's own steps printed."""
+    """Last lines of the output of the agents and the scheduler's own steps."""
     oom_kills: int = 0
-    """Number of processes that the kernel killed for lack of memory while the workers ran."""
+    """Number of processes that the kernel's OOM killer ended while the workers ran."""
     agent_vanished: bool = False
-    """The job is gone and its agent left no outcome."""
+    """True if the job is gone and its agent left no outcome."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,13 @@ class Diagnosis:
     message: str
     """Description of the failure in one or two sentences."""
     fingerprint: str
-    """The same fault gives the same fingerprint: numbers, addresses and paths are left out of it."""
+    """Equal for the same fault: it ignores numbers, addresses and paths."""
     ranks: tuple[int, ...] = ()
-    """Ranks that failed first; empty if none is to blame."""
+    """Ranks that failed first; empty if none is suspected."""
     nodes: tuple[str, ...] = ()
     """Their nodes."""
     is_undecided: bool = False
-    """True if only the text of a log says so: neither a comparison of ranks nor one of our own errors."""
+    """True if it rests only on the text of a log, not on a comparison of ranks or one of our own errors."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,12 @@ class _Finding:
     part: EvidencePart
     text: str
     subject: str
-    """Text that the fingerprint is made from."""
+    """Text to compute the fingerprint from."""
     worker: WorkerEnd | None = None
     node: str = ""
-    """Node to blame where it is not the worker's."""
+    """Suspected node, if it is not the worker's."""
     is_undecided: bool = False
-    """True if it rests on the text of a log, or of an error that is not our own."""
+    """True if it rests on the text of a log, or of an error class that is not our own."""
 
 
 def classify(evidence: Evidence) -> Diagnosis:
@@ -134,17 +133,17 @@ def classify(evidence: Evidence) -> Diagnosis:
 
 
 def read_log(text: str) -> Diagnosis | None:
-    """Diagnose a log alone; None if it shows no failure.
+    """Diagnose a log; return None if it shows no failure.
 
-    A log in which something failed without a known reason gives ``UNKNOWN``; warnings, successful retries, and errors
-    after which training continued give None.
+    A failure without a known reason is ``UNKNOWN``. Warnings, successful retries, and errors after which training
+    continued are not failures.
     """
     match = log_diagnosis.find(text)
     return _diagnosis(_from_match(match)) if match is not None else None
 
 
 def fingerprint(kind: FailureKind, subject: str) -> str:
-    """Return 12 hexadecimal digits that are equal for the same fault, whatever its numbers, addresses and paths."""
+    """Return 12 hexadecimal digits that are equal for the same fault, regardless of numbers, addresses and paths."""
     plain = re.sub(r"0x[0-9a-fA-F]+|/[^\s'\":,)]+|\d+(\.\d+)?(e[+-]?\d+)?", "#", subject)
     return hashlib.sha256(f"{kind}|{' '.join(plain.split())}".encode()).hexdigest()[:12]
 
@@ -160,7 +159,7 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
     node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
         kind=finding.kind,
-        message=masked(finding.text),  # it goes to pages, messages and the history
+        message=masked(finding.text),  # it is shown on pages, sent in messages and stored in the history
         fingerprint=fingerprint(finding.kind, finding.subject),
         ranks=(worker.rank,) if worker is not None and blamed and worker.rank >= 0 else (),
         nodes=(node,) if node else (),
@@ -184,7 +183,8 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
 
 
 def _from_scheduler(state: str) -> _Finding | None:
-    """Finding from the state of the job. FAILED and COMPLETED are not in the table: other evidence explains them."""
+    """Finding from the state of the job. FAILED and COMPLETED are not in the table, because other evidence explains
+    them."""
     word = re.match(r"[A-Z_]*", state.strip().upper())
     known = SCHEDULER_STATES.get(word.group()) if word is not None else None
     if known is None:
@@ -201,7 +201,7 @@ def _from_agents(evidence: Evidence) -> list[_Finding]:
     if match is None:
         return []
     if evidence.agent_vanished and match.is_end:
-        # The tasks of a job are its agents: if one ended without an outcome, srun reports how, and on which node.
+        # The tasks of a job are its agents: if one ended without an outcome, srun reports the exit and the node.
         match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)
     return [_from_match(match)]
 
@@ -213,7 +213,7 @@ def _from_match(match: FailureEvent) -> _Finding:
 
 def _without_findings(evidence: Evidence) -> _Finding:
     if evidence.agent_vanished:
-        text = "The agent ended without an outcome, and its workers with it, without an explanation."
+        text = "The agent and its workers ended without an outcome or an explanation."
         return _Finding(FailureKind.AGENT_KILLED, EvidencePart.ROOT, text, "agent vanished")
     text = "It ended without an explanation: no outcome, no error in the logs."
     return _Finding(FailureKind.UNKNOWN, EvidencePart.ROOT, text, "nothing")
@@ -240,7 +240,7 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
     first_line = outcome.message.strip().partition("\n")[0]
     subject = f"{error}|{first_line}|{_frames(outcome.traceback)}"
     if kind is FailureKind.DEGENERATE_RL:
-        # All ranks find it together, so none of them and none of their nodes is to blame; the message names the cause.
+        # All ranks detect it together, so no rank or node is suspected; the message names the cause.
         return _Finding(kind, part, first_line, subject)
     text = f"{_name(worker)} failed in phase {outcome.phase} at step {outcome.step}: {error}: {first_line}"
     return _Finding(kind, part, text, subject, worker, is_undecided=outcome.error_type not in ERRORS)
@@ -259,10 +259,10 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
 def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
     signal = SIGNAL_NAMES.get(number, f"signal {number}")
     if number == 9 and oom_kills > 0:
-        text = f"{_name(worker)} was killed by the kernel: the node, or the job's share of it, ran out of main memory."
+        text = f"{_name(worker)} was killed by the kernel: the node, or the job's memory limit, ran out of main memory."
         return _Finding(FailureKind.HOST_OOM, EvidencePart.ROOT, text, "oom kill", worker)
     if number in _SENT_FROM_OUTSIDE:
-        text = f"{_name(worker)} was ended by {signal}; nothing in the job explains it."
+        text = f"{_name(worker)} was ended by {signal}; no cause was found in the job."
         return _Finding(FailureKind.WORKER_KILLED, EvidencePart.ROOT, text, signal, worker)
     return _from_log(worker, f"was ended by {signal}")
 
@@ -274,7 +274,7 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
         text = f"{_name(worker)} {what}; {said}"
         return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{what}|{last}", worker)
-    # The last lines of this worker are about itself, even if their kind is unknown.
+    # The last lines of this worker concern the worker itself, even if their kind is unknown.
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
     part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
     text = f"{_name(worker)} {what}: {match.line[:300]}"
@@ -282,12 +282,12 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
 
 
 def _name(worker: WorkerEnd) -> str:
-    rank = f"Rank {worker.rank}" if worker.rank >= 0 else "A worker that had no rank yet"
+    rank = f"Rank {worker.rank}" if worker.rank >= 0 else "A worker without a rank yet"
     return f"{rank} (local rank {worker.local_rank} on {worker.node})"
 
 
 def _frames(traceback: str) -> str:
-    """Names of the innermost functions, which distinguish two faults with the same message."""
+    """Names of the innermost functions, to distinguish faults with the same message."""
     return ">".join(re.findall(r", in (\S+)", traceback)[-3:])
 
 
@@ -317,4 +317,4 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
 UNEXPLAINED: dict[str, tuple[FailureKind, EvidencePart]] = {
     "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM),
 }
-"""Kinds of error classes in our workers whose message explains nothing."""
+"""Kinds of error classes that have no informative message in our workers."""

@@ -1,8 +1,8 @@
 """Recovery ladder: the next action as a pure function of the failure and of earlier attempts at recovery.
 
-The ladder: start the workers again in place (seconds) -> a new attempt -> stop with the diagnosis. A failure that
-comes back every time is not retried at all; one that may be chance is retried a bounded number of times without
-checkpoint progress; one that the scheduler causes is retried for as long as checkpoints advance.
+The ladder: restart the workers in place (seconds) -> a new attempt -> stop with the diagnosis. A failure that recurs
+every time is not retried; one that may be chance is retried a limited number of times without checkpoint progress; one
+caused by the scheduler is retried as long as checkpoints advance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
 
 ALLOWED_BY_SPEC = 1_000_000
-"""Limit of kinds that only the run's own budget limits."""
+"""Limit of kinds that are limited only by the run's own budget."""
 
 REMEDY = -1
-"""Limit of kinds that are retried as long as a remedy can be found, and otherwise not at all."""
+"""Limit of kinds that are retried only as long as a remedy can be found."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Number of retries of one kind of failure without checkpoint progress, and the reason for it."""
+    """Limits of the retries of one kind of failure without checkpoint progress, and their reason."""
 
     in_place: int
     """Restarts inside the same allocation."""
@@ -36,40 +36,40 @@ class Rule:
 
 
 class Choice(NamedTuple):
-    """Choice of one rung of the ladder."""
+    """Chosen rung of the ladder."""
 
     action: Action
     delay_s: float
     """Wait before acting, in seconds."""
     reason: str
-    """Reason, in a sentence."""
+    """Reason, as a sentence."""
 
 
-_EVERY_TIME = "it would fail in the same way again"
+_EVERY_TIME = "it would fail again in the same way"
 
 RULES: dict[FailureKind, Rule] = {
     FailureKind.PREEMPTION: Rule(0, ALLOWED_BY_SPEC, "the scheduler took the nodes back"),
     FailureKind.TIME_LIMIT: Rule(0, ALLOWED_BY_SPEC, "the allocation has no time left"),
-    FailureKind.NODE_UNFIT: Rule(0, 3, "the allocation has a node that cannot be used"),
+    FailureKind.NODE_UNFIT: Rule(0, 3, "the allocation contains an unusable node"),
     FailureKind.NODE_LOST: Rule(0, 3, "the allocation lacks a node"),
-    FailureKind.AGENT_KILLED: Rule(0, 3, "the workers have lost their supervisor"),
+    FailureKind.AGENT_KILLED: Rule(0, 3, "the workers lost their supervisor"),
     FailureKind.GPU_HARDWARE: Rule(0, 3, "the GPU must not be used"),
-    FailureKind.COLLECTIVE_HANG: Rule(ALLOWED_BY_SPEC, 3, "it comes back wherever it runs"),
-    FailureKind.HANG: Rule(ALLOWED_BY_SPEC, 3, "it comes back wherever it runs"),
+    FailureKind.COLLECTIVE_HANG: Rule(ALLOWED_BY_SPEC, 3, "it recurs wherever it runs"),
+    FailureKind.HANG: Rule(ALLOWED_BY_SPEC, 3, "it recurs wherever it runs"),
     FailureKind.WORKER_KILLED: Rule(ALLOWED_BY_SPEC, 3, "something outside the job keeps ending its workers"),
     FailureKind.NETWORK: Rule(ALLOWED_BY_SPEC, 3, "the network does not recover"),
     FailureKind.RENDEZVOUS: Rule(ALLOWED_BY_SPEC, 3, "the ranks do not find each other"),
     FailureKind.ENGINE: Rule(ALLOWED_BY_SPEC, 3, "the engine keeps failing"),
-    FailureKind.FILE_SYSTEM: Rule(1, 3, "the file system stays unusable on these nodes"),
-    FailureKind.ILLEGAL_ACCESS: Rule(1, 1, "half of these are bugs, which come back"),
+    FailureKind.FILE_SYSTEM: Rule(1, 3, "the file system remains unusable on these nodes"),
+    FailureKind.ILLEGAL_ACCESS: Rule(1, 1, "half of these are bugs, which recur"),
     FailureKind.HOST_OOM: Rule(1, 1, "it needs more memory, or fewer workers"),
-    FailureKind.UNKNOWN: Rule(1, 1, "one retry is enough to see whether it was chance"),
-    FailureKind.CUDA_OOM: Rule(0, REMEDY, "there is nothing left to make smaller that keeps the global batch"),
-    FailureKind.NON_FINITE: Rule(0, REMEDY, "an older checkpoint has not helped: lower the learning rate"),
-    FailureKind.DEGENERATE_RL: Rule(0, REMEDY, "an older checkpoint has not helped: change the reward or the config"),
+    FailureKind.UNKNOWN: Rule(1, 1, "one retry shows whether it was chance"),
+    FailureKind.CUDA_OOM: Rule(0, REMEDY, "nothing more can be reduced without changing the global batch"),
+    FailureKind.NON_FINITE: Rule(0, REMEDY, "an older checkpoint did not help: lower the learning rate"),
+    FailureKind.DEGENERATE_RL: Rule(0, REMEDY, "an older checkpoint did not help: change the reward or the config"),
     FailureKind.COLLECTIVE_MISMATCH: Rule(0, 0, "ranks that disagree are a bug in the code"),
-    FailureKind.CHECKPOINT_CORRUPT: Rule(REMEDY, REMEDY, "no checkpoint before it can take its place"),
-    FailureKind.DISK_FULL: Rule(0, 0, "the disk stays full until space is freed"),
+    FailureKind.CHECKPOINT_CORRUPT: Rule(REMEDY, REMEDY, "no earlier checkpoint can replace it"),
+    FailureKind.DISK_FULL: Rule(0, 0, "the disk remains full until space is freed"),
     FailureKind.IMPORT_ERROR: Rule(0, 0, _EVERY_TIME),
     FailureKind.CONFIG: Rule(0, 0, _EVERY_TIME),
     FailureKind.SHAPE: Rule(0, 0, _EVERY_TIME),
@@ -81,9 +81,9 @@ RULES: dict[FailureKind, Rule] = {
 """Retry rule of each kind. docs/failures.md is generated from it."""
 
 UNDECIDED: dict[FailureKind, Rule] = {
-    FailureKind.COLLECTIVE_MISMATCH: Rule(1, 1, "it came back: ranks that disagree are a bug in the code"),
+    FailureKind.COLLECTIVE_MISMATCH: Rule(1, 1, "it recurred: ranks that disagree are a bug in the code"),
 }
-"""Rules that apply instead while the kind rests on the text of a log alone: one more start confirms it."""
+"""Rules that apply instead if the kind rests only on the text of a log: one more start confirms it."""
 
 
 def decide_in_place(
@@ -99,31 +99,29 @@ def decide_in_place(
 
     Args:
         kind: Kind of the failure.
-        restarts_without_progress: Restarts in place already made since the last new checkpoint.
+        restarts_without_progress: Restarts in place since the last new checkpoint.
         spec: The run's budget.
-        same_fingerprint_before: Whether the very same failure was seen before in this attempt without progress between.
-        remedy: Change made for the next start of the workers, for kinds that would recur otherwise; empty if there is
-            none.
+        same_fingerprint_before: True if the same failure occurred before in this attempt, without progress in between.
+        remedy: Change for the next start of the workers, for kinds that would recur otherwise; empty if there is none.
         undecided: The kind rests on the text of a log alone; see :data:`UNDECIDED`.
 
     Returns:
-        ``RESTART_IN_PLACE``; or ``NEW_ATTEMPT``: the allocation is given up, and whether there is a new one is for
-        the controller to decide; or ``STOP``: a new attempt would not help either, as the controller will find by the
-        same rules.
+        ``RESTART_IN_PLACE``; ``NEW_ATTEMPT`` to release the allocation, after which the controller decides on a new
+            one; or ``STOP`` if a new attempt would not help either, which the controller finds by the same rules.
     """
     rule = _rule(kind, undecided)
     if rule.in_place == 0 and rule.attempts == 0:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
-        return Choice(Action.STOP, 0.0, "the same unknown failure came back after a restart in place: it is not chance")
+        return Choice(Action.STOP, 0.0, "the same unknown failure recurred after a restart in place: it is not chance")
     if rule.in_place == REMEDY:
         if not remedy:
             return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
-        # Not counted against the budget: each of these takes one checkpoint away, so they come to an end.
+        # Not counted against the budget: each removes one checkpoint, so their number is limited.
         action = Action.RESTART_IN_PLACE if spec.max_restarts else Action.NEW_ATTEMPT
         return Choice(action, 0.0, f"{kind}: {remedy}")
     if rule.attempts == REMEDY:
-        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} would come back in place: a new attempt may change something")
+        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} would recur in place: a new attempt may change something")
     allowed = min(rule.in_place, spec.max_restarts)
     if restarts_without_progress < allowed:
         number = restarts_without_progress + 1
@@ -139,7 +137,7 @@ def decide_in_place(
         Action.NEW_ATTEMPT,
         0.0,
         f"{restarts_without_progress} restarts in place without a new checkpoint, {allowed} allowed for {kind}: "
-        f"the allocation is given up",
+        f"the allocation is released",
     )
 
 
@@ -153,17 +151,17 @@ def decide_next(
     *,
     undecided: bool = False,
 ) -> Choice:
-    """Decide the controller's action after an attempt that ended badly.
+    """Decide the controller's action after a failed attempt.
 
     Args:
         kind: Kind of the failure.
-        attempts_without_progress: Attempts in a row that left no newer checkpoint, the one that just ended included;
-            0 when that one left one.
-        same_fingerprint_before: Whether an earlier attempt ended with the same fingerprint, without a new checkpoint
+        attempts_without_progress: Consecutive attempts without a new checkpoint, including the last one; 0 if that
+            saved one.
+        same_fingerprint_before: True if an earlier attempt ended with the same fingerprint, without a new checkpoint in
             between.
         spec: The run's budget.
-        random: A number in [0, 1) that spreads the back-off, so that many runs do not return at once.
-        remedy: Change made for the next attempt, for kinds that would recur otherwise; empty if there is none.
+        random: A number in [0, 1) that spreads the back-off, so that many runs do not retry at once.
+        remedy: Change for the next attempt, for kinds that would recur otherwise; empty if there is none.
         undecided: The kind rests on the text of a log alone; see :data:`UNDECIDED`.
 
     Returns:
@@ -173,13 +171,13 @@ def decide_next(
     if rule.attempts == 0:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
-        return Choice(Action.STOP, 0.0, "the same unknown failure came back in a new attempt: it is not chance")
+        return Choice(Action.STOP, 0.0, "the same unknown failure recurred in a new attempt: it is not chance")
     if rule.attempts == REMEDY and not remedy:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     changed = Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")
     if rule.attempts == REMEDY and rule.in_place != REMEDY:
         return changed
-    # Where it would do in place too, only the budget ends it: a disk may damage every checkpoint that is made.
+    # If a restart in place would also do, only the budget ends it: a disk may damage every new checkpoint.
     allowed = spec.max_attempts if rule.attempts == REMEDY else min(rule.attempts + 1, spec.max_attempts)
     if attempts_without_progress >= allowed:
         return Choice(
@@ -191,8 +189,8 @@ def decide_next(
     if rule.attempts == REMEDY:
         return changed
     if attempts_without_progress == 0:
-        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: going on from it")
-    # Another node is taken at once: nothing gets better by waiting.
+        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: resuming from it")
+    # No wait for another node, because waiting improves nothing.
     waiting = 0.0 if kind is FailureKind.NODE_UNFIT else backoff_s(attempts_without_progress, spec, random)
     return Choice(
         Action.NEW_ATTEMPT,
@@ -206,26 +204,26 @@ def _rule(kind: FailureKind, undecided: bool) -> Rule:
 
 
 def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
-    """One change that lowers the memory a GPU needs, and leaves every step's batch and gradient what they were.
+    """One change that lowers the memory of a GPU without changing any step's batch and gradient.
 
-    Half the micro-batch until it is one sequence, then activation checkpointing, then the next stage of ZeRO where
-    there is another rank to split with, then the optimizer in main memory (on GPUs), then half as many completions at
-    once until that is 1 too, then the weights in main memory.
+    Halve the micro-batch down to one sequence, then turn on activation checkpointing, then take the next stage of ZeRO
+    if there is another rank to split with, then move the optimizer to main memory (on GPUs), then halve the completions
+    sampled at once down to 1, then move the weights to main memory.
 
     Args:
-        spec: With all changes that were made before.
+        spec: Spec with all earlier changes.
 
     Returns:
-        Dotted name to new value; empty when there is nothing left to change.
+        Dotted name to new value; empty if nothing more can be changed.
     """
     trainer = spec.trainer
     if not isinstance(trainer, NativeTrainer):
-        return {}  # how another program cuts its batch is in its own arguments
+        return {}  # another program divides its batch by its own arguments
     has_gpus = spec.resources.gpus_per_node > 0
     tokens, size = trainer.micro_batch_tokens, trainer.micro_batch_size
     longest = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
-        # Under a bound below the longest sequence, long sequences are alone already.
+        # With a bound below the longest sequence, long sequences already have a pass of their own.
         (tokens > longest, "trainer.micro_batch_tokens", max(longest, tokens // 2)),
         (tokens == 0 and size > 1, "trainer.micro_batch_size", size // 2),
         (not trainer.gradient_checkpointing, "trainer.gradient_checkpointing", True),
@@ -240,19 +238,19 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
 def rollback_step(
     kind: FailureKind, checkpoint_steps: Sequence[int], failed_at: int | None, spec: RunSpec
 ) -> int | None:
-    """Step of the checkpoint to go back to: never the newest, which may hold the fault already.
+    """Step of the checkpoint to roll back to: never the newest, which may already contain the fault.
 
-    Training that learns nothing is found a window of steps after it began to, and the checkpoints within that window
-    show the same: then it is the newest one from before, and the oldest where there is none.
+    Training that learns nothing is detected only after a window of steps, so the checkpoints within that window are
+    excluded: it is the newest one before, or the oldest if there is none.
 
     Args:
         kind: Kind of the failure.
-        checkpoint_steps: Of the complete checkpoints, ascending.
-        failed_at: Step at which it was found; None when not known.
-        spec: What the run asked for.
+        checkpoint_steps: Steps of the complete checkpoints, ascending.
+        failed_at: Step at which it was detected; None if unknown.
+        spec: Spec of the run.
 
     Returns:
-        None where there is nothing older than the newest.
+        None if there is no checkpoint older than the newest.
     """
     older = checkpoint_steps[:-1]
     if not older:
@@ -263,7 +261,7 @@ def rollback_step(
 
 
 EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_UNFIT, FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})
-"""Kinds after which a node is not tried again; after the others a second strike is needed, for one may be chance."""
+"""Kinds after which a node is excluded at once; the others need a second strike, because one may be chance."""
 SUSPICIOUS = frozenset(
     {
         FailureKind.AGENT_KILLED,
@@ -279,14 +277,14 @@ SUSPICIOUS = frozenset(
 def excluded_after(
     kind: FailureKind, suspects: Sequence[str], strikes: Mapping[str, int], already: Sequence[str], most: int
 ) -> tuple[str, ...]:
-    """Nodes that the next attempt must not get.
+    """Nodes to exclude from the next attempt.
 
     Args:
         kind: Kind of the failure.
-        suspects: Nodes to blame for it.
-        strikes: How often each node was suspected in this run so far.
-        already: Nodes that were excluded before, oldest first.
-        most: How many may be excluded; the newest suspects stay.
+        suspects: Suspected nodes.
+        strikes: Number of times each node was suspected in this run so far.
+        already: Nodes excluded before, oldest first.
+        most: Maximum number of excluded nodes; the newest suspects remain.
     """
     at_once = kind in EXCLUDED_AT_ONCE
     new = [node for node in suspects if at_once or (kind in SUSPICIOUS and strikes.get(node, 0) >= 2)]
@@ -295,8 +293,7 @@ def excluded_after(
 
 
 def backoff_s(failures: int, spec: SuperviseSpec, random: float) -> float:
-    """Wait after so many failures in a row, in seconds: doubles up to the longest, then is spread over its upper
-    half."""
-    # The exponent is bounded so that a long history cannot overflow.
+    """Wait after consecutive failures, in seconds: it doubles up to the maximum, and is spread over its upper half."""
+    # The exponent is bounded to prevent an overflow after many failures.
     longest = min(spec.max_backoff_s, spec.backoff_s * 2.0 ** min(max(failures, 1) - 1, 30))
     return longest * (0.5 + 0.5 * random)

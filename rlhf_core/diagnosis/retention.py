@@ -9,7 +9,7 @@ from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.run import RunSpec
 
 _NEEDED_STATES = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
-"""States of a promotion in which its checkpoint is still needed, or is the source of a model."""
+"""States of a promotion that need its checkpoint, or in which it is the source of a model."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ def removable(
     days: int,
     now: datetime,
 ) -> list[int]:
-    """Steps of the complete checkpoints that may go, the oldest first.
+    """Steps of the complete checkpoints that may be removed, oldest first.
 
     Args:
-        made_at: when each complete checkpoint was made, by its step.
-        evaluations: what was measured of them.
-        promotion: state and step of the promotion of the run's model; None where there is none.
-        used: steps that something else needs, for instance another run that begins from one.
-        ended_at: end of the run; None while it is active: then all are kept.
-        days: how long a checkpoint is kept after it was made and its run has ended; 0 keeps all.
-        now: the present.
+        made_at: creation time of each complete checkpoint, by step.
+        evaluations: scores of the checkpoints.
+        promotion: state and step of the promotion of the run's model; None if there is none.
+        used: steps needed otherwise, for instance by a run that starts from one.
+        ended_at: end of the run; None while it is active, when all are retained.
+        days: retention time after the creation of the checkpoint and the end of its run; 0 retains all.
+        now: current time.
     """
     if not days or ended_at is None or not made_at:
         return []
     kept = {max(made_at), *used}
     for name in {one.name for one in evaluations}:
-        # The later of two that are equally good has learnt more.
+        # Of two equal scores, the later checkpoint has been trained for longer.
         kept.add(max((one for one in evaluations if one.name == name), key=lambda one: (one.value, one.step)).step)
     if promotion is not None and promotion[0] in _NEEDED_STATES:
         kept.add(promotion[1])
@@ -55,14 +55,14 @@ def removable(
 
 
 def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:
-    """Choose the checkpoints that are kept when the one of step ``newest`` is complete.
+    """Choose the checkpoints to retain once the one of step ``newest`` is complete.
 
     Args:
-        steps: of all complete checkpoints, ascending.
+        steps: steps of all complete checkpoints, ascending.
     """
     judged_since = newest - spec.health.window_steps
-    # Training that has learned nothing for a window goes back to before that window; and what is to be that checkpoint
-    # once the present one is needed no more must live until then.
+    # Training that has learned nothing for a window rolls back to before that window, so the checkpoint before it and
+    # the first one within it, its successor, are retained.
     before = [step for step in steps if step <= judged_since][-1:]
     within = [step for step in steps if step > judged_since][:1]
     return {*steps[-spec.checkpoint.keep_last :], spec.warm_start_steps, newest, *before, *within}

@@ -1,4 +1,5 @@
-"""The history of all runs in a SQL database: SQLite on one machine, PostgreSQL for a team. SQLAlchemy lives here.
+"""The history of all runs in a SQL database: SQLite on one machine, PostgreSQL for a team. Only this package uses
+SQLAlchemy.
 
 tables         tables and views; migrations import only this (docs/database.md describes every column)
 database       opening a database safely: file systems, locks, errors that name the remedy

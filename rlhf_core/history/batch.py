@@ -1,4 +1,4 @@
-"""Data of one round of ingestion: plain data from the files of a run directory. No database here."""
+"""Data of one round of ingestion: plain data from the files of a run directory, without a database."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,10 +22,10 @@ from rlhf_core.schemas.weight_ledger import WeightSyncLine
 
 @dataclass(frozen=True)
 class IngestState:
-    """Progress of the history with a run. A batch is made from one state and holds for no other."""
+    """Progress of the history with a run. A batch is valid only for the state that it was built from."""
 
     stamp: int = 0
-    """Changes with every batch; 0 for a run that the history does not know."""
+    """Changes with every batch; 0 for a run that is not in the history."""
     offsets: dict[str, int] = field(default_factory=dict)
     """File, relative to the run directory -> bytes read, or fingerprint of the version read."""
     journal_token: int = 0
@@ -34,7 +34,7 @@ class IngestState:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A journal line and where it begins."""
+    """A journal line and its position."""
 
     position: int
     line: JournalLine
@@ -51,7 +51,7 @@ class MetricsEntry:
 
 @dataclass(frozen=True)
 class WeightSyncEntry:
-    """A line of the ledger of weights and the restart that wrote it."""
+    """A line of the weight ledger and the restart that wrote it."""
 
     attempt: int
     restart: int
@@ -60,7 +60,7 @@ class WeightSyncEntry:
 
 @dataclass(frozen=True)
 class EventEntry:
-    """An agent's event line and where it begins."""
+    """An agent's event line and its position."""
 
     source: str
     position: int
@@ -71,7 +71,7 @@ class EventEntry:
 
 @dataclass(frozen=True)
 class TelemetryEntry:
-    """A line of a node's telemetry and where it begins."""
+    """A line of a node's telemetry and its position."""
 
     attempt: int
     restart: int
@@ -82,38 +82,38 @@ class TelemetryEntry:
 
 @dataclass(frozen=True)
 class SetAside:
-    """Something in a file that cannot be read or stored, and has no row."""
+    """Part of a file that cannot be read or stored and has no row."""
 
     source: str
     position: int
-    """Byte at which its first line begins."""
+    """Byte offset of its first line."""
     found_at: datetime
     message: str
 
 
 @dataclass
 class IngestBatch:
-    """Rows to write, and the offsets that they reach in the files. Applied whole or not at all."""
+    """Rows to write, and the file offsets after them. Applied completely or not at all."""
 
     base: IngestState
-    """State that it was made from."""
+    """State that it was built from."""
     run_dir: str = ""
-    """Path of the run directory; with ``stored``."""
+    """Path of the run directory; set with ``stored``."""
     stored: StoredSpec | None = None
-    """Content of ``spec.json`` when it is new."""
+    """Content of ``spec.json`` if it is new."""
     journal_token: int = 0
     """Highest fencing token after this batch."""
     journal: list[JournalEntry] = field(default_factory=list)
-    """Lines that count, in the order of the file."""
+    """Valid lines, in file order."""
     notes: list[tuple[int, ReconcileNote]] = field(default_factory=list)
-    """Actions of the site daemon, each with the byte at which its line begins."""
+    """Actions of the site daemon, each with the byte offset of its line."""
     attempts: set[int] = field(default_factory=set)
     """Attempts that have a folder."""
     restarts: set[tuple[int, int]] = field(default_factory=set)
-    """Restarts that have a folder: attempt, restart."""
+    """Restarts that have a folder: (attempt, restart)."""
     metrics: list[MetricsEntry] = field(default_factory=list)
     weight_syncs: list[WeightSyncEntry] = field(default_factory=list)
-    """In the order of each file: of two lines about a sync the later one counts."""
+    """In file order: the last line about a sync counts."""
     events: list[EventEntry] = field(default_factory=list)
     nodes: list[AgentStatus] = field(default_factory=list)
     telemetry: list[TelemetryEntry] = field(default_factory=list)
@@ -123,16 +123,16 @@ class IngestBatch:
     decisions: list[Decision] = field(default_factory=list)
     outcomes: list[AttemptOutcome] = field(default_factory=list)
     checkpoints: list[tuple[str, CheckpointManifest]] = field(default_factory=list)
-    """Path relative to the run directory, and ``COMPLETE``."""
+    """Path relative to the run directory, and content of ``COMPLETE``."""
     removed_checkpoints: dict[int, datetime] = field(default_factory=dict)
-    """Step -> when it was seen to be gone."""
+    """Step -> time at which it was found missing."""
     evaluations: list[EvaluationReport] = field(default_factory=list)
     offsets: dict[str, int] = field(default_factory=dict)
-    """New offsets of the files that were read."""
+    """New offsets of the files read."""
     forgotten: set[str] = field(default_factory=set)
-    """Files that are gone: their offsets are dropped."""
+    """Deleted files, whose offsets are dropped."""
     is_last: bool = False
-    """True if nothing was left unread: the history then has all that is in the files."""
+    """True if the files were read to the end, so that the history is up to date."""
 
     def is_empty(self) -> bool:
         """Return True if there is nothing to write."""

@@ -1,8 +1,8 @@
-"""Opening a database safely: file systems that SQLite may use, locks, errors that name the remedy.
+"""Safe opening of a database: file systems suitable for SQLite, locks, errors with a remedy.
 
-SQLite runs in WAL mode, so that readers and the one writer do not wait for each other. Every writing transaction
-begins with ``BEGIN IMMEDIATE``: it waits for other writers at the beginning, where ``busy_timeout`` applies, and cannot
-fail in the middle because another writer was faster.
+SQLite runs in WAL mode, so readers and the single writer do not wait for each other. Every writing transaction starts
+with ``BEGIN IMMEDIATE``: it waits for other writers at its start, where ``busy_timeout`` applies, and cannot fail later
+because of another writer.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ BUSY_TIMEOUT_S = 30.0
 """Time that a writer waits for other writers on SQLite."""
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
-"""The mounted file systems, by the kernel."""
+"""The kernel's table of mounted file systems."""
 
 NETWORK_FILE_SYSTEMS = frozenset(
     {
@@ -44,13 +44,12 @@ NETWORK_FILE_SYSTEMS = frozenset(
         *("davfs", "vboxsf", "prl_fs"),
     }
 )
-"""File systems whose locks or shared memory do not hold between machines (or not at all)."""
+"""File systems with locks or shared memory that do not work between machines (or not at all)."""
 
 LOCAL_FUSE = frozenset(
     {"fuse.fuse-overlayfs", "fuse.mergerfs", "fuse.gocryptfs", "fuse.encfs", "fuse.ntfs-3g", "fuse.bindfs"}
 )
-"""File systems in user space that lie on this machine. Any other ``fuse.*`` (sshfs, s3fs, rclone ...) counts as
-network."""
+"""Local file systems in user space. Any other ``fuse.*`` (sshfs, s3fs, rclone ...) counts as network."""
 
 _ADVICE = (
     "Set RLHF_DATABASE_URL to a file on a local disk (sqlite:////var/tmp/<user>/history.db) or to a PostgreSQL server "
@@ -66,11 +65,11 @@ def file_system_of(path: Path, mount_table: str) -> tuple[str, str]:
     """Find the type and mount point of the file system of ``path``.
 
     Args:
-        path: absolute and resolved; need not exist.
+        path: absolute, resolved path; need not exist.
         mount_table: content of ``/proc/self/mountinfo`` (proc(5)).
 
     Returns:
-        For instance ``("ext4", "/")``; ``("unknown", "")`` where the table says nothing.
+        For instance ``("ext4", "/")``; ``("unknown", "")`` if it is not in the table.
     """
     best_type, best_point = "unknown", ""
     for line in mount_table.splitlines():
@@ -86,21 +85,21 @@ def file_system_of(path: Path, mount_table: str) -> tuple[str, str]:
 
 
 def refuse_network_file_system(file: Path) -> None:
-    """Raise :class:`UnsafeDatabase` if a SQLite file would lie on a network file system.
+    """Raise :class:`UnsafeDatabase` if a SQLite file is on a network file system.
 
-    SQLite's locks and its shared-memory index do not hold there: two hosts corrupt the file silently.
+    SQLite's locks and shared-memory index do not work there: two hosts silently corrupt the file.
     """
     folder = Path(os.path.realpath(file)).parent
-    while not folder.exists() and folder != folder.parent:  # this also makes an automounter mount it
+    while not folder.exists() and folder != folder.parent:  # this also triggers an automounter
         folder = folder.parent
     try:
         table = MOUNT_TABLE.read_text()
     except OSError:
-        return  # no Linux: the file system is not known
+        return  # not Linux: the file system is unknown
     kind, point = file_system_of(folder, table)
     if kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE):
         raise UnsafeDatabase(
-            f"the history {file} would lie on the network file system {point} ({kind}), where SQLite corrupts its "
+            f"the history {file} is on the network file system {point} ({kind}), where SQLite corrupts its "
             f"file. {_ADVICE}"
         )
 
@@ -116,15 +115,15 @@ def _unescape(text: str) -> str:
 
 
 def parse_url(text: str) -> URL:
-    """Parse a database URL, and fill in the driver.
+    """Parse a database URL and add the driver.
 
     Raises:
-        BadConfig: it is no URL, or of a database that is not supported.
+        BadConfig: the URL is invalid, or the database is not supported.
     """
     try:
         url = make_url(text)
     except ArgumentError:
-        raise BadConfig(f"RLHF_DATABASE_URL: found {text!r}, which is no database URL. {_ADVICE}") from None
+        raise BadConfig(f"RLHF_DATABASE_URL: found {text!r}, expected a database URL. {_ADVICE}") from None
     backend = url.get_backend_name()
     if backend in ("postgres", "postgresql"):
         return url.set(drivername="postgresql+psycopg")
@@ -133,7 +132,7 @@ def parse_url(text: str) -> URL:
             f"RLHF_DATABASE_URL: found a {backend} database; SQLite and PostgreSQL are supported. {_ADVICE}"
         )
     if not url.database or url.database == ":memory:":
-        raise BadConfig(f"RLHF_DATABASE_URL: found SQLite in memory, which would forget every run. {_ADVICE}")
+        raise BadConfig(f"RLHF_DATABASE_URL: found SQLite in memory, which does not keep runs. {_ADVICE}")
     return url.set(drivername="sqlite", database=str(Path(url.database).expanduser().absolute()))
 
 
@@ -143,10 +142,10 @@ def sqlite_file(url: URL) -> Path | None:
 
 
 def writing_engine(url: URL, *, foreign_keys: bool = True) -> Engine:
-    """Make an engine whose transactions write.
+    """Create an engine for writing transactions.
 
     Args:
-        foreign_keys: False only for migrations, which rebuild tables that others refer to.
+        foreign_keys: False only for migrations, which rebuild tables with references to them.
     """
     if sqlite_file(url) is None:
         return _postgres_engine(url)
@@ -154,7 +153,7 @@ def writing_engine(url: URL, *, foreign_keys: bool = True) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None  # SQLAlchemy begins the transactions, not sqlite3
+        connection.isolation_level = None  # SQLAlchemy starts the transactions, not sqlite3
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA foreign_keys = {'ON' if foreign_keys else 'OFF'}")
@@ -167,9 +166,9 @@ def writing_engine(url: URL, *, foreign_keys: bool = True) -> Engine:
 
 
 def reading_engine(url: URL) -> Engine:
-    """Make an engine whose transactions cannot write, and see one state of the database from beginning to end.
+    """Create an engine for read-only transactions, each of which sees one state of the database throughout.
 
-    SQLite: the file is opened read-only. PostgreSQL: read-only transactions that repeat their reads.
+    SQLite: the file is opened read-only. PostgreSQL: read-only transactions with repeatable reads.
     """
     file = sqlite_file(url)
     if file is None:
@@ -185,20 +184,20 @@ def reading_engine(url: URL) -> Engine:
 
 
 def require_whole(file: Path, revision: str) -> None:
-    """Make sure that a SQLite file that no other process has open holds everything that was written, on the disk.
+    """Verify that a SQLite file, not open in any other process, is complete and synced to disk.
 
     Raises:
-        sqlite3.Error: it does not.
-        OSError: it cannot be brought to the disk.
+        sqlite3.Error: it is incomplete.
+        OSError: it cannot be synced.
     """
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
         (is_busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    # Without the files beside it, as other processes will open it.
+    # Without the log and index files, as other processes will open it.
     with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?immutable=1", uri=True)) as connection:
         (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         found = connection.execute("SELECT version_num FROM alembic_version").fetchall()
     if is_busy or said != "ok" or found != [(revision,)]:
-        raise sqlite3.OperationalError(f"database or disk is full: what was written is not whole ({said})")
+        raise sqlite3.OperationalError(f"database or disk is full: the written data is incomplete ({said})")
     with file.open("r+b") as opened:
         os.fsync(opened.fileno())
 
@@ -222,8 +221,8 @@ def _postgres_engine(url: URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: object) -> None:
-        # Compiling the plan of a view takes longer than running it. Not as an option of the connection: pools of
-        # connections (pgbouncer) refuse those.
+        # Compiling the plan of a view takes longer than running it. Not a connection option, because connection pools
+        # (pgbouncer) reject those.
         connection.execute("SET jit = off")
         connection.commit()
 
@@ -236,10 +235,11 @@ def _postgres_engine(url: URL) -> Engine:
 
 @contextmanager
 def translated_errors(url: URL) -> Iterator[None]:
-    """Translate errors of SQLAlchemy and its drivers into ours: modules above the history do not know those libraries.
+    """Translate errors of SQLAlchemy and its drivers into ours: modules above the history do not import those
+    libraries.
 
     Raises:
-        DatabaseUnavailable: names the database, the error and the remedy.
+        DatabaseUnavailable: with the database, the error and a remedy.
     """
     try:
         yield
@@ -252,7 +252,7 @@ def translated_errors(url: URL) -> Iterator[None]:
 
 
 def unusable(url: URL, why: str) -> DatabaseUnavailable:
-    """Make the error for a database that cannot be used, for a reason that this program found."""
+    """Create the error for a database that cannot be used for a reason found by this program."""
     return DatabaseUnavailable(f"the history {displayed(url)} cannot be used: {why}. {_ADVICE}")
 
 
@@ -263,14 +263,18 @@ def displayed(url: URL) -> str:
 
 
 _SQLITE_WORDS = (
-    ("file is not a database", "is no SQLite database. Move it away, or point RLHF_DATABASE_URL elsewhere."),
-    ("malformed", "is damaged. Move it away, then `rlhf db rebuild` makes it again from the run directories."),
-    ("disk is full", "has no room to grow: its disk is full. Make room; what was in it is untouched."),
-    ("readonly database", "cannot be written. Check the permissions of the file and of its folder."),
-    ("unable to open", "cannot be opened. Its folder must exist and be writable: SQLite keeps two files beside it."),
+    ("file is not a database", "is not a SQLite database. Move it away, or set RLHF_DATABASE_URL to another file."),
+    ("malformed", "is damaged. Move it away, then run `rlhf db rebuild` to recreate it from the run directories."),
+    ("disk is full", "cannot grow because its disk is full. Free some space; its content is unchanged."),
+    ("readonly database", "is not writable. Check the permissions of the file and its folder."),
+    (
+        "unable to open",
+        "cannot be opened. Its folder must exist and be writable, because SQLite keeps two more files in it.",
+    ),
     (
         "locked",
-        f"was kept busy by another process for more than {BUSY_TIMEOUT_S:.0f} s. Try again; find it with `fuser`.",
+        f"was locked by another process for more than {BUSY_TIMEOUT_S:.0f} s. Try again, or find the process "
+        "with `fuser`.",
     ),
     ("disk I/O error", "cannot be read or written: its disk reports an error."),
 )

@@ -1,4 +1,4 @@
-"""Bringing a schema up to date. Alembic is imported only when there is something to do."""
+"""Migration of the schema. Alembic is imported only if there is something to do."""
 
 import os
 import secrets
@@ -16,14 +16,14 @@ from rlhf_core.history import database
 from rlhf_core.history.tables import SCHEMA_REVISION
 
 SCRIPTS = Path(rlhf_core.__file__).parent.parent / "migrations"
-"""The migration scripts: beside this package in the checkout and in the wheel. Found by place, not by importing
-``migrations``, because other projects have a package of that name too."""
+"""The migration scripts, beside this package in the checkout and in the wheel. Located by path instead of importing
+``migrations``, because other projects also have a package of that name."""
 
 _LOCK = 0x726C6866
 """PostgreSQL advisory lock: one migration at a time."""
 
 _ALEMBIC = threading.Lock()
-"""Alembic keeps the present migration in globals: one at a time in this process."""
+"""Alembic keeps the current migration in globals: one at a time in this process."""
 
 
 class Upgraded(NamedTuple):
@@ -36,10 +36,10 @@ class Upgraded(NamedTuple):
 
 
 def is_new(file: Path) -> bool:
-    """Return True if a SQLite file is still to be created.
+    """Return True if a SQLite file does not exist yet or is empty.
 
     Raises:
-        HistoryError: it cannot be read, or is a folder.
+        HistoryError: it cannot be read or is a folder.
     """
     try:
         if file.is_dir():
@@ -52,12 +52,12 @@ def is_new(file: Path) -> bool:
 
 
 def upgrade(url: URL) -> Upgraded:
-    """Bring a database to the newest schema; one that has it is left alone. All migrations are one transaction. A
-    SQLite file that does not exist yet is created.
+    """Migrate a database to the newest schema, if it does not have it already, in one transaction. A SQLite file that
+    does not exist yet is created.
 
     Raises:
         SchemaOutOfDate: a newer program created it.
-        HistoryError: it is no history.
+        HistoryError: it is not a history.
         DatabaseUnavailable: it cannot be reached or written.
     """
     file = database.sqlite_file(url)
@@ -72,24 +72,24 @@ def upgrade(url: URL) -> Upgraded:
 
 
 def _create(url: URL, file: Path) -> None:
-    """Create a SQLite file. It appears when it is complete, so that no other process opens a part of it; when several
-    processes create it at once, the first file counts. An empty file stays.
+    """Create a SQLite file. It appears only once it is complete, so that no other process opens a part of it; if
+    several processes create it at once, the first file counts. An empty file remains.
 
-    SQLite copies its log into the file when the last connection is closed, and does not report a failure: on a disk
-    that is nearly full the file would be there without its tables.
+    SQLite copies its log into the file when the last connection is closed and does not report a failure: on a nearly
+    full disk, the file would lack its tables.
     """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:
         if not file.parent.exists():
             private_files.make_folder(file.parent)
-        private_files.write_new(unfinished, "")  # SQLite gives its log and its index the rights of the file
+        private_files.write_new(unfinished, "")  # SQLite gives its log and index the file's permissions
         made = url.set(database=str(unfinished))
         _migrate(made)
         with database.translated_errors(url):
             database.require_whole(unfinished, SCHEMA_REVISION)
         _put_in_place(unfinished, file)
     except OSError as error:
-        raise database.unusable(url, f"it cannot be made: {error.strerror}") from None
+        raise database.unusable(url, f"it cannot be created: {error.strerror}") from None
     finally:
         for path in file.parent.glob(f"{unfinished.name}*"):
             path.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def _put_in_place(unfinished: Path, file: Path) -> None:
 
 
 def _migrate(url: URL) -> Upgraded:
-    # Foreign keys are off here: SQLite changes a table by making it again, and dropping the old one would cascade.
+    # Foreign keys are off: SQLite changes a table by recreating it, and dropping the old one would cascade.
     engine = database.writing_engine(url, foreign_keys=False)
     try:
         with database.translated_errors(url), engine.begin() as connection:
@@ -124,8 +124,8 @@ def require_current(engine: Engine, url: URL) -> None:
     """Raise unless the database has the schema of this program.
 
     Raises:
-        SchemaOutOfDate: it is older (names ``rlhf db upgrade``) or newer.
-        HistoryError: it holds something else.
+        SchemaOutOfDate: it is older (advises ``rlhf db upgrade``) or newer.
+        HistoryError: it is not a history.
     """
     with database.translated_errors(url), engine.connect() as connection:
         present = revision(connection, url)
@@ -133,20 +133,21 @@ def require_current(engine: Engine, url: URL) -> None:
         return
     if not present:
         raise SchemaOutOfDate(
-            f"the history {database.displayed(url)} is empty. Run `rlhf db upgrade` once to make its tables."
+            f"the history {database.displayed(url)} is empty. Run `rlhf db upgrade` once to create its tables."
         )
     _refuse_newer(present, url)
     raise SchemaOutOfDate(
-        f"the history {database.displayed(url)} has schema {present}, this program needs {SCHEMA_REVISION}. "
-        f"Run `rlhf db upgrade`; a copy of the database beforehand does no harm."
+        f"the history {database.displayed(url)} has schema {present}, but this program needs {SCHEMA_REVISION}. "
+        "Run `rlhf db upgrade`, preferably after a backup of the "
+        "database."
     )
 
 
 def revision(connection: Connection, url: URL) -> str:
-    """Revision of a database; empty for one without any table.
+    """Revision of a database; empty if it has no tables.
 
     Raises:
-        HistoryError: it has tables, but not those of a history.
+        HistoryError: it has tables other than those of a history.
     """
     names = inspect(connection).get_table_names()
     if "alembic_version" in names:
@@ -156,8 +157,8 @@ def revision(connection: Connection, url: URL) -> str:
     if not names:
         return ""
     raise HistoryError(
-        f"{database.displayed(url)} is no history of rlhf-flows: it holds the tables {', '.join(sorted(names)[:5])} of "
-        f"something else. Point RLHF_DATABASE_URL to a database of its own."
+        f"{database.displayed(url)} is not a history of rlhf-flows: it contains other tables "
+        f"({', '.join(sorted(names)[:5])}). Set RLHF_DATABASE_URL to a separate database."
     )
 
 
@@ -174,12 +175,13 @@ def _run_scripts(connection: Connection, url: URL, before: str) -> None:
 
 
 def _refuse_newer(present: str, url: URL) -> None:
-    """Raise if ``present`` is a revision that this program's scripts do not have."""
+    """Raise if ``present`` is a revision that this program's scripts lack."""
     from alembic.script import ScriptDirectory
 
     known = {script.revision for script in ScriptDirectory(str(SCRIPTS)).walk_revisions()}
     if present not in known:
         raise SchemaOutOfDate(
-            f"the history {database.displayed(url)} has schema {present}, which this program does not know; it was "
-            f"made by a newer version of rlhf-flows. Install that version; nothing was changed."
+            f"the history {database.displayed(url)} has schema {present}, which was created by a newer version of "
+            "rlhf-flows. Install that version; nothing was "
+            "changed."
         )

@@ -1,4 +1,4 @@
-"""Guards that keep the SQL of a user from changing anything, on both databases."""
+"""Guards that prevent changes by the SQL of a user, on both databases."""
 
 import re
 import shlex
@@ -14,10 +14,10 @@ from rlhf_core.history.database import displayed
 from rlhf_core.history.sql_limits import WorkClock
 
 READER_ROLE = "rlhf_reader"
-"""The PostgreSQL role that runs the SQL of users, where it exists (``infra/reader.sql`` creates it)."""
+"""The PostgreSQL role that runs the SQL of users, if it exists (``infra/reader.sql`` creates it)."""
 
 QUERY_TIMEOUT_S = 300
-"""Time of the database that a statement may take."""
+"""Time limit of a statement in the database."""
 
 _RIGHTS = """
 WITH privileged AS (
@@ -36,11 +36,10 @@ SELECT EXISTS (SELECT FROM privileged WHERE pg_has_role(session_user, oid, 'MEMB
                 WHERE NOT has_function_privilege(oid, 'pg_catalog.set_config(text, text, boolean)', 'EXECUTE')
                   AND NOT EXISTS (SELECT FROM privileged WHERE pg_has_role(reader.oid, privileged.oid, 'MEMBER')))
 """
-"""Three answers: the login has or can take rights beyond the tables; the reading role exists; it cannot be left.
-
-The login counts, never the present role: any role is left again by ``set_config('role', 'none', true)``,
-which can stand in a SELECT, unless that function is withheld. Roles are the server's: one that was made for another
-database has no rights in this one."""
+"""Three results: the login has or can take rights beyond the tables; the reading role exists; a statement cannot leave
+it. The login counts, not the current role: ``set_config('role', 'none', true)``, which may be part of a SELECT, leaves
+any role unless that function is revoked. Roles belong to the server: one created for another database has no rights in
+this one."""
 
 _FETCHED_ROWS = 500
 """Rows fetched from PostgreSQL at a time."""
@@ -53,7 +52,7 @@ def reader_script() -> str:
     """Read the psql script that creates the reading role: from the installed package, or from ``infra`` of a checkout.
 
     Raises:
-        HistoryError: the installation lacks it.
+        HistoryError: the installation lacks the file.
     """
     folder = Path(__file__).parent
     for path in (folder / "reader.sql", folder.parents[1] / "infra" / "reader.sql"):
@@ -65,25 +64,26 @@ def reader_script() -> str:
 def query_postgres(
     connection: Any, text: str, values: Mapping[str, Any] | None, url: URL, clock: WorkClock, *, shipped: bool = False
 ) -> Iterator[Sequence[Sequence[Any]]]:
-    """Run one statement of a user on PostgreSQL, in the read-only transaction of ``connection``. The names of the
-    columns come first, then rows, some at a time.
+    """Run one statement of a user on PostgreSQL, in the read-only transaction of ``connection``. Yield the column
+    names, then rows in batches.
 
-    Three guards protect the server, beside the transaction. The statement is declared as a cursor, so that the parser
-    refuses everything but a query: COPY, DO, SET, a WITH that writes. It runs as ``rlhf_reader``, a role that can only
-    read and that cannot be left; an ordinary login that is no member of it keeps its own rights. And it has a time
-    limit. None of them holds a superuser, who may signal other sessions and read files inside a SELECT: such a login
-    runs statements as ``rlhf_reader`` or not at all.
+    Besides the transaction, three guards protect the server. The statement is declared as a cursor, so the parser
+    rejects everything but a query: COPY, DO, SET, a WITH that writes. It runs as ``rlhf_reader``, a role that can only
+    read and cannot be left; an ordinary login that is not a member keeps its own rights. And it has a time limit. None
+    of them stops a superuser, who may signal other sessions and read files inside a SELECT: such a login runs
+    statements as ``rlhf_reader`` or not at all.
 
     Args:
         connection: the driver's own connection.
         text: the statement.
-        values: values of its parameters (``%(name)s``); None where it has none, and a percent sign is one.
-        url: the database, for the advice.
-        clock: time that it may take.
-        shipped: the text comes with this program and only its values are given, so that any login may run it.
+        values: values of its parameters (``%(name)s``); None without parameters, in which case percent signs are
+            literal.
+        url: the database, for the error message.
+        clock: time limit.
+        shipped: True if the text is part of this program and only its values are given, so any login may run it.
 
     Raises:
-        UnsafeDatabase: the login has rights that the statement could use to do harm.
+        UnsafeDatabase: the login has rights that the statement could abuse.
     """
     if _NOTHING.fullmatch(text):
         yield []
@@ -116,17 +116,18 @@ def _limit_time(connection: Any, clock: WorkClock) -> None:
 
 def _refusal(url: URL, *, has_reader: bool) -> str:
     lacking = (
-        f"the role {READER_ROLE} does not keep a statement from taking those rights back, as it may call set_config or "
+        f"the role {READER_ROLE} does not stop a statement from regaining those rights, as it may call set_config or "
         f"has such rights itself"
         if has_reader
         else f"the role {READER_ROLE}, which can only read, is missing in this database"
     )
     address = url.set(drivername="postgresql", password=None).render_as_string()
     return (
-        f"refused: {url.username or 'the user'} of {displayed(url)} is a superuser or has rights like one, and a "
-        f"statement with those rights can end sessions, read files and change its settings; {lacking}. Make the "
-        f"role as it should be, once, as a superuser: `rlhf db reader | psql {shlex.quote(address)}` (the script is "
-        f"infra/reader.sql). Better still, have RLHF_DATABASE_URL name an ordinary user that owns the tables"
+        f"refused: {url.username or 'the user'} of {displayed(url)} is a superuser or has similar rights, and a "
+        f"statement with those rights can end sessions, read files and change settings; {lacking}. Create the "
+        f"role correctly, once, as a superuser: `rlhf db reader | psql {shlex.quote(address)}` "
+        "(the script is "
+        f"infra/reader.sql). Better still, set RLHF_DATABASE_URL to an ordinary user that owns the tables"
     )
 
 
@@ -139,7 +140,7 @@ def forbid_writing(connection: Any) -> None:
     allowed = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
     describing = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
 
-    # fts3_tokenizer returns and accepts addresses of memory.
+    # fts3_tokenizer returns and accepts memory addresses.
     forbidden = {"load_extension", "fts3_tokenizer"}
 
     def authorize(
@@ -154,6 +155,6 @@ def forbid_writing(connection: Any) -> None:
     for function in (
         "json_each",
         "json_tree",
-    ):  # SQLite creates these tables at their first use: before that is forbidden
+    ):  # SQLite creates these tables at their first use, which must be before that is forbidden
         connection.execute(f"SELECT 1 FROM {function}('{{}}')").close()
     connection.set_authorizer(authorize)

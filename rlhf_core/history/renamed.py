@@ -1,7 +1,7 @@
-"""Names that a migration changed, and the advice for SQL that still uses an old one.
+"""Names changed by a migration, and the advice for SQL that still uses an old one.
 
-A table whose column was renamed cannot keep the old name beside the new one, and a view cannot carry the name of its
-table: so the answer to the old name is a message that gives the new one.
+A table cannot keep the old name of a renamed column beside the new one, and a view cannot have the name of its table,
+so a query with the old name gets an error with the new one.
 """
 
 import re
@@ -12,12 +12,12 @@ from rlhf_core.errors import BadInput
 
 @dataclass(frozen=True)
 class Renamed:
-    """One name that a migration changed."""
+    """A name changed by a migration."""
 
     revision: str
-    """Revision of the schema that has the new name first."""
+    """First revision of the schema with the new name."""
     table: str
-    """Table of the column, by its present name; for a table, its old name."""
+    """Table of the column, by its current name; for a table, its old name."""
     column: str
     """Old name of the column; empty for a table."""
     now: str
@@ -36,7 +36,7 @@ RENAMED = (
     Renamed("0009", "promotions", "moved_at", "state_changed_at", "the state changes; the model does not move"),
     Renamed("0009", "kept_goodput", "", "goodput_cache", "it is a cache of `run_goodput`"),
 )
-"""Every name that changed since version 0.1."""
+"""Every name changed since version 0.1."""
 
 _OLD_EVENTS = re.compile(r"'keeper[_\\%][^']*'")
 _NO_COLUMN = re.compile(r"""no such column: (?:\w+\.)?"?(\w+)|column (?:\w+\.)?"?(\w+)"? does not exist""")
@@ -51,7 +51,7 @@ def advice(text: str, error: str) -> str:
         error: message of the database.
 
     Returns:
-        A sentence with the new name; empty where no migration explains the error.
+        A sentence with the new name; empty if no migration explains the error.
     """
     words = set(re.findall(r"\w+", text.lower()))
     if found := _NO_TABLE.search(error):
@@ -70,10 +70,10 @@ def advice(text: str, error: str) -> str:
 
 
 def refuse_old_values(text: str) -> None:
-    """Refuse a statement that looks for events by a kind that no event has any more: it would find nothing.
+    """Reject a statement that searches for an old kind of event, which would find nothing.
 
     Raises:
-        BadInput: names the new kind.
+        BadInput: with the new kind.
     """
     found = _OLD_EVENTS.search(text)
     if found is not None and re.search(r"\bevents\b", text, re.IGNORECASE):

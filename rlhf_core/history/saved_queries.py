@@ -1,11 +1,11 @@
-"""Saved queries: one file of SQL each, for both databases, with arguments that are bound and never pasted.
+"""Saved queries: one SQL file each, for both databases, with arguments that are bound, not interpolated.
 
-A query begins with a comment: its title, what it means, and a line for each argument,
-``name (type) = default: meaning``, where a type is ``text``, ``number`` or ``run`` (an id, a name, or ``last``), and an
-argument without a default must be given. In the statement ``:name`` stands for the value.
+A query starts with a comment: its title, its meaning, and a line for each argument, ``name (type) = default: meaning``,
+with the type ``text``, ``number`` or ``run`` (an id, a name, or ``last``). An argument without a default is required.
+In the statement, ``:name`` stands for the value.
 
-Where SQLite and PostgreSQL differ, a query says ``@seconds(start, end)`` and the like; :data:`FUNCTIONS` has its
-expansion for each. A statement of a user may have such a comment and such arguments too.
+Where SQLite and PostgreSQL differ, a query uses functions such as ``@seconds(start, end)``; :data:`FUNCTIONS` has the
+expansion for each. A statement of a user may also have such a comment and arguments.
 """
 
 import difflib
@@ -27,7 +27,7 @@ Clock = WorkClock | None
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "sqlite": {
         "seconds": "((julianday({1}) - julianday({0})) * 86400.0)",
-        # In the form in which times are stored, so that they compare as text.
+        # In the format of stored times, so that they compare as text.
         "days_ago": "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || {0} || ' days')",
         "week": "date({0}, 'weekday 0', '-6 days')",
         "leaves": "json_tree({0})",
@@ -51,9 +51,9 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
 }
 """Expansions of ``@name(...)`` for each database.
 
-``seconds(start, end)``: between two times. ``days_ago(n)``: that moment. ``week(time)``: the Monday of its week, as
-text. ``leaves(column) leaf``: in ``FROM``, the values inside of a JSON column, lists as one; with ``leaf_name(leaf)``
-(dotted), ``leaf_value(leaf)`` (text) and, in ``WHERE``, ``is_leaf(leaf)``.
+``seconds(start, end)``: time between two times. ``days_ago(n)``: time ``n`` days ago. ``week(time)``: the Monday of its
+week, as text. ``leaves(column) leaf``: in ``FROM``, the values in a JSON column, with a list as one value; with
+``leaf_name(leaf)`` (dotted), ``leaf_value(leaf)`` (text) and, in ``WHERE``, ``is_leaf(leaf)``.
 """
 
 TYPES = ("text", "number", "run")
@@ -62,7 +62,7 @@ TYPES = ("text", "number", "run")
 _HEADER = re.compile(r"\s*/\*(.*?)\*/", re.DOTALL)
 _ARGUMENT = re.compile(rf"(?P<name>[a-z_]+) \((?P<type>{'|'.join(TYPES)})\)(?: = (?P<default>[^:]*))?: (?P<meaning>.+)")
 _FUNCTION = re.compile(r"@([a-z_]+)\(")
-# Texts, quoted names, comments and the casts of PostgreSQL come first: a colon in them is no parameter.
+# Texts, quoted names, comments and PostgreSQL's casts come first: a colon in them is not a parameter.
 _PARAMETER = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|::|:([A-Za-z_]\w*)", re.DOTALL)
 
 
@@ -74,7 +74,7 @@ class Argument:
     type: str
     """One of :data:`TYPES`."""
     default: str | None
-    """Default, as text; None where a value must be given."""
+    """Default, as text; None if a value is required."""
     meaning: str
 
 
@@ -83,12 +83,12 @@ class SavedQuery:
     """One query with its description and arguments."""
 
     name: str
-    """Empty for a statement of a user."""
+    """Name; empty for a statement of a user."""
     title: str
     meaning: str
     arguments: tuple[Argument, ...]
     sql: str
-    """The whole text, its comment included."""
+    """The whole text, including its comment."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class SavedQuery:
 
 
 def saved() -> list[SavedQuery]:
-    """Read all saved queries, by name."""
+    """Load all saved queries, by name."""
     folder = resources.files("rlhf_core.history").joinpath("saved_queries")
     found = [file for file in folder.iterdir() if file.name.endswith(".sql")]
     return [
@@ -106,26 +106,26 @@ def saved() -> list[SavedQuery]:
 
 
 def find(name: str) -> SavedQuery:
-    """Find the saved query of a name.
+    """Find a saved query by name.
 
     Raises:
-        BadInput: there is none; the message names the nearest.
+        BadInput: it does not exist; the message suggests the closest name.
     """
     known = {query.name: query for query in saved()}
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
     meant = f"; did you mean {near[0]}?" if near else "."
-    raise BadInput(f"there is no saved query {name!r}{meant} `rlhf sql --list` lists them.")
+    raise BadInput(f"saved query {name!r} not found{meant} `rlhf sql --list` lists them.")
 
 
 def is_name(text: str) -> bool:
-    """Return True if a text can only be the name of a query: no statement is one word."""
+    """Return True if a text can only be the name of a query, because no statement is a single word."""
     return re.fullmatch(r"[A-Za-z0-9_-]+", text) is not None
 
 
 def parse(text: str) -> SavedQuery:
-    """Parse the comment of a statement; without one it has no title and no arguments of a known type."""
+    """Parse the comment of a statement; without a comment, it has no title and no typed arguments."""
     header = _HEADER.match(text)
     lines = [line.strip() for line in header[1].strip().splitlines()] if header else []
     arguments, prose = [], []
@@ -153,10 +153,10 @@ def run(
     Args:
         given: values of arguments, as text.
         limit: maximum number of rows; None for all.
-        clock: time that the database may work on it.
+        clock: time limit of the database's work.
 
     Raises:
-        BadInput: an argument is missing, unknown or of another type; or as :func:`queries.run_sql`.
+        BadInput: an argument is missing, unknown or of the wrong type; or as :func:`queries.run_sql`.
     """
     text, values = _bound_query(store, query, given)
     return queries.run_sql(store, text, limit, values, shipped=bool(query.name), clock=clock)
@@ -175,14 +175,14 @@ def stream(
 def _bound_query(
     store: HistoryStore, query: SavedQuery, given: Mapping[str, str]
 ) -> tuple[str, dict[str, Value] | None]:
-    """Make the text for the driver, and the values of its parameters; None where it has none."""
+    """Build the text for the driver and the values of its parameters (None without parameters)."""
     dialect = dialect_of(store)
     text = statement(query, dialect) if query.name else query.sql
     values = _values(store, query, given)
     named = parameters(text)
     if unknown := sorted(given.keys() - named):
         listed = ", ".join(sorted(named)) or "none"
-        raise BadInput(f"the query has no argument {unknown[0]!r}. It has: {listed}.")
+        raise BadInput(f"the query has no argument {unknown[0]!r}. Its arguments: {listed}.")
     if missing := sorted(named - values.keys()):
         raise BadInput(f"the query needs a value for {missing[0]!r}: give {missing[0]}=VALUE.")
     if not named:
@@ -206,7 +206,7 @@ def parameters(text: str) -> set[str]:
 
 
 def _bound(text: str) -> str:
-    """Rewrite a statement for PostgreSQL's driver: ``%(name)s``, and every other percent sign doubled."""
+    """Rewrite a statement for PostgreSQL's driver: parameters as ``%(name)s``, other percent signs doubled."""
     parts, end = [], 0
     for found in _PARAMETER.finditer(text):
         if found[1]:
@@ -263,7 +263,7 @@ def _expanded(text: str, functions: Mapping[str, str]) -> Iterator[str]:
 
 
 def _call(text: str, start: int) -> tuple[Sequence[str], int]:
-    """Split the arguments of a call whose opening bracket ends at ``start``; return them and the end of the call."""
+    """Split the arguments of a call with its opening bracket before ``start``; return them and the end of the call."""
     depth, begin, arguments = 0, start, []
     for position in range(start, len(text)):
         character = text[position]

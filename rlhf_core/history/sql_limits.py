@@ -1,4 +1,4 @@
-"""Limits for the SQL of a user: time of the database, and on SQLite the size of values."""
+"""Limits for the SQL of a user: database time, and on SQLite the size of values."""
 
 import sqlite3
 import time
@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 MAX_VALUE_BYTES = 64 << 20
-"""Largest text, blob or row that SQLite may make or return."""
+"""Largest text, blob or row that SQLite may create or return."""
 MAX_STATEMENT_BYTES = 1 << 20
 MAX_PATTERN_BYTES = 1000
-"""Longest pattern of LIKE and GLOB: their time grows with its length times that of the text."""
+"""Longest pattern of LIKE and GLOB, because their time grows with its length times that of the text."""
 MAX_ANSWER_BYTES = 256 << 20
-"""Largest result that is held in memory; one that is printed row by row may be larger."""
+"""Largest result held in memory; a result printed row by row may be larger."""
 
 _INSTRUCTIONS = 10_000
-"""Instructions of SQLite's machine between two readings of the clock: about a millisecond."""
+"""Instructions of SQLite's virtual machine between two readings of the clock: about a millisecond."""
 
 
 class WorkClock:
-    """Time that the database has worked on one statement, without that of the reader of its result.
+    """Time that the database has worked on one statement, without the time of the result's reader.
 
     Args:
-        limit_s: time that it may work, in seconds.
+        limit_s: time limit, in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -52,17 +52,17 @@ class WorkClock:
 
     @property
     def left_s(self) -> float:
-        """Seconds left; negative when it took longer."""
+        """Seconds left; negative after the limit."""
         return self.limit_s - self.used_s
 
 
 def limit_sqlite(connection: sqlite3.Connection, clock: WorkClock) -> None:
-    """Make SQLite refuse values that are too large, and stop when the time is over or the process was interrupted: the
+    """Make SQLite reject values that are too large, and stop after the time limit or an interrupt of the process: the
     next step then raises ``sqlite3.OperationalError`` ("interrupted")."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_STATEMENT_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN_BYTES)
-    # Ctrl-C is raised in this function, the only Python code that runs meanwhile; the driver then stops too.
+    # Ctrl-C is raised in this function, the only Python code running meanwhile; the driver then also stops.
     connection.set_progress_handler(lambda: clock.left_s <= 0, _INSTRUCTIONS)
 
 

@@ -21,9 +21,9 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 
 _REMEMBERED = frozenset({"checkpoints", "weight_versions"})
-"""Tables that hold more than the run directory still does."""
+"""Tables with rows whose files may be gone from the run directory."""
 
-# Made once: each round of ingestion executes them, and a statement takes longer to build than to execute.
+# Built once: each round of ingestion executes them, and building a statement takes longer than executing it.
 _STAMP = select(RUNS.c.ingest_stamp, RUNS.c.journal_token).where(RUNS.c.run_id == bindparam("run"))
 _OFFSETS = select(OFFSETS.c.path, OFFSETS.c.position).where(OFFSETS.c.run_id == bindparam("run"))
 _CLAIM = (
@@ -34,20 +34,20 @@ _CLAIM = (
 
 
 class HistoryStore:
-    """The history database. One object may serve several threads; close it at the end, or use it in a ``with``.
+    """The history database. An object may be used by several threads; close it at the end, or use it in a ``with``.
 
     Args:
         url: SQLAlchemy URL of a SQLite file or a PostgreSQL database. A SQLite file that does not exist yet is created
             with all tables; nothing else is migrated implicitly.
-        check_schema: False only for ``rlhf db upgrade``.
+        check_schema: false only for ``rlhf db upgrade``.
         now: clock for leases on SQLite, where every controller runs on this machine. PostgreSQL uses the server's
-            clock, so that controllers on several machines need not agree about the time.
+            clock, so controllers on several machines need no synchronized clocks.
 
     Raises:
-        BadConfig: the URL is not one, or of a database that is not supported.
+        BadConfig: the URL is invalid, or the database is not supported.
         UnsafeDatabase: SQLite on a network file system.
-        SchemaOutOfDate: created by another version; names the remedy.
-        DatabaseUnavailable: no answer, no room, no permission, or no database.
+        SchemaOutOfDate: created by another version; with the remedy.
+        DatabaseUnavailable: no response, no space, no permission, or no database.
     """
 
     def __init__(self, url: str, *, check_schema: bool = True, now: Callable[[], datetime] = utc_now) -> None:
@@ -70,7 +70,7 @@ class HistoryStore:
     def close(self) -> None:
         """Close every connection."""
         self._reading.dispose()
-        self._writing.dispose()  # last: only a connection that may write can fold SQLite's log into its file
+        self._writing.dispose()  # last: only a writing connection can merge SQLite's log into its file
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +89,7 @@ class HistoryStore:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """Open a transaction that writes: committed at the end, rolled back by an error. For this package only."""
+        """Open a writing transaction: committed at the end, rolled back on an error. For this package only."""
         with database.translated_errors(self.url), self._writing.begin() as connection:
             yield connection
 
@@ -99,19 +99,19 @@ class HistoryStore:
     def acquire_lease(
         self, run_id: str, holder: str, ttl_s: float, *, takeover: Callable[[str], bool] | None = None, above: int = 0
     ) -> int:
-        """Become the one controller of a run.
+        """Become the only controller of a run.
 
         Args:
-            run_id: the run; the history need not know it yet.
-            holder: text that names this controller; unique to its process.
+            run_id: the run; it need not be in the history yet.
+            holder: name of this controller; unique to its process.
             ttl_s: seconds until the lease expires unless it is renewed.
-            takeover: called with the present holder; True when that one is known to be dead, so that its lease need
-                not expire first.
-            above: the token will be higher than this: the highest token of the run's journal, in case the database is
-                younger than the journal.
+            takeover: called with the current holder; returns True if that is known to be dead, so its lease need not
+                expire first.
+            above: lower bound of the token: the highest token of the run's journal, in case the database is newer than
+                the journal.
 
         Returns:
-            The fencing token: higher than every earlier one, also than those in the ingested journal.
+            The fencing token: higher than every earlier one, including those in the ingested journal.
 
         Raises:
             LeaseLost: another controller holds the run.
@@ -124,17 +124,18 @@ class HistoryStore:
     def _try_lease(
         self, run_id: str, holder: str, ttl_s: float, takeover: Callable[[str], bool] | None, above: int
     ) -> int | None:
-        """Try once; None when another controller changed the lease between the read and the write."""
+        """Try once; return None if another controller changed the lease between the read and the write."""
         with self.reading() as connection:
             present = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
             ingested = connection.execute(select(RUNS.c.journal_token).where(RUNS.c.run_id == run_id)).scalar()
             now = self.time(connection)
         held = present is not None and present.expires_at > now and present.holder not in ("", holder)
-        # Outside of any transaction: to look for a process may take long.
+        # Outside any transaction, because looking for a process may take long.
         if present is not None and held and (takeover is None or not takeover(present.holder)):
             raise LeaseLost(
-                f"run {run_id} is driven by another controller, {present.holder}; its lease runs for "
-                f"{(present.expires_at - now).total_seconds():.0f} s more unless it is renewed."
+                f"run {run_id} is driven by another controller, {present.holder}; its lease expires in "
+                f"{(present.expires_at - now).total_seconds():.0f} s unless it is "
+                "renewed."
             )
         token = max(present.token if present is not None else 0, ingested or 0, above) + 1
         with self.writing() as connection:
@@ -142,7 +143,7 @@ class HistoryStore:
             taken = {"holder": holder, "token": token, "expires_at": expires_at}
             if present is None:
                 return token if insert_new(connection, LEASES, {"run_id": run_id, **taken}) else None
-            # Compare and swap: of all who saw this token, one finds it still there.
+            # Compare and swap: of all controllers that read this token, only one finds it unchanged.
             swapped = connection.execute(
                 update(LEASES)
                 .where(LEASES.c.run_id == run_id, LEASES.c.token == present.token, LEASES.c.holder == present.holder)
@@ -151,10 +152,10 @@ class HistoryStore:
             return token if swapped.rowcount == 1 else None
 
     def renew_lease(self, run_id: str, holder: str, token: int, ttl_s: float) -> None:
-        """Extend the lease to ``ttl_s`` seconds from now. One that expired is ours until another controller takes it.
+        """Extend the lease to ``ttl_s`` seconds from now. An expired lease is ours until another controller takes it.
 
         Raises:
-            LeaseLost: another controller has taken the run over. Stop at once and change nothing more.
+            LeaseLost: another controller has taken over the run. Stop at once without further changes.
         """
         with self.writing() as connection:
             renewed = connection.execute(
@@ -167,10 +168,10 @@ class HistoryStore:
         self.verify_lease(run_id, holder, token)
 
     def verify_lease(self, run_id: str, holder: str, token: int) -> None:
-        """Make sure that no other controller has taken the lease, by reading alone.
+        """Verify that no other controller has taken the lease, without writing.
 
         Raises:
-            LeaseLost: another controller has taken the run over.
+            LeaseLost: another controller has taken over the run.
         """
         with self.reading() as connection:
             present = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
@@ -179,11 +180,11 @@ class HistoryStore:
         other = f"{present.holder or 'no controller'} with token {present.token}" if present else "no controller"
         raise LeaseLost(
             f"run {run_id} was taken over: this controller ({holder}) held lease {token}, now it is held by {other}. "
-            f"This controller stops; the run goes on under the other one."
+            f"This controller stops; the run continues under the other one."
         )
 
     def release_lease(self, run_id: str, holder: str, token: int) -> None:
-        """Release the lease if it is still ours. The token stays, so that the next one is higher."""
+        """Release the lease if it is still ours. The token is kept, so that the next one is higher."""
         with self.writing() as connection:
             connection.execute(
                 update(LEASES)
@@ -192,7 +193,7 @@ class HistoryStore:
             )
 
     def time(self, connection: Connection) -> datetime:
-        """Read the clock that leases are measured with."""
+        """Read the clock for leases."""
         if connection.dialect.name == "sqlite":
             return self._now()
         moment: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
@@ -202,7 +203,7 @@ class HistoryStore:
     # Ingestion
 
     def ingest_state(self, run_id: str) -> IngestState:
-        """Read the state that the next batch of a run must be made from."""
+        """Read the state that the next batch of a run must be built from."""
         with self.reading() as connection:
             run = connection.execute(_STAMP, {"run": run_id}).one_or_none()
             if run is None:
@@ -216,16 +217,16 @@ class HistoryStore:
         return self.ingest_state(run_id).offsets
 
     def apply(self, run_id: str, batch: IngestBatch) -> bool:
-        """Write a batch and the offsets it reaches, in one transaction: all of it or nothing.
+        """Write a batch and the offsets after it, in one transaction.
 
         Returns:
-            False, with nothing written, when the history has changed since ``batch.base`` was read: another ingester
-            was faster, or this batch was applied before. Read the state again and make a new batch.
+            False, with nothing written, if the history has changed since ``batch.base`` was read: another ingester was
+                faster, or this batch was already applied. Read the state again and build a new batch.
 
         Raises:
-            IllegalMove: the journal has a change of state that the table of moves does not allow.
-            DatabaseUnavailable: it was not written.
-            HistoryError: it has a value that no column holds, which its schema should have refused.
+            IllegalMove: the journal has a change of state that is not in the table of moves.
+            DatabaseUnavailable: the batch was not written.
+            HistoryError: it has a value that no column can store, which its schema should have rejected.
         """
         try:
             with self.writing() as connection:
@@ -234,13 +235,13 @@ class HistoryStore:
                 write_batch(connection, run_id, batch)
                 return True
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # One run that cannot be stored must not end the ingestion of all.
+            # A run that cannot be stored must not end the ingestion of others.
             raise HistoryError(
                 f"the files of run {run_id} cannot be stored: {type(error).__name__}: {error}"
             ) from error
 
     def _take_turn(self, connection: Connection, run_id: str, batch: IngestBatch) -> bool:
-        """Claim the run for this transaction, if it is unchanged since the batch was made."""
+        """Claim the run for this transaction if it is unchanged since the batch was built."""
         new_stamp = secrets.randbits(62) + 1
         if batch.base.stamp == 0:
             return batch.stored is not None and insert_run(connection, batch.run_dir, batch.stored, new_stamp)
@@ -255,14 +256,14 @@ class HistoryStore:
     # Rebuilding
 
     def run_ids(self) -> list[str]:
-        """List every run that the history knows."""
+        """List every run in the history."""
         with self.reading() as connection:
             return list(connection.execute(select(RUNS.c.run_id).order_by(RUNS.c.run_id)).scalars())
 
     def forget(self, run_id: str) -> None:
-        """Drop the rows of a run, so that it is ingested again from the beginning (``rlhf db rebuild``).
+        """Delete the rows of a run, so that it is ingested again from the start (``rlhf db rebuild``).
 
-        The lease stays, and so do checkpoints that retention removed: no file has them any more.
+        The lease is kept, and so are rows of checkpoints removed by retention, because their files are gone.
         """
         with self.writing() as connection:
             for table in reversed(metadata.sorted_tables):
@@ -271,7 +272,7 @@ class HistoryStore:
             connection.execute(
                 update(CHECKPOINTS)
                 .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.removed_at.is_(None))
-                .values(removed_at=self._now())  # those that exist are found again
+                .values(removed_at=self._now())  # reset for those that are found again
             )
             connection.execute(
                 update(RUNS)
@@ -288,7 +289,7 @@ class HistoryStore:
             )
 
     def clear(self) -> None:
-        """Remove every row but the leases and the names of metrics, whose ids another process may be about to use."""
+        """Remove all rows except leases and names of metrics, whose ids another process may be about to use."""
         with self.writing() as connection:
             for table in reversed(metadata.sorted_tables):
                 if table.name not in (LEASES.name, KEYS.name):

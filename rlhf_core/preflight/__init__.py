@@ -1,1 +1,1 @@
-"""Reasons not to start, found before anything is taken. Facts are gathered once; the checks on them are pure."""
+"""Checks of a run before it takes any resources. Facts are gathered once; the checks on them are pure."""

@@ -1,4 +1,4 @@
-"""Questions to other programs: one bounded subprocess each, whose last line of output is the answer."""
+"""Queries to other programs: one subprocess with a time limit each; the last line of its output is the answer."""
 
 import contextlib
 import json
@@ -13,20 +13,21 @@ from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
 
 IMPORT_TIMEOUT_S = 120.0
-"""Longest a user's module may take to import. Generous: a cold shared file system is slow."""
+"""Time limit to import a user's module. Generous: a cold shared file system is slow."""
 
 Tick = Callable[[], None]
-"""Called about every half second while something is waited for; may raise to stop."""
+"""Called about every half second while waiting; may raise to stop."""
 
 
 def ask(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
-    """Run a command whose last line of output is a JSON object; a sentence about what went wrong otherwise.
+    """Run a command and parse the last line of its output as a JSON object; return the error as a sentence if that
+    fails.
 
-    It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have; and
-    without the passwords that a job does not get either, and with the secrets that it is handed.
+    It runs in an empty folder, because the nodes lack the current one, without the private variables that jobs do not
+    get, and with the secrets that are passed to the job.
     """
     environment = without_private(os.environ)
-    with contextlib.suppress(SubmissionFailed):  # environment.passed says so
+    with contextlib.suppress(SubmissionFailed):  # reported by environment.passed
         environment |= passed.values() if passed is not None else {}
     with (
         tempfile.TemporaryDirectory() as nowhere,
@@ -58,7 +59,7 @@ def ask(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = N
         content = None
     if isinstance(content, dict):
         return content
-    return f"ended with exit code {process.returncode}" + (f": {complaint}" if complaint else " and said nothing")
+    return f"ended with exit code {process.returncode}" + (f": {complaint}" if complaint else " and no output")
 
 
 def _last_line(file: IO[bytes]) -> str:
@@ -80,7 +81,7 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, tick: Tick) -> b
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the command and whatever it started: it has a session, and so a process group, of its own."""
+    """Kill the command and its children: it has its own session, and therefore its own process group."""
     if process.poll() is None:
         os.killpg(process.pid, 9)
         process.wait()

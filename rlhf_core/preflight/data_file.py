@@ -1,4 +1,4 @@
-"""Reading of a data file, once and row by row, without a library."""
+"""Scan of a data file in one pass, row by row, without a library."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
@@ -12,7 +12,7 @@ from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.data import DataKind, DataSpec
 
 SHOWN = 5
-"""Number of problems of one kind that are shown; all are counted."""
+"""Number of problems of each kind that are shown; all are counted."""
 
 
 def scan(
@@ -27,9 +27,9 @@ def scan(
 
     Args:
         tick: called every few thousand rows; may raise to stop.
-        read_elsewhere: True if another program reads it, in a format of its own: it may be a folder or a file of
-            another kind, and its rows need not have the columns that the config names.
-        kinds: what the loops need of each row, besides its prompt.
+        read_elsewhere: True if another program reads the file in its own format: it may be a folder or have any suffix,
+            and its rows need not have the configured columns.
+        kinds: data that the loops need from each row besides its prompt.
     """
     suffix = path.suffix.lower()
     if read_elsewhere and (path.is_dir() or (path.exists() and suffix not in KINDS)):
@@ -113,7 +113,7 @@ class _Scan:
         if self._labels and label_of(row[data.label_column]) is None:
             self._label_problems.add(line, f'expected true or false in column "{data.label_column}"')
             return
-        # A pair without a prompt has it in both completions.
+        # In a pair without a prompt column, both completions contain the prompt.
         prompt = str(row.get(data.prompt_column) or (row[data.chosen_column] if self._pairs else ""))
         learned = [str(row[data.answer_column])] if self._answers_needed else []
         if self._pairs:
@@ -125,7 +125,7 @@ class _Scan:
         try:
             encoded, answer = prompt.encode(), "\0".join(learned).encode()
         except UnicodeEncodeError:
-            self._malformed.add(line, "a text holds half of a surrogate pair, which is no valid Unicode")
+            self._malformed.add(line, "a text contains an unpaired surrogate, which is not valid Unicode")
             return
         if not prompt:
             self._empty_prompts.add(line)
@@ -137,13 +137,14 @@ class _Scan:
         if key in self._answers and self._answers[key] == answered:
             self._duplicates.add(line)
         elif key in self._answers:
-            if not self._pairs and not self._labels:  # several completions of one prompt are as good as one
+            if not self._pairs and not self._labels:  # these may have several completions per prompt
                 self._contradictions.add(line)
         else:
             self._answers[key] = answered
 
     def result(self, path: Path) -> DataFile:
-        # A column that no row has is a wrong setting, reported once; one that some rows lack is a fault of those rows.
+        # A column that no row has is a wrong setting, reported once; one that only some rows lack is a problem of these
+        # rows.
         partial = [first for column, first in self._lacking.items() if column in self._columns]
         kinds = [self._malformed, self._null, self._pair_problems, self._label_problems, *partial]
         problems = sorted((problem for kind in kinds for problem in kind.problems), key=lambda problem: problem.line)
@@ -168,7 +169,7 @@ class _Scan:
 
 
 class _PromptScan(_Scan):
-    """Rows that another program reads: of their columns only the prompt is looked at, where there is one."""
+    """Scan of rows that another program reads: only the prompt column is used, if present."""
 
     def __init__(self, data: DataSpec) -> None:
         super().__init__(data, frozenset())

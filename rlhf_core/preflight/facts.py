@@ -1,4 +1,4 @@
-"""Facts that the checks judge. Gathered by ``gather_facts.py``; written by hand in tests."""
+"""Input of the checks. Gathered by ``gather_facts.py``; written by hand in tests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class LineProblem:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file as the control plane sees it, without any of the training libraries."""
+    """A data file as the control plane reads it, without any of the training libraries."""
 
     path: Path
     problem: str = ""
@@ -48,10 +48,10 @@ class DataFile:
     """First lines whose prompt is white space only."""
     num_blank_prompts: int = 0
     duplicates: tuple[int, ...] = ()
-    """First lines that hold prompt and answer of an earlier line once more."""
+    """First lines that repeat the prompt and answer of an earlier line."""
     num_duplicates: int = 0
     contradictions: tuple[int, ...] = ()
-    """First lines whose prompt came before with another answer."""
+    """First lines that repeat the prompt of an earlier line with a different answer."""
     num_contradictions: int = 0
     prompt_hashes: frozenset[bytes] = frozenset()
     """Short hashes of the prompts, to find the same prompt in another file."""
@@ -82,11 +82,11 @@ class TrainerSide:
     problem: str = ""
     """Reason why ``trainer.environment`` is no environment; empty if it is one."""
     unseen: str = ""
-    """Reason why it can be looked at on the nodes only; empty if it was looked at here."""
+    """Reason why it can be inspected only on the nodes; empty if it was inspected here."""
     program: str = ""
     """Path of the program that the launch line begins with; empty if it was not found."""
     python: str = ""
-    """Its interpreter; empty where there is none, or it could not be found."""
+    """Its interpreter; empty if it has none or it was not found."""
     python_problem: str = ""
     """Reason why that could not be queried; empty if it could."""
     version: tuple[int, ...] = ()
@@ -94,11 +94,11 @@ class TrainerSide:
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distribution name (normalised) to version."""
     missing_modules: tuple[str, ...] = ()
-    """Modules that the launch line starts, and that its interpreter does not find."""
+    """Modules of the launch line that its interpreter does not find."""
     missing_files: tuple[str, ...] = ()
-    """Scripts and configs of the launch line that are not there."""
+    """Scripts and configs of the launch line that do not exist."""
     has_callback: bool = False
-    """True if the script of the launch line names ``rlhf_core.callback``; False also where it cannot be read."""
+    """True if the script of the launch line names ``rlhf_core.callback``; False if it does not or cannot be read."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the program's own config files, names normalised as in a launch line."""
     launcher_settings: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class RewardModelFolder:
 
     path: Path
     problem: str = ""
-    """Reason why it cannot score; empty if nothing was found to speak against it."""
+    """Reason why it cannot score; empty if none was found."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Content of its ``config.json``."""
     weight_bytes: int = 0
@@ -147,7 +147,7 @@ class RewardModelFolder:
     has_chat_template: bool = False
     """True if its tokenizer has a chat template."""
     fingerprint: str = ""
-    """Of all of its files."""
+    """Fingerprint of all its files."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class Disk:
     """Reason why it cannot be written; empty if it can."""
     free_bytes: int = 0
     free_files: int | None = None
-    """Files that can still be made; None where the file system sets no limit."""
+    """Files that can still be created; None if the file system sets no limit."""
 
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """The checkpoint that a resumed run would go on from."""
+    """The checkpoint that a run would resume from."""
 
     name: str
     step: int
@@ -172,7 +172,7 @@ class CheckpointFacts:
     problems: tuple[str, ...] = ()
     """Files that are missing or have another size than ``COMPLETE`` says."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings it was trained with that decide what is learned; sections as in the config."""
+    """Settings that affect the training result, as it was trained; sections as in the config."""
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,13 @@ class GoodRun:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Earlier runs like this one, from the history; empty if there are none or the history does not answer."""
+    """Earlier runs like this one, from the history; empty if there are none or the history does not respond."""
 
     seconds_per_step: float | None = None
     """Median over the last completed runs of the same shape."""
     last_good: GoodRun | None = None
     known: bool = False
-    """True if the history answered; otherwise a missing good run means nothing."""
+    """True if the history responded; otherwise a missing good run means nothing."""
 
 
 NO_BASELINE = Baseline()
@@ -214,7 +214,7 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the static checks know."""
+    """Input of the static checks."""
 
     spec: RunSpec
     inventory: Inventory
@@ -227,9 +227,9 @@ class Facts:
     """Requirements of rlhf-flows' training extra, from its metadata."""
     disk: Disk
     imports: Mapping[str, str] = field(default_factory=dict)
-    """``module:function`` to why it does not import; empty text when it does."""
+    """Import error of each ``module:function``; empty if it imports."""
     missing_code: tuple[str, ...] = ()
-    """Entries of ``code.paths`` that are not there."""
+    """Entries of ``code.paths`` that do not exist."""
     code_hash: str = ""
     """Hash of the user's code as the nodes will see it; empty when there is none."""
     train: DataFile | None = None
@@ -249,7 +249,7 @@ class Facts:
     resume: CheckpointFacts | None = None
     """Set when a run resumes from a checkpoint."""
     stored_version: str = ""
-    """Version of rlhf-flows that made the run; empty for a new one."""
+    """Version of rlhf-flows that created the run; empty for a new one."""
     plugins: tuple[Plugin, ...] = ()
     """Checks of the site."""
     site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
@@ -257,14 +257,14 @@ class Facts:
     job_secrets: Path | None = None
     """File with values for ``slurm.pass_environment``."""
     passed_problem: str = ""
-    """Reason why the job could not be handed the secrets that it asks for; empty when it could."""
+    """Reason why the job cannot get the secrets that it requests; empty if it can."""
     content: ContentReport | None = None
     """Report on the data itself; None if the data was not read."""
     content_problem: str = ""
     """Reason why the data was not read; empty if that was not asked for or another check reports it."""
     baseline: Baseline = NO_BASELINE
     trainer: TrainerSide | None = None
-    """Environment of the program that trains; None where rlhf-flows trains itself."""
+    """Environment of an external trainer; None for the native trainer."""
 
     @property
     def training_packages(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Gathering of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
+"""Collection of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
 
 import contextlib
 import hashlib
@@ -60,9 +60,9 @@ class Surroundings:
     code_path: Path
     """Folder with the user's code as the nodes will see it."""
     resume: CheckpointDir | None = None
-    """The checkpoint to go on from, when a run is resumed."""
+    """The checkpoint to resume from, if the run is resumed."""
     stored_version: str = ""
-    """Version of rlhf-flows that made the run, when it is resumed."""
+    """Version of rlhf-flows that created the run, if it is resumed."""
     baseline: Baseline = NO_BASELINE
     site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
     """Options of Slurm for all jobs of the site."""
@@ -70,15 +70,15 @@ class Surroundings:
     """File with values for ``slurm.pass_environment``."""
 
     home: Path | None = None
-    """Home folder of the site; the default one where it is not given."""
+    """Home folder of the site; None for the default."""
 
     def trainer_place(self, spec: RunSpec) -> TrainerPlace:
-        """Surroundings of another program that trains."""
+        """Surroundings of an external trainer."""
         home = self.home or Path("~/.rlhf").expanduser()
         return TrainerPlace(home, self.code_path, spec.slurm.over(self.site_slurm))
 
     def passed(self, spec: RunSpec) -> PassedEnvironment:
-        """Variables that the job would be handed as secrets."""
+        """Variables that would be passed to the job as secrets."""
         return PassedEnvironment(spec.slurm.over(self.site_slurm).pass_environment, self.job_secrets)
 
 
@@ -89,7 +89,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     native = spec.trainer.kind == "native"
-    # Another program reads the data in its own way: there is nothing that ours could say about it.
+    # External trainers read the data in their own way, so the content checks do not apply.
     content = _content(spec, around, compute, imports, tick) if usable and native else None
     promoted = Path(spec.promote.folder) if spec.promote.folder else around.runs_dir.absolute().parent / "promoted"
     return Facts(
@@ -135,8 +135,7 @@ def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False)
 def _content(
     spec: RunSpec, around: Surroundings, compute: ComputeSide, imports: Mapping[str, str], tick: Tick
 ) -> ContentReport | str | None:
-    """Report on the content; None if another check already reports why it cannot be read, or if all its checks are
-    off."""
+    """Report on the content; None if another check reports why it cannot be read, or if all its checks are off."""
     if all(id in spec.preflight.off for id in CONTENT_CHECKS) or "transformers" not in compute.packages:
         return None
     broken = [name for name, problem in imports.items() if problem]
@@ -186,7 +185,7 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
 
 
 def inspect_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> ContentReport | str:
-    """Rows, tokenizer and rewards as the compute interpreter sees them; a sentence where it cannot say."""
+    """Inspect rows, tokenizer and rewards in the compute interpreter; return the error as a sentence if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
@@ -221,8 +220,7 @@ def select_requirements(lines: Sequence[str], extra: str) -> tuple[Requirement, 
 
 
 def hash_code(folder: Path, tick: Tick = lambda: None) -> str:
-    """Short hash of every file in a folder, with their names; empty when it holds none. What Python compiled there
-    while it was tried out is not code."""
+    """Short hash of the names and contents of all files in a folder, except ``.pyc`` files; empty if there are none."""
     found = folder.rglob("*") if folder.is_dir() else ()
     files = sorted(path for path in found if path.is_file() and path.suffix != ".pyc")
     digest = hashlib.blake2b(digest_size=4)
@@ -243,7 +241,7 @@ def inspect_disk(runs_dir: Path) -> Disk:
         with tempfile.TemporaryDirectory(prefix=".rlhf-check-", dir=existing):
             pass
         room = os.statvfs(existing)
-        # A file system that makes inodes as it needs them (btrfs, many network ones) says that it has none at all.
+        # File systems that create inodes on demand (btrfs, many network ones) report a total of 0.
         free_files = room.f_favail if room.f_files else None
         return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free, free_files=free_files)
     except OSError as error:
@@ -260,7 +258,7 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
         return None
     path = Path(model.path)
     if not path.is_dir():
-        return ModelFolder(path, problem="is a file" if path.exists() else "there is no such folder")
+        return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
     if not (path / "config.json").is_file():
         return ModelFolder(path, problem="it has no config.json")
     weights = [file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
@@ -302,7 +300,10 @@ def inspect_reward_model(text: str) -> RewardModelFolder:
 def _lack_of_a_reward_model(path: Path, config: Mapping[str, Any]) -> str:
     architectures = [str(name) for name in config.get("architectures") or ()]
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
-        return f"it is a {', '.join(architectures) or 'model of an unknown class'}, which has no head for sequences"
+        return (
+            f"it is a {', '.join(architectures) or 'model of an unknown class'}, which has no sequence "
+            "classification head"
+        )
     labels = config.get("id2label") or {}
     num_outputs = len(labels) if isinstance(labels, Mapping) and labels else int(config.get("num_labels") or 2)
     if num_outputs != 1:
@@ -316,11 +317,11 @@ def model_config(model: ModelSpec) -> Mapping[str, Any]:
 
 
 _MOST_HEADER_BYTES = 100_000_000
-"""Largest header of a safetensors file, as the format has it."""
+"""Largest header of a safetensors file that the format allows."""
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object from a file; empty where there is none."""
+    """A JSON object from a file; empty if there is none."""
     try:
         content = from_json(read_document(path, follow_link=True))
     except (OSError, ValueError):
@@ -329,12 +330,12 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def inspect_tokenizer(model: ModelSpec) -> str:
-    """Reason why the tokenizer is not a tokenizer folder; empty if it is one, or is built."""
+    """Reason why the tokenizer is not a tokenizer folder; empty if it is one or is built."""
     if model.tokenizer in BUILT_TOKENIZERS:
         return ""
     folder = Path(model.tokenizer or model.path)
     if not model.tokenizer and not folder.is_dir():
-        return ""  # model.folder says so
+        return ""  # reported by model.folder
     if not folder.is_dir():
         return "there is no such folder"
     return _lack_of_a_tokenizer(folder)
@@ -342,11 +343,11 @@ def inspect_tokenizer(model: ModelSpec) -> str:
 
 def _lack_of_a_tokenizer(folder: Path) -> str:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    return "" if any((folder / name).is_file() for name in names) else "it holds no tokenizer"
+    return "" if any((folder / name).is_file() for name in names) else "it contains no tokenizer"
 
 
 def inspect_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | None:
-    """The checkpoint to go on from: who wrote it, whether its files have their sizes. Loading checks their hashes."""
+    """The checkpoint to resume from: its ranks, and files of a wrong size. The hashes are checked on loading."""
     manifest = checkpoint.manifest() if checkpoint else None
     if checkpoint is None or manifest is None:
         return None

@@ -1,6 +1,6 @@
-"""Look at the environment that another program trains in: its folder, its interpreter, the files it is started with.
+"""Inspection of an external trainer's environment: its folder, its interpreter, the files of its launch line.
 
-Nothing of it is imported: its interpreter is started once, and lists what is installed.
+Nothing of it is imported: its interpreter runs once and lists the installed packages.
 """
 
 import importlib
@@ -32,7 +32,7 @@ _CALLBACK = b"rlhf_core.callback"
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """Surroundings of a program that would be started."""
+    """Surroundings of the program to be started."""
 
     home: Path
     """Home folder of the site, which holds the environments."""
@@ -45,10 +45,10 @@ class TrainerPlace:
 
 
 def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: None) -> TrainerSide:
-    """Look at the environment of a run's trainer.
+    """Inspect the environment of a run's trainer.
 
     Raises:
-        ValueError: rlhf-flows trains itself.
+        ValueError: the trainer is native.
     """
     trainer = command_trainer(spec)
     if place.slurm.container_image:
@@ -73,17 +73,17 @@ def _with_program(
 ) -> TrainerSide:
     setup = [*trainer.setup, *place.slurm.setup]
     if not side.folder and setup:
-        return replace(side, unseen=f"the shell lines before it decide what is found: {setup[0]}")
+        return replace(side, unseen=f"the setup lines before it determine what is found: {setup[0]}")
     first = next(iter(_command(line)), "")
     if "{" in first:
-        return replace(side, unseen=f"only the run fills {first} in")
+        return replace(side, unseen=f"{first} is filled in only when the run starts")
     search = trainer.variables.get("PATH") or place.variables.get("PATH") or os.defpath
     program = find_program(first, side.folder, search) if first else None
     python = Path(side.folder, "bin", "python") if side.folder else interpreter_of(program) if program else None
     side = replace(side, program=str(program or ""), python=str(python or ""))
     if python is None:
         return side
-    # The user's code is on the path of the ranks as well.
+    # The ranks also have the user's code on their path.
     code = f"import sys\nsys.path.insert(0, {str(place.code)!r})\n{ASK}"
     modules = [line.program[0]] if line.is_module and line.program else []
     answer = ask([str(python), "-c", code, *modules], tick)
@@ -95,25 +95,25 @@ def _with_program(
 
 
 def _command(line: LaunchLine) -> Iterator[str]:
-    """Words of a line from the first program on; variables in front of it are none."""
+    """Words of a line from the first program on, without the variables before it."""
     for item in line.items:
         if item.role != "variable":
             yield from line.argv[item.start : item.stop]
 
 
 def _working_dir(trainer: CommandTrainer, values: Mapping[str, str]) -> Path | None:
-    """Folder that it is started in; None for one that the run makes."""
+    """Folder that the program starts in; None for one that the run creates."""
     filled = fill(trainer.working_dir, dict(values))
     return Path(filled).expanduser() if filled and "{" not in filled else None
 
 
 def _missing(line: LaunchLine, folder: Path | None) -> Iterator[str]:
-    """Scripts and config files of a line that are not there."""
+    """Scripts and config files of a line that do not exist."""
     for name in dict.fromkeys([*_scripts(line), *line.config_files]):
         if "{" in name:
-            continue  # in a folder that the run makes, or JSON
+            continue  # in a folder that the run creates, or JSON
         path = Path(name) if folder is None else folder / name
-        # The run makes a working folder of its own: nothing lies there.
+        # A working folder that the run creates is empty.
         if not path.is_absolute() or not path.exists():
             yield name
 
@@ -127,7 +127,7 @@ def _names_callback(script: str, folder: Path | None) -> bool:
     try:
         return _CALLBACK in read_document(Path(script) if folder is None else folder / script, follow_link=True)
     except OSError:
-        return False  # missing_files says so
+        return False  # reported in missing_files
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _text(value: Any) -> str:
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
-    """Content of a JSON or YAML file; None where it cannot be read."""
+    """Content of a JSON or YAML file; None if it cannot be read."""
     try:
         text = read_document(path, follow_link=True)
         content = from_json(text) if path.suffix == ".json" else _from_yaml(text)
@@ -171,10 +171,10 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 
 
 def _from_yaml(text: bytes) -> Any:
-    """Content of a YAML document, read by PyYAML, which Prefect brings.
+    """Parse a YAML document with PyYAML, a dependency of Prefect.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the document is invalid.
         ImportError: PyYAML is not installed.
     """
     yaml: Any = importlib.import_module("yaml")

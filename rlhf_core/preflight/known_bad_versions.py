@@ -1,9 +1,8 @@
-"""Versions that are known to go wrong together: data, each row with the place where it was reported.
+"""Known bad combinations of versions, each with the report that it is taken from.
 
-A row is here because a run was lost to it and that was said in public; nothing is guessed. New rows: what is installed
-(all of it must match), what happens, what to install instead, the source. Rows about an engine or an algorithm that
-rlhf-flows has not itself are for trainers that are other programs (``only_commands``); the versions are those of the
-environment that trains.
+Every row has a public report of a failed run; nothing is guessed. A row states the installed versions (all must match),
+the failure, the requirement to install instead, and the source. Rows about an engine or algorithm that rlhf-flows
+itself lacks are for external trainers (``only_commands``). The versions are those of the training environment.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ class Use:
 
 @dataclass(frozen=True)
 class KnownBad:
-    """One combination. The conditions say for which runs it is fatal; for others it is worth a warning at most."""
+    """One combination. It is fatal for runs that meet the conditions, and at most a warning for others."""
 
     packages: Mapping[str, str]
     """Distribution (normalised) to versions; all of them must be installed and match."""
@@ -38,11 +37,11 @@ class KnownBad:
     source: str
     """Report of the failure or of its fix."""
     algorithms: frozenset[str] = frozenset()
-    """Algorithms that meet it; empty for all."""
+    """Affected algorithms; empty for all."""
     engine: str = ""
-    """Rollout engine that meets it; empty for all."""
+    """Affected rollout engine; empty for all."""
     launcher: str = ""
-    """Launcher, as launch lines name it, whose commands meet it; empty for all."""
+    """Launcher with affected commands, as launch lines name it; empty for all."""
     only_on_gpus: bool = False
     """True if only runs that use NCCL are affected."""
     only_many_ranks: bool = False
@@ -50,10 +49,10 @@ class KnownBad:
     certain: bool = True
     """True if every run that meets the conditions fails; otherwise only some do."""
     only_commands: bool = False
-    """True if rlhf-flows' own trainer cannot meet it, but another program can."""
+    """True if only external trainers can be affected."""
 
     def is_in_force(self, spec: RunSpec) -> bool:
-        """Return True if runs with this kind of trainer are held against it."""
+        """Return True if the row applies to runs with this kind of trainer."""
         return spec.trainer.kind == "command" or not self.only_commands
 
     def matches(self, installed: Mapping[str, str]) -> bool:
@@ -64,7 +63,7 @@ class KnownBad:
         """Return True if a run meets the conditions.
 
         Args:
-            use: parts that a program of its own uses; those of rlhf-flows itself where it is not given.
+            use: parts that an external trainer uses; those of the native trainer by default.
         """
         use = use or Use(engine=spec.rollout.engine)
         return (
@@ -85,10 +84,10 @@ def _is_in(installed: str, versions: str) -> bool:
 
 
 def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
-    """vLLM's compiled code is for exactly one version of torch."""
+    """Row for a version of vLLM, whose compiled code requires one exact version of torch."""
     return KnownBad(
         {"vllm": f"=={vllm}", "torch": f"!={torch}"},
-        f"vllm {vllm} is compiled for torch {torch}; with another one its code does not load (undefined symbol)",
+        f"vllm {vllm} is compiled for torch {torch}; with other versions its code does not load (undefined symbol)",
         f"torch=={torch}",
         source,
         engine="vllm",
@@ -101,7 +100,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         {"trl": ">=0.14,<0.17"},
         "CPO, SimPO and ORPO gather logits of different lengths from the ranks and hang in the first step",
         "trl>=0.17",
-        "https://github.com/huggingface/trl/issues/3068 (since #2474, fixed by #3069; 0.13 is well: #2879)",
+        "https://github.com/huggingface/trl/issues/3068 (since #2474, fixed by #3069; 0.13 is unaffected: #2879)",
         algorithms=frozenset({"cpo", "simpo", "orpo"}),
         only_many_ranks=True,
         only_commands=True,
@@ -117,8 +116,9 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"trl": "<1.14.1"},
-        "its commands (`trl grpo` and others) ignore the --resume_from_checkpoint that they take: after every failure "
-        "the training silently begins at step 0",
+        "its commands (`trl grpo` and others) accept but ignore --resume_from_checkpoint: after every failure "
+        "the training silently restarts at "
+        "step 0",
         "trl>=1.14.1",
         "https://github.com/huggingface/trl/issues/3179",
         launcher="trl",
@@ -127,7 +127,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"torch": "==2.7.0"},
-        "NCCL hangs now and then when the process group is given its device, as rlhf-flows does",
+        "NCCL hangs occasionally when the process group gets its device, as in rlhf-flows",
         "torch>=2.7.1",
         "https://github.com/pytorch/pytorch/issues/153960",
         only_on_gpus=True,
@@ -135,7 +135,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"nvidia-nccl-cu12": "==2.25.1"},
-        "aborting a communicator hangs, so that ranks do not end after one of them has failed",
+        "aborting a communicator hangs, so ranks do not exit after one of them has failed",
         "nvidia-nccl-cu12>=2.26.2",
         "https://github.com/pytorch/pytorch/issues/149153",
         only_on_gpus=True,
@@ -144,7 +144,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"nvidia-nccl-cu12": "==2.29.2"},
-        "a regression of NCCL 2.29.2 hangs; 2.29.3 was made for that alone",
+        "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
         "nvidia-nccl-cu12>=2.29.3",
         "https://github.com/pytorch/pytorch/pull/174338",
         only_on_gpus=True,
@@ -153,7 +153,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"nvidia-nccl-cu13": "==2.29.2"},
-        "a regression of NCCL 2.29.2 hangs; 2.29.3 was made for that alone",
+        "a regression in NCCL 2.29.2 causes hangs; 2.29.3 was released only to fix it",
         "nvidia-nccl-cu13>=2.29.3",
         "https://github.com/pytorch/pytorch/pull/174338",
         only_on_gpus=True,
@@ -162,14 +162,14 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},
-        "gradients of ZeRO 2 come out too small; no report concerns the other stages",
+        "gradients of ZeRO 2 are too small; there are no reports for the other stages",
         "deepspeed>=0.18.3",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
         certain=False,
     ),
     KnownBad(
         {"vllm": "<0.19.1", "transformers": ">=5"},
-        "vllm before 0.19.1 is made for transformers 4; with 5 its tokenizer does not load",
+        "vllm before 0.19.1 requires transformers 4; with 5 its tokenizer does not load",
         "vllm>=0.19.1",
         "https://github.com/runpod-workers/worker-vllm/pull/258 and https://github.com/vllm-project/vllm/issues/30466",
         engine="vllm",
@@ -177,7 +177,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"trl": "<0.26", "vllm": ">=0.12"},
-        "this trl cannot talk to vllm 0.12 and newer",
+        "this trl is incompatible with vllm 0.12 and newer",
         "trl>=1",
         "https://github.com/huggingface/trl/pull/4633",
         engine="vllm",
@@ -186,7 +186,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"latex2sympy2-extended": "<1.0.9", "antlr4-python3-runtime": "!=4.13.2"},
-        "math-verify's parser does not load, and with it the reward function gsm8k_answer",
+        "math-verify's parser does not load, and neither does the reward function gsm8k_answer",
         "math-verify[antlr4_13_2]>=0.8",
         "https://github.com/huggingface/lighteval/pull/1321 and https://github.com/TideDra/lmm-r1/issues/45",
         certain=False,

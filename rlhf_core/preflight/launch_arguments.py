@@ -1,4 +1,4 @@
-"""Arguments of a program that trains, as far as they can be read: from its launch line and its config files."""
+"""Arguments of an external trainer, as far as its launch line and config files can be read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class TrainerArguments:
 
     @property
     def is_whole(self) -> bool:
-        """True if an argument that is not found is not given: no config file is left unread."""
+        """True if every config file was read, so that an argument that is not found is not set."""
         return not self.side.unread
 
     @property
@@ -35,30 +35,30 @@ class TrainerArguments:
         return self.line.launcher in ("swift", "trl")
 
     def text(self, *names: str) -> str | None:
-        """Value of the first of these arguments that is given; None where none is, or it has no value."""
+        """Value of the first of these arguments that is set; None if none is, or it has no value."""
         given = self.line.value(*names)
         return given if given is not None else next((found for name in names if (found := self._setting(name))), None)
 
     def integer(self, *names: str) -> int | None:
-        """Value of an argument as a whole number; None where it is not given or is none."""
+        """Value of an argument as an integer; None if it is not set or not an integer."""
         try:
             return int(self.text(*names) or "")
         except ValueError:
             return None
 
     def number(self, *names: str) -> float | None:
-        """Value of an argument as a number; None where it is not given or is none."""
+        """Value of an argument as a number; None if it is not set or not a number."""
         try:
             return float(self.text(*names) or "")
         except ValueError:
             return None
 
     def is_given(self, *names: str) -> bool:
-        """Return True if one of these arguments is given, with a value or without."""
+        """Return True if one of these arguments is set, with or without a value."""
         return any(name in self.line.arguments or self._setting(name) is not None for name in names)
 
     def is_on(self, name: str, default: bool | None = None) -> bool | None:
-        """Value of a switch; the default where it is not given or is no switch."""
+        """Value of a switch; the default if it is not set or not a Boolean."""
         if not self.is_given(name):
             return default
         value = (self.text(name) or "").lower()
@@ -69,10 +69,10 @@ class TrainerArguments:
 
 
 def arguments_of(facts: Facts) -> TrainerArguments:
-    """Arguments of a run's program, with the placeholders filled that are the same on all nodes.
+    """Arguments of a run's program, with those placeholders filled that are the same on all nodes.
 
     Raises:
-        ValueError: rlhf-flows trains itself.
+        ValueError: the trainer is native.
     """
     trainer, values = command_trainer(facts.spec), values_of_spec(facts.spec)
     line = read_launch_line(filled_argv(facts.spec, {}))
@@ -81,7 +81,7 @@ def arguments_of(facts: Facts) -> TrainerArguments:
 
 
 def trains_all_weights(arguments: TrainerArguments) -> bool:
-    """Return True if no adapter is trained, as far as the arguments tell. ms-swift trains LoRA unless it is told."""
+    """Return True if the arguments select no adapter. The default of ms-swift is LoRA."""
     default = "lora" if arguments.line.launcher == "swift" else "full"
     tuner = arguments.text("tuner_type", "train_type", "sft_type", "finetuning_type") or default
     return tuner == "full" and not arguments.is_on("use_peft") and not arguments.is_given("lora_rank", "load_in_4bit")

@@ -1,4 +1,4 @@
-"""Number of processes that a launch line starts, and how its nodes find each other. Pure."""
+"""Number of processes that a launch line starts, and rendezvous of its nodes. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ DEEPSPEED += "--master_addr {master_addr} --master_port {master_port}"
 PER_RANK = 'trainer.launch = "per_rank", or torchrun in front of the script'
 
 FROM_ENVIRONMENT = "set for every launch"
-"""Value of what the launcher reads from NNODES and the like, which the agent of each node sets."""
+"""Stands for values that the launcher reads from NNODES and similar variables, which each node's agent sets."""
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Processes that one start of a launch line makes on a node, and how they find the others, as far as it tells."""
+    """Processes that a launch line starts on a node, and their rendezvous, as far as the line defines them."""
 
     num_nodes: str | None
-    """Nodes that the launcher is told of; None where that is not known."""
+    """Number of nodes passed to the launcher; None if unknown."""
     per_node: str | None
-    """Processes that it starts on this node; None where that is not known."""
+    """Number of processes that it starts on this node; None if unknown."""
     node_rank: str | None
-    """Index of the node that it is told; None for none."""
+    """Node rank passed to the launcher; None if there is none."""
     address: str | None
-    """Address of the first node that it is told; None for none."""
+    """Address of the first node passed to the launcher; None if there is none."""
     needs_node_rank: bool = True
-    """False where the nodes agree on their order among themselves."""
+    """False if the nodes agree on their order among themselves."""
     remedy: str = ""
-    """Arguments with which it forms one group over all nodes."""
+    """Arguments that form one group over all nodes."""
 
 
 def launch_shape(arguments: TrainerArguments) -> LaunchShape | None:
-    """Shape of a launch line; None for launchers that are not known."""
+    """Shape of a launch line; None for unknown launchers."""
     line = arguments.line
     options = {**arguments.side.launcher_settings, **line.launcher_options}
     match line.launcher:
@@ -85,7 +85,7 @@ def _accelerate(options: Mapping[str, str]) -> LaunchShape:
 
 
 def _deepspeed(options: Mapping[str, str]) -> LaunchShape:
-    # Without --no_ssh it starts the other nodes itself; started once on every node, each would start all.
+    # Without --no_ssh it starts the other nodes itself, so that each node would start all of them.
     alone = "no_ssh" not in options
     return LaunchShape(
         num_nodes="1" if alone else options.get("num_nodes"),

@@ -14,9 +14,9 @@ def load_plugins() -> tuple[Plugin, ...]:
 
 
 def _load(point: importlib.metadata.EntryPoint) -> Plugin:
-    with Survived(also=(SystemExit,)) as found:  # foreign code; what it raises becomes a finding
+    with Survived(also=(SystemExit,)) as found:  # foreign code; its exceptions become findings
         function = point.load()
         if not callable(function):
-            return Plugin(point.name, problem=f"{point.value} is no function")
+            return Plugin(point.name, problem=f"{point.value} is not a function")
         return Plugin(point.name, function)
     return Plugin(point.name, problem=f"{point.value} does not import: {one_line(found.problem)}")

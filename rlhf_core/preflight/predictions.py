@@ -1,4 +1,4 @@
-"""Predictions of what a run takes, from its config and the model's dimensions: memory of a rank, seconds of a step."""
+"""Predictions from a run's config and the model's dimensions: memory of a rank, seconds of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from rlhf_core.schemas.run import RunSpec
 
 @dataclass(frozen=True)
 class Predictions:
-    """As far as the config tells: each is None where it does not."""
+    """Predictions of a run; each is None if the config does not determine it."""
 
     memory: Estimate | None = None
     """Memory of one trainer rank."""
     step: StepTime | None = None
-    """Seconds of a step of the main loop; the slowest GPU counts where there are several kinds."""
+    """Seconds of a step of the main loop, for the slowest of several kinds of GPU."""
 
 
 def predict(spec: RunSpec, inventory: Inventory, config: Mapping[str, Any], folder: ModelFolder | None) -> Predictions:
@@ -41,5 +41,5 @@ def predict(spec: RunSpec, inventory: Inventory, config: Mapping[str, Any], fold
 
 
 def gpu_kinds(spec: RunSpec, inventory: Inventory) -> set[str]:
-    """Types of GPU that a run may get: the one that it asks for, or all that the nodes have."""
+    """Types of GPU that a run may get: the requested one, or all that the nodes have."""
     return {spec.slurm.gpu_type} if spec.slurm.gpu_type else set(inventory.node_gpu_types.values())

@@ -12,7 +12,7 @@ from rlhf_core.survival import Survived
 PLUGINS = "rlhf_flows.checks"
 """Entry point group of a site's own checks."""
 OFF = "preflight.off"
-"""The check of the disabled checks; it cannot be disabled itself."""
+"""Check of the disabled checks; it cannot be disabled itself."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ CheckFunction = Callable[[Facts], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check. It yields a finding for each thing it examined, and none where it does not apply."""
+    """A registered check. It yields a finding for each examined object, and none if it does not apply."""
 
     id: str
     function: CheckFunction
     trainer: Literal["", "native", "command"] = ""
-    """Kind of trainer whose runs it is about; empty for every kind."""
+    """Kind of trainer that it applies to; empty for every kind."""
 
     def concerns(self, facts: Facts) -> bool:
-        """Return True if a run has the kind of trainer that the check is about."""
+        """Return True if the check applies to the run's kind of trainer."""
         return self.trainer in ("", facts.spec.trainer.kind)
 
     @property
@@ -55,7 +55,7 @@ def check(id: str, *, trainer: Literal["", "native", "command"] = "") -> Callabl
     """Register a check under a stable dotted name.
 
     Args:
-        trainer: kind of trainer whose runs it is about; it is not made for others. Empty for every kind.
+        trainer: kind of trainer that it applies to; it does not run for others. Empty for every kind.
     """
 
     def register(function: CheckFunction) -> CheckFunction:
@@ -66,9 +66,9 @@ def check(id: str, *, trainer: Literal["", "native", "command"] = "") -> Callabl
 
 
 def run_checks(facts: Facts, checks: Iterable[Check] | None = None) -> tuple[CheckResult, ...]:
-    """Make every check, in order, then those of plug-ins, and return all findings.
+    """Run every check in order, then those of plug-ins, and return all findings.
 
-    A check that ``preflight.off`` names is not made; its one finding says so and why.
+    A check in ``preflight.off`` does not run; its only finding is the reason given there.
     """
     off = facts.spec.preflight.off
     results = []
@@ -112,10 +112,10 @@ def _all_checks(facts: Facts) -> Iterator[Check]:
 
 
 def _guarded(id: str, function: Callable[..., Any]) -> CheckFunction:
-    """Wrap a site's own check, whose errors must not keep a run from starting."""
+    """Wrap a site's own check: its errors must not prevent a run from starting."""
 
     def made(facts: Facts) -> Iterator[Finding]:
-        with Survived(also=(SystemExit,)) as found:  # whatever it is becomes a finding
+        with Survived(also=(SystemExit,)) as found:  # any exception becomes a finding
             for finding in function(facts) or ():
                 if not isinstance(finding, Finding):
                     raise TypeError(f"yielded {finding!r:.80}, expected a Finding")
@@ -133,14 +133,14 @@ def _unusable(id: str, problem: str) -> CheckFunction:
             warning(
                 f"the plug-in {id} could not be used: {problem}",
                 f'a function of the entry point group "{PLUGINS}" that takes the facts and yields findings',
-                f'correct its package or remove it, or say preflight.off = {{"{id}" = "why"}}',
+                f'correct its package or remove it, or set preflight.off = {{"{id}" = "why"}}',
             )
         ]
     )
 
 
 def one_line(problem: str, limit: int = 300) -> str:
-    """Format kind and text of an exception in one line."""
+    """Format type and text of an exception in one line."""
     return " ".join(problem.split())[:limit].removesuffix(":")
 
 
@@ -150,7 +150,7 @@ def passed(found: str) -> Finding:
 
 
 def skipped(reason: str) -> Finding:
-    """Report that the check could not be made."""
+    """Report that the check could not run."""
     return Finding(CheckStatus.SKIPPED, reason)
 
 
@@ -160,5 +160,5 @@ def warning(found: str, expected: str, advice: str) -> Finding:
 
 
 def blocked(found: str, expected: str, advice: str) -> Finding:
-    """Report a problem with which the run cannot work."""
+    """Report a problem that prevents the run."""
     return Finding(CheckStatus.BLOCKED, found, expected, advice)

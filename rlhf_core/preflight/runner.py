@@ -1,4 +1,4 @@
-"""Preflight without an allocation: gather the facts, run every check, report what blocks."""
+"""Preflight without an allocation: gather the facts, run every check, raise the blocking findings."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def make_checks(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
 
 
 def blocking(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Select the findings with which the run cannot work."""
+    """Select the findings that prevent the run."""
     return [result for result in results if result.status is CheckStatus.BLOCKED]
 
 

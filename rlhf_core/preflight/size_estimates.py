@@ -1,4 +1,4 @@
-"""Size estimates from the model's config alone, accurate to about ten per cent."""
+"""Size estimates from the model's config only, accurate to about ten per cent."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHARD_BYTES = 4e9
-"""Largest file of weights, as the trainer writes them."""
+"""Largest file of weights that the trainer writes."""
 _FILES_BESIDES = 12
 """COMPLETE, settings, configuration, index, tokenizer, and the folders."""
 _FILES_PER_RANK = 3
@@ -22,10 +22,10 @@ _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
 def checkpoint_bytes(facts: Facts) -> int | None:
-    """Size of one checkpoint: the trained weights, and AdamW's fp32 master copy and two moments. None when not known.
+    """Size of one checkpoint: the trained weights, and AdamW's fp32 master copy and two moments. None if unknown.
 
-    That of another program is at least the weights and two moments in their format, where it trains all weights; it may
-    train adapters, which only its arguments tell.
+    For an external trainer of all weights, a lower bound: the weights and two moments in their format. None if its
+    arguments select an adapter.
     """
     if facts.spec.trainer.kind == "command":
         weights = facts.model_folder.weight_bytes if facts.model_folder is not None else 0
@@ -42,7 +42,7 @@ def checkpoint_bytes(facts: Facts) -> int | None:
 
 
 def merged_bytes(facts: Facts) -> int:
-    """Size of the merged model that the promotion of an adapter leaves; 0 where there is none."""
+    """Size of the merged model that the promotion of an adapter writes; 0 if there is none."""
     spec = facts.spec
     if spec.trainer.kind != "native" or spec.model.lora is None or spec.promote.when == "never":
         return 0
@@ -50,14 +50,14 @@ def merged_bytes(facts: Facts) -> int:
 
 
 def checkpoint_files(facts: Facts) -> int:
-    """Files and folders of one checkpoint: a state per rank, the shards of the weights, what describes them."""
+    """Files and folders of one checkpoint: a state per rank, the shards of the weights, and metadata."""
     weights = (num_parameters(facts) or 0) * _BYTES[facts.spec.model.dtype]
     shards = max(1, math.ceil(weights / _SHARD_BYTES))
     return facts.spec.num_ranks + shards + _FILES_BESIDES
 
 
 def checkpoints_kept(spec: RunSpec) -> int:
-    """Most checkpoints that lie on the disk at once: the newest, the end of the warm start, the last one, two from
+    """Maximum number of checkpoints on the disk at once: the newest, the end of the warm start, the last one, two from
     before and within the window that training is judged by."""
     return min(spec.checkpoint.keep_last + 4, spec.total_steps // spec.checkpoint.every_num_steps + 2)
 
@@ -70,12 +70,13 @@ def run_files(spec: RunSpec) -> int:
 
 
 def num_parameters(facts: Facts) -> int | None:
-    """Number of parameters of the model; None if its config does not give the dimensions."""
+    """Number of parameters of the model; None if its config lacks the dimensions."""
     return parameters_of(facts.spec, facts.model_config, facts.model_folder)
 
 
 def parameters_of(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> int | None:
-    """Number of parameters of a model, by the size of its weights where there are any; None where neither tells."""
+    """Number of parameters of a model, from the size of its weights if there are any, otherwise from its config; None
+    if unknown."""
     if folder is not None:
         return stored_parameters(config, folder.weight_bytes)
     return decoder_parameters({"vocab_size": vocabulary_size(spec), **config})
@@ -88,7 +89,7 @@ def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | Non
 
 
 def vocabulary_size(spec: RunSpec) -> int:
-    """Vocabulary size of a tokenizer that is built."""
+    """Vocabulary size of a built tokenizer."""
     return _SMALL_VOCABULARIES.get(spec.model.tokenizer, spec.model.tokenizer_vocab_size)
 
 

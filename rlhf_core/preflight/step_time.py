@@ -1,10 +1,10 @@
-"""Seconds of a training step on GPUs, from the run's config and the model's dimensions alone. Pure functions.
+"""Seconds of a training step on GPUs, from the run's config and the model's dimensions. Pure functions.
 
 A forward pass takes 2 floating-point operations per weight and token, a backward pass 4 (Kaplan et al. 2020, arXiv
-2001.08361, sec. 2.1), of which 2 are for gradients of weights that an adapter does without; recomputed activations are
-a forward pass more. A sampled token reads all weights and the cache of its batch, or waits until the kernels of each
-layer are launched. Every sequence is taken to be as long as the config allows, so a real step is rather shorter. The
-rates were not measured by us: they are the vendors' figures, and shares of them that are assumed.
+2001.08361, sec. 2.1), 2 of them for weight gradients, which an adapter does not need; recomputed activations add a
+forward pass. A sampled token reads all weights and the cache of its batch, or waits for the kernel launches of each
+layer. Every sequence is assumed to be as long as the config allows, so a real step is usually shorter. The rates are
+not our measurements: they are the vendors' figures, scaled by assumed shares.
 """
 
 import re
@@ -29,9 +29,9 @@ class GpuRates:
     """Figures of a data sheet."""
 
     matmul: float
-    """Operations a second of dense matrix products in bfloat16."""
+    """Operations per second of dense matrix products in bfloat16."""
     memory: float
-    """Bytes a second from its memory."""
+    """Bytes per second from its memory."""
 
 
 RATES: Mapping[str, GpuRates] = {
@@ -46,14 +46,14 @@ RATES: Mapping[str, GpuRates] = {
 """Rates of GPUs by their data sheets (NVIDIA), without sparsity."""
 
 MATMUL_SHARE = 0.4
-"""Share of that rate which training reaches, overheads included: usual for dense decoders of this size. Assumed."""
+"""Share of that rate reached in training, including overheads: usual for dense decoders of this size. Assumed."""
 MEMORY_SHARE = 0.6
-"""Share of that rate which decoding reaches. Assumed."""
+"""Share of that rate reached in decoding. Assumed."""
 LAUNCH_S = 0.8e-3
-"""Least seconds of one layer of a sampled token: eager kernels of transformers, launched one by one. Assumed."""
+"""Minimum seconds per layer of a sampled token: eager kernels of transformers, launched one by one. Assumed."""
 LINK_BYTES = {"node": 200e9, "network": 25e9}
-"""Bytes a second that one GPU sends and receives within a node (NVLink), and over a network of 400 Gbit/s per GPU,
-at half of its rate."""
+"""Bytes per second that one GPU sends and receives within a node (NVLink), and over a network of 400 Gbit/s per GPU at
+half its rate."""
 ALL_REDUCE_S = 20e-6
 """Seconds of a sum of small vectors over the GPUs of a split engine: two in each layer of a token. Assumed."""
 _LOW_PRECISION = 2
@@ -62,10 +62,11 @@ _LOW_PRECISION = 2
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of the main loop, by what takes them."""
+    """Seconds of one step of the main loop, by part."""
 
     parts: Mapping[str, float]
-    """Sampling is the time that trainers wait for: one step ahead, what training does not cover."""
+    """Sampling counts only the time that trainers wait: with sampling one step ahead, the part not hidden by
+    training."""
 
     @property
     def seconds(self) -> float:
@@ -74,14 +75,14 @@ class StepTime:
 
 
 def gpu_rates(kind: str) -> GpuRates | None:
-    """Rates of a GPU by its name, as Slurm or the driver writes it; None for one that is not in the table."""
+    """Rates of a GPU by its name in Slurm or the driver; None if it is not in the table."""
     text = re.sub(r"[\s_-]+", " ", kind.lower())
     found = (name for name in RATES if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text))
     return next((RATES[name] for name in found), None)
 
 
 def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
-    """Predict a step of the main loop of the native trainer; None where the GPU is not in the table.
+    """Predict a step of the main loop of the native trainer; None if the GPU is not in the table.
 
     Args:
         kind: name of the GPU.
@@ -98,12 +99,14 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     if algorithm.samples:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
         sampling = _sampling_s(spec, shape, rates, sampled) * algorithm.sampling_rounds
-        if spec.rollout.engines and spec.rollout.max_staleness:  # engines began a step earlier; the rest is waited for
+        if (
+            spec.rollout.engines and spec.rollout.max_staleness
+        ):  # engines started a step earlier; trainers wait for the rest
             sampling = max(0.0, sampling - sum(parts.values()))
         parts = {"sampling": sampling, **parts}
-        if spec.rollout.engines:  # once over each link: engines pass the weights on
-            given = trained_shape(shape, spec.model.lora)  # the adapter alone, where there is one
-            # However many ranks send: the links are alike here, and an engine takes no more than its own passes.
+        if spec.rollout.engines:  # once over each link: engines forward the weights
+            given = trained_shape(shape, spec.model.lora)  # only the adapter, if there is one
+            # Independent of the number of senders: all links are equal here, and limited by the engine's own link.
             parts["weight sync"] = weight_bytes(given, spec.model.dtype) / _link(spec.resources.num_nodes)
     return StepTime(parts)
 
@@ -113,7 +116,7 @@ def _matmul_rate(spec: RunSpec, rates: GpuRates) -> float:
 
 
 def _training_operations(spec: RunSpec, shape: Shape, algorithm: AlgorithmSpec) -> float:
-    """Operations per token of one step: forward, backward, and again what the settings ask for."""
+    """Operations per token of one step: forward, backward, and recomputation if configured."""
     backward = 4 if spec.model.lora is None else 2
     again = 2 if spec.native_trainer.gradient_checkpointing else 0
     num_passes, _ = algorithm.passes
@@ -140,7 +143,7 @@ def _link(num_nodes: int) -> float:
 
 
 def _sampling_s(spec: RunSpec, shape: Shape, rates: GpuRates, sequences: float) -> float:
-    """Seconds to sample the completions of one rank, or of one engine of its own, each to its full length."""
+    """Seconds to sample the completions of one rank, or of one separate engine, each to its full length."""
     batch = max(1.0, min(spec.rollout.batch_size, sequences))
     memory = MEMORY_SHARE * rates.memory
     width = spec.rollout.gpus_per_engine

@@ -6,11 +6,11 @@ from rlhf_core.files.data_rows import template_columns
 from rlhf_core.schemas.data import DataKind, DataSpec
 
 ALIASES = ("prompt", "answer", "chosen", "rejected")
-"""Names in templates that stand for the columns which ``data.prompt_column`` and so on name."""
+"""Names in templates that stand for the columns named by ``data.prompt_column`` and so on."""
 
 
 def templates_of(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, str]:
-    """Map each setting with a template that is filled to the template."""
+    """Map each setting with a template in use to the template."""
     found = {"data.prompt_template": data.prompt_template}
     if "answer" in kinds:
         found["data.completion_template"] = data.completion_template
@@ -22,7 +22,7 @@ def templates_of(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, str]
 def named_columns(data: DataSpec, kinds: AbstractSet[DataKind]) -> dict[str, list[str]]:
     """Map each setting to the columns that it names.
 
-    The prompt of pairs is not among them: where it has no column, it is what both completions begin with.
+    The prompt of pairs is not included: without a column, it is the common start of both completions.
     """
     names = {} if "pair" in kinds else {"data.prompt_column": [data.prompt_column]}
     if "answer" in kinds:

@@ -1,4 +1,4 @@
-"""Need for a small trial run: changes since the last good run of the same name.
+"""Decision on a small trial run: changes since the last good run of the same name.
 
 Only what can stop a run that used to work, or make it run out of memory, counts: data, algorithm, versions, scale. A
 learning rate does not: a trial of a few steps would not show its effect.
@@ -54,7 +54,7 @@ WATCHED = (
     "resources.ranks_per_node",
     "resources.gpus_per_node",
 )
-"""Settings, or whole sections, whose change asks for a trial."""
+"""Settings, or whole sections, whose change requires a trial."""
 
 _WITHOUT_EFFECT = (
     "trainer.log_samples_every",
@@ -83,8 +83,8 @@ class Change:
 
 
 def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
-    """List the differences from an earlier run. A value that only one of the two runs has counts as unchanged: another
-    version of this program may have had other settings or recorded less."""
+    """List the differences from an earlier run. A value that only one of the runs has counts as unchanged: another
+    version of this program may have had different settings or recorded less."""
     then, now = current_document(before.spec), _content(spec)
     found = [
         Change(name, _shown(old), _shown(new))
@@ -109,7 +109,7 @@ def is_small(spec: RunSpec) -> bool:
 
 
 def has_fewest_nodes(spec: RunSpec) -> bool:
-    """Return True if no trial could do with fewer nodes: one that trains, and one for engines that have nodes."""
+    """Return True if no trial could use fewer nodes: one for training, and one for engines if they have nodes."""
     return spec.resources.num_nodes == 1 + bool(spec.rollout.nodes)
 
 
@@ -166,7 +166,7 @@ def _pick(spec: Mapping[str, Any], name: str) -> Any:
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        free = name in ("model.config", "data.generator_args")  # there a missing key says something
+        free = name in ("model.config", "data.generator_args")  # there a missing key is a change
         for key in dict.fromkeys([*old, *new]):
             if free or (key in old and key in new):
                 yield from _differences(f"{name}.{key}", old.get(key, NOTHING), new.get(key, NOTHING))
@@ -196,7 +196,7 @@ class Rung:
     """Id of the check that reports its result."""
     num_nodes: int
     engine_nodes: int = 0
-    """Those of them that have rollout engines alone."""
+    """Nodes among them that have only rollout engines."""
 
     @property
     def title(self) -> str:
@@ -205,14 +205,14 @@ class Rung:
 
     @property
     def nodes(self) -> str:
-        """Its nodes, in words."""
+        """Its nodes as text."""
         if self.check_id == "trial.all_nodes":
             return "one node" if self.num_nodes == 1 else f"all {self.num_nodes} nodes"
-        return "one node that trains and one with engines" if self.engine_nodes else "one node"
+        return "one node for training and one for engines" if self.engine_nodes else "one node"
 
 
 def rungs(spec: RunSpec) -> tuple[Rung, ...]:
-    """Return the trials of a run, in order. With the fewest nodes there is one."""
+    """Return the trials of a run, in order; only one with the fewest nodes."""
     whole = Rung("trial.all_nodes", spec.resources.num_nodes, spec.rollout.nodes)
     if has_fewest_nodes(spec):
         return (whole,)
@@ -229,8 +229,8 @@ def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
 def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
     """Reduce a run: few steps and prompts, one checkpoint, on the nodes of a rung.
 
-    Batches stay as they are, so that a step needs the memory it will need, and still divide over the ranks: those of
-    one node are a divisor of those of all nodes, and what a number divides, its divisors divide.
+    Batches are unchanged, so a step needs the same memory, and still divide over the ranks: the ranks of one node are a
+    divisor of those of all nodes.
     """
     steps, evaluate = spec.preflight.trial_steps, spec.evaluate
     changes: dict[str, JsonValue] = {
@@ -243,8 +243,8 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
         "preflight.trial": "off",
         "preflight.off": {
             **spec.preflight.off,
-            "steps.checkpoints": "a trial is saved once, at its end",
-            "steps.learning_rate_warmup": "a trial begins as its run will begin",
+            "steps.checkpoints": "a trial saves only once, at its end",
+            "steps.learning_rate_warmup": "a trial starts like its run",
         },
     }
     if spec.trainer.kind == "command":
@@ -256,7 +256,7 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
         {
             **changes,
             **{f"loops.{name}.num_steps": number for name, number in of_loops.items()},
-            # An evaluation on the way may break too: one is made.
+            # Intermediate evaluations may fail too, so one is made.
             "evaluate.every_num_steps": min(evaluate.every_num_steps, of_loops["main"]),
             "checkpoint.every_num_steps": sum(of_loops.values()),
         },
@@ -272,8 +272,8 @@ def _engines(spec: RunSpec, rung: Rung) -> int:
 def obstacle(spec: RunSpec) -> str:
     """Reason why no trial of a run can be made; empty if one can.
 
-    Another program makes fewer steps on other nodes only if its launch line says both by placeholders, and must not
-    leave its files where the run looks for its own.
+    An external trainer makes fewer steps on fewer nodes only if its launch line has placeholders for both, and its
+    files must be separate from those of the run.
     """
     if spec.trainer.kind == "native":
         return ""
@@ -281,11 +281,11 @@ def obstacle(spec: RunSpec) -> str:
     texts = (*trainer.argv, *trainer.variables.values())
     named = {name for text in texts for name in named_placeholders(text)}
     if "num_steps" not in named:
-        return "trainer.argv does not have {num_steps}: a trial would train to the end"
+        return "trainer.argv lacks {num_steps}: a trial would train to the end"
     if not {"run_dir", "run_id"} & set(named_placeholders(trainer.output_dir)):
-        return f"trainer.output_dir = {trainer.output_dir} is that of the run as well"
+        return f"trainer.output_dir = {trainer.output_dir} is also that of the run"
     options = read_launch_line(trainer.argv).launcher_options
     fixed = [name for name in _NODE_OPTIONS if "{num_nodes}" not in options.get(name, "{num_nodes}")]
     if spec.resources.num_nodes > 1 and fixed:
-        return f"trainer.argv has a fixed --{fixed[0]}, and a trial begins on one node"
+        return f"trainer.argv has a fixed --{fixed[0]}, but a trial starts on one node"
     return ""

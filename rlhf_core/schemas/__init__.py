@@ -1,1 +1,1 @@
-"""Pure data that crosses a process boundary. Imports pydantic and nothing else of weight."""
+"""Pure data that crosses a process boundary. Imports only pydantic and light modules."""

@@ -1,4 +1,4 @@
-"""Messages between the agents of an attempt while it runs. None of them is stored."""
+"""Messages between the agents of a running attempt. They are not stored."""
 
 from typing import Literal
 
@@ -14,10 +14,10 @@ class AgreedStep(Schema):
     """Next step of all agents."""
 
     action: Literal["start", "again", "restart", "next_role", "end"]
-    """Go on: start what comes next now; measure once more; start the workers again; go on with the next role; end the
+    """In order: start the next part now; measure once more; restart the workers; continue with the next role; end the
     attempt."""
     state: AttemptState = AttemptState.FAILED
-    """State in which the attempt ends."""
+    """Final state of the attempt."""
     message: str = ""
     """Reason for the end, in a sentence."""
     kind: FailureKind | None = None
@@ -25,30 +25,30 @@ class AgreedStep(Schema):
     ended_by: str = ""
     """Signal that ended it from outside."""
     num_restarts: int = 0
-    """Restarts in place until then."""
+    """Restarts in place so far."""
     damaged: tuple[str, ...] = ()
-    """Checkpoints that the workers must not go on from."""
+    """Checkpoints that the workers must not resume from."""
     generations: dict[Role, int] = {}
-    """Newest generation so far of each group beside the one whose restarts are counted."""
+    """Newest generation so far of each group other than the one with counted restarts."""
     store: str = ""
-    """``host:port`` of the store in which the workers of this start meet; empty where there is one node only."""
+    """``host:port`` of the rendezvous store of the workers of this start; empty on a single node."""
 
 
 class WorkerReport(Schema):
-    """End of one worker, or the fact that it never started."""
+    """End of one worker, or of one that never started."""
 
     rank: int
     local_rank: int
     code: int | None = None
-    """Exit code, negative: the signal. Null: it has not ended."""
+    """Exit code, negative for a signal; null if it has not ended."""
     by_agent: bool = False
-    """After the agent had begun to end the workers."""
+    """True if it ended after the agent had started to end the workers."""
     ended_s: float = 0.0
-    """Time of the end, by the node's own clock, in seconds since the epoch."""
+    """Time of the end, by the node's clock, in seconds since the epoch."""
     last: RankStatus | None = None
     """Last observed activity."""
     outcome: WorkerOutcome | None = None
-    """Outcome that the worker wrote about itself."""
+    """Outcome written by the worker itself."""
     log_tail: str = ""
     """The end of its log."""
 
@@ -60,86 +60,86 @@ class NodeEnd(Schema):
     """Expected number of workers."""
     workers: tuple[WorkerReport, ...] = ()
     problem: str = ""
-    """Traceback of what kept them from being started."""
+    """Traceback of the error that prevented their start."""
     oom_kills: int = 0
-    """Processes that the kernel killed for want of memory meanwhile."""
+    """Processes that the kernel's OOM killer ended meanwhile."""
 
 
 class WorkerExit(Schema):
-    """The end of one worker that is restarted alone."""
+    """End of one worker that is restarted alone."""
 
     generation: int
-    """Its start."""
+    """Generation of its start."""
     pid: int
     """Its process id on its node."""
     end: NodeEnd
-    """The end of a start with this one worker."""
+    """End of a start with this single worker."""
 
 
 class GroupState(Schema):
-    """Workers of one group on one node, as they stand."""
+    """State of the workers of one group on one node."""
 
     role: Role
     """Role of the group."""
     start: int
-    """Start that they belong to: generation of a group restarted together, phase of one restarted alone."""
+    """Start of the workers: generation of a group that is restarted together, phase of one restarted alone."""
     started: bool = False
-    """True once its workers were started."""
+    """True once its workers have started."""
     failed: bool = False
-    """True if a worker has ended badly, or the agent has ended them."""
+    """True if a worker has failed or the agent has ended them."""
     ranks: tuple[RankStatus, ...] = ()
-    """Its living workers."""
+    """Its running workers."""
     inspection_number: int = 0
-    """Inspection of its workers that agent 0 has asked for last; 0 for none."""
+    """Last inspection of its workers that agent 0 has requested; 0 for none."""
     inspections: tuple[Inspection, ...] = ()
-    """Findings of it."""
+    """Results of that inspection."""
     exits: tuple[WorkerExit, ...] = ()
-    """Workers that have ended and were not started again; of a group that is restarted alone."""
+    """Workers that have ended and were not restarted, in a group whose workers are restarted alone."""
 
 
 class NodeState(Schema):
     """State of a node, sent several times a second."""
 
     wall_s: float
-    """Time of sending by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
+    """Time of sending by the node's clock, in seconds since the epoch; its changes are the heartbeat."""
     groups: tuple[GroupState, ...] = ()
-    """Groups of the present phase."""
+    """Groups of the current phase."""
     ended_by: str = ""
     """Signal that ends this agent from outside."""
     broken: str = ""
-    """Fault that keeps this agent from continuing, in a sentence."""
+    """Fault that prevents this agent from continuing, in a sentence."""
     broken_kind: FailureKind = FailureKind.UNKNOWN
     published: int = 0
-    """Readings of the telemetry so far."""
+    """Number of telemetry readings so far."""
     telemetry: dict[str, float] = {}
-    """The last of them."""
+    """Last telemetry reading."""
 
     @property
     def ranks(self) -> tuple[RankStatus, ...]:
-        """The living workers of all groups."""
+        """Running workers of all groups."""
         return tuple(rank for group in self.groups for rank in group.ranks)
 
 
 class InspectionOrder(Schema):
-    """A look at all workers that agent 0 asks for."""
+    """Inspection of all workers, requested by agent 0."""
 
     number: int = 0
     """Number of the order; 0 for none."""
     collectives: bool = False
-    """True if to ask the workers for the collective they are in, too."""
+    """True to also query the workers for their current collective."""
 
 
 class WorkerStartOrder(Schema):
-    """A worker that is started again alone."""
+    """Order to restart a single worker."""
 
     node_index: int
     local_rank: int
     generation: int
-    """Of this start; no other start of its group has it."""
+    """Generation of this start, unique in its group."""
 
 
 class WorkerEndOrder(Schema):
-    """A worker that is ended alone."""
+    """Order to end a single worker."""
 
     node_index: int
     pid: int
@@ -150,15 +150,15 @@ class GroupOrders(Schema):
     """Orders of agent 0 about one group."""
 
     kill: int = -1
-    """Generation whose workers are ended; of a group that is restarted together."""
+    """Generation of the workers to end, in a group that is restarted together."""
     start_workers: tuple[WorkerStartOrder, ...] = ()
-    """All starts of single workers so far, in order; of a group that is restarted alone."""
+    """All starts of single workers so far, in order, in a group whose workers are restarted alone."""
     end_workers: tuple[WorkerEndOrder, ...] = ()
     """All ends of single workers so far."""
     collect: int = 0
     """Number of requests for evidence so far."""
     collect_ranks: tuple[int, ...] = ()
-    """Ranks whose evidence the last request wants; empty for all."""
+    """Ranks in the last request for evidence; empty for all."""
     inspect: InspectionOrder = InspectionOrder()
     """Inspection of all workers."""
 
@@ -167,22 +167,22 @@ class Orders(Schema):
     """Orders of agent 0 to all agents."""
 
     cancel: str = ""
-    """The user ends the run: why."""
+    """Reason if the user cancels the run."""
     stop: str = ""
-    """Save and end: who asked."""
+    """Requester if the run is to save and end."""
     saves: int = 0
-    """Number of requests to save and go on so far."""
+    """Number of requests so far to save and continue."""
     groups: dict[Role, GroupOrders] = {}
-    """By the role of the group, for the present phase."""
+    """Orders by the role of the group, for the current phase."""
     over: AgreedStep | None = None
-    """The attempt ends now."""
+    """Set if the attempt ends now."""
 
 
 class Ready(Schema):
-    """A node has come so far: no more is to be said."""
+    """Signal that a node has reached this point, without further data."""
 
 
 class Collected(Schema):
-    """A node's evidence is saved; this is how its workers stood afterwards."""
+    """State of a node's workers after its evidence was saved."""
 
     ranks: tuple[RankStatus, ...]

@@ -1,6 +1,6 @@
 """States of runs, stages and attempts, and the legal transitions between them.
 
-The tables at the end are their only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``.
+The tables at the end are the only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``.
 """
 
 from enum import StrEnum
@@ -10,11 +10,11 @@ class RunState(StrEnum):
     """State of a run."""
 
     PENDING = "pending"
-    """Requested; nothing was done yet."""
+    """Requested, not started yet."""
     PREFLIGHT = "preflight"
     """Its checks are running."""
     QUEUED = "queued"
-    """An attempt is being planned, submitted, or waits in the scheduler's queue or for its back-off."""
+    """An attempt is being planned or submitted, or waits in the scheduler's queue or for its back-off."""
     TRAINING = "training"
     """Workers of the trainer role are running."""
     EVALUATING = "evaluating"
@@ -68,9 +68,9 @@ class AttemptState(StrEnum):
     """State of one submission to the scheduler."""
 
     PLANNED = "planned"
-    """Its placement is written; nothing was submitted yet."""
+    """Its placement is written, but it is not submitted yet."""
     SUBMITTED = "submitted"
-    """The scheduler took it; it may still wait for nodes."""
+    """The scheduler accepted it; it may still wait for nodes."""
     RUNNING = "running"
     """Its agents are running."""
     COMPLETED = "completed"
@@ -80,9 +80,9 @@ class AttemptState(StrEnum):
     CANCELLED = "cancelled"
     """Ended on the user's request."""
     PREEMPTED = "preempted"
-    """Saved early and ended: preemption, time limit, or a request to save and stop."""
+    """Saved and ended early: preemption, time limit, or a request to save and stop."""
     LOST = "lost"
-    """The job is gone and left no outcome (killed from outside, node lost)."""
+    """The job is gone without an outcome (killed from outside, node lost)."""
 
 
 RUN_MOVES: dict[RunState, frozenset[RunState]] = {

@@ -1,8 +1,8 @@
-"""Base class of every schema (frozen, strict about unknown keys), and the types of its fields.
+"""Base class of all schemas (frozen, strict about unknown keys), and field types.
 
-Data that crosses a process boundary may be stored, and a file may hold anything. So numbers are bounded to the range of
-both databases' columns, times carry a time zone, and texts are made storable in both. A line outside these bounds is
-skipped, and nothing else is.
+Data that crosses a process boundary may be stored, and a file may contain anything. So numbers are limited to the range
+of both databases' columns, times have a time zone, and texts are converted to a form that both can store. Only lines
+outside these limits are skipped.
 """
 
 from datetime import UTC, datetime
@@ -11,21 +11,21 @@ from typing import Annotated
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 LABEL_CHARACTERS = 256
-"""Longest text that the history searches by: PostgreSQL's index takes 2,704 bytes of a row."""
+"""Longest searchable text of the history: PostgreSQL's index takes 2,704 bytes of a row."""
 MESSAGE_CHARACTERS = 65_536
 """Longest message."""
 NUL = "\x00"
 NUL_SHOWN = "␀"
-"""Replacement of a NUL character, which PostgreSQL cannot hold."""
+"""Replacement of a NUL character, which PostgreSQL cannot store."""
 
 _CUT = "…"
 
 
 def storable_text(text: str, limit: int | None = None) -> str:
-    """Make a text storable in both databases and UTF-8 files: without NUL and lone surrogates, and cut at a limit.
+    """Convert a text for both databases and UTF-8 files: without NUL and lone surrogates, truncated at a limit.
 
     Args:
-        limit: most characters; None for any number.
+        limit: maximum number of characters; None for no limit.
     """
     if not text.isascii():
         text = text.encode("utf-8", errors="backslashreplace").decode("utf-8")
@@ -34,7 +34,7 @@ def storable_text(text: str, limit: int | None = None) -> str:
 
 
 def label_problem(text: str) -> str:
-    """Describe the problem with a name that a user gives; empty if it can be stored and shown unchanged."""
+    """Describe the problem with a name given by a user; empty if it can be stored and shown unchanged."""
     if len(text) > LABEL_CHARACTERS:
         return f"found {len(text)} characters, expected at most {LABEL_CHARACTERS}"
     if storable_text(text) != text or not text.isprintable():
@@ -47,36 +47,37 @@ def _storable(limit: int) -> BeforeValidator:
 
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-"""Number of a column ``INTEGER``: steps, attempts, ranks, counts."""
+"""Range of an ``INTEGER`` column: steps, attempts, ranks, counts."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-"""Number of a column ``BIGINT``: bytes, positions, sequences, tokens."""
+"""Range of a ``BIGINT`` column: bytes, positions, sequences, tokens."""
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Setting that counts something, at least one of it."""
+"""Count of at least 1, for settings."""
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
-"""Setting that counts something, or 0."""
+"""Count of at least 0, for settings."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-"""A measure that was taken: SQLite has no NaN."""
+"""A measured value; SQLite has no NaN."""
 Moment = Annotated[AwareDatetime, Field(ge=datetime(1900, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))]
-"""An aware time that every time zone and both databases can express."""
+"""An aware time within the range of every time zone and both databases."""
 Label = Annotated[str, _storable(LABEL_CHARACTERS)]
-"""A name: of a node, a user, a run. Made storable, never refused: :func:`label_problem` is for doors."""
+"""A name of a node, a user or a run. Converted to a storable form, never rejected; :func:`label_problem` checks
+input."""
 Message = Annotated[str, _storable(MESSAGE_CHARACTERS)]
 """Message or path."""
 
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-"""Python object of a module, as `module:function`."""
+"""Python object in a module, as `module:function`."""
 OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
-"""The same, or nothing."""
+"""The same, or empty."""
 
 
 class Schema(BaseModel):
-    """Immutable data. An unknown key is an error; the string under a field is its meaning.
+    """Immutable data. An unknown key is an error; the string under a field is its description.
 
-    NaN and infinity are legal in floats and travel through JSON as the strings ``NaN`` / ``Infinity``, because a
-    diverged run must be able to say so.
+    NaN and infinity are legal in floats and stored in JSON as the strings ``NaN`` / ``Infinity``, because a diverged
+    run must be able to report them.
     """
 
     model_config = ConfigDict(
@@ -88,5 +89,5 @@ class Schema(BaseModel):
 
 
 def utc_now() -> datetime:
-    """The present moment, with its time zone. All times in files and rows are UTC."""
+    """Return the current time. All times in files and rows are aware and in UTC."""
     return datetime.now(UTC)

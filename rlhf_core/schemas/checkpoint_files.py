@@ -1,4 +1,4 @@
-"""Files of a checkpoint: their checksums, and the manifest that is written last."""
+"""Files of a checkpoint: checksums, and the manifest, which is written last."""
 
 from pathlib import PurePosixPath
 from typing import Annotated
@@ -11,12 +11,12 @@ from rlhf_core.schemas.base import LABEL_CHARACTERS, Int32, Int64, Label, Moment
 def _inside_its_folder(name: str) -> str:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or storable_text(name, LABEL_CHARACTERS * 4) != name:
-        raise ValueError(f"found the file name {name[:200]!r}, expected a path inside of the folder")
+        raise ValueError(f"found the file name {name[:200]!r}, expected a path inside the folder")
     return name
 
 
 FileName = Annotated[str, AfterValidator(_inside_its_folder)]
-"""Path of a file in the folder that it is listed for. One that leads out of it is refused, and the list with it."""
+"""Path of a file in the listed folder. A path that leads out of it makes the whole list invalid."""
 
 
 class FileChecksum(Schema):
@@ -29,7 +29,7 @@ class FileChecksum(Schema):
 
 
 class BaseModelRecord(Schema):
-    """Content of ``base_model.json``: the base model that the adapter beside it was trained on."""
+    """Content of ``base_model.json``: the base model of the adapter in the same folder."""
 
     files: dict[FileName, FileChecksum]
     """Its configuration and weights."""
@@ -41,14 +41,15 @@ class CheckpointManifest(Schema):
     step: Int32
     """Optimizer steps done."""
     loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
-    """Algorithm of the loop that wrote it. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
+    """Algorithm of the loop that wrote it. In files of rlhf-flows 0.1, this is ``stage``, and the next field
+    ``stage_finished``."""
     loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
-    """True if that loop was at its end."""
+    """True at the end of that loop."""
     num_ranks: Int32
-    """Ranks that wrote it; optimizer state is split among them."""
+    """Number of ranks that wrote it; the optimizer state is split among them."""
     spec_hash: Label
-    """Hash of the part of the spec that training depends on."""
+    """Hash of the part of the spec that affects training."""
     files: dict[FileName, FileChecksum]
-    """Every file of the checkpoint, by its path in it."""
+    """Files of the checkpoint, by their path in it."""
     time: Moment
-    """Time at which it was complete (UTC)."""
+    """Time of its completion (UTC)."""

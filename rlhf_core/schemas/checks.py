@@ -10,11 +10,11 @@ class CheckStatus(StrEnum):
 
     PASSED = "passed"
     WARNING = "warning"
-    """Worth reading; does not stop the run."""
+    """A problem that does not stop the run."""
     BLOCKED = "blocked"
-    """The run cannot work; nothing is submitted."""
+    """A problem that prevents the run; nothing is submitted."""
     SKIPPED = "skipped"
-    """Not made; ``found`` says why."""
+    """Not run; ``found`` has the reason."""
 
 
 class CheckResult(Schema):
@@ -31,6 +31,6 @@ class CheckResult(Schema):
     advice: Message = ""
     """Advice for the user; empty if the check passed."""
     node: Label = ""
-    """The node it was made on; empty for checks of the control plane."""
+    """Node of the check; empty for checks of the control plane."""
     seconds: Finite = 0.0
     """Duration of the check, in seconds."""

@@ -1,4 +1,4 @@
-"""Settings of what a run takes of a cluster."""
+"""Settings of the resources that a run takes from a cluster."""
 
 from typing import Literal, Self
 
@@ -10,17 +10,17 @@ from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOptio
 
 
 class ResourceSpec(Schema):
-    """Resources that the run needs of the cluster."""
+    """Resources that the run needs from the cluster."""
 
     num_nodes: Positive = 1
-    """Nodes of the allocation, `rollout.nodes` of them included: the others train."""
+    """Nodes of the allocation, including `rollout.nodes`; the others train."""
     min_nodes: NonNegative = 0
-    """Fewest nodes that an attempt goes on with where the cluster cannot give `num_nodes` (nodes are down, drained or
-    excluded). It asks for as many as there are and the batch divides by; the global batch stays, and a later attempt
-    asks for all nodes again when they are back. 0 always waits for all of them. `rollout.nodes` are counted too, and
-    stay as many."""
+    """Minimum number of nodes of an attempt if the cluster cannot provide `num_nodes` (nodes are down, drained or
+    excluded). The attempt requests the largest available number that divides the batch; the global batch is unchanged,
+    and a later attempt requests all nodes again once they are back. 0 always waits for all of them. `rollout.nodes` are
+    included, and their number is unchanged."""
     ranks_per_node: Positive = 1
-    """Trainer ranks on every node that trains: one per GPU, or per group of cores on CPU."""
+    """Trainer ranks on every training node: one per GPU, or per group of cores on CPU."""
     gpus_per_node: NonNegative = 0
     """GPUs on every node; 0 trains on CPU with gloo."""
     cpus_per_rank: Positive = 1
@@ -28,14 +28,14 @@ class ResourceSpec(Schema):
     memory_gb: NonNegativeFloat = 0.0
     """Main memory per node in GiB; 0 leaves it to the scheduler."""
     time_limit_s: Positive = 86_400
-    """Longest life of one attempt in seconds."""
+    """Time limit of one attempt in seconds."""
 
     @model_validator(mode="after")
     def _least_is_least(self) -> Self:
         if self.min_nodes > self.num_nodes:
             raise ValueError(
-                f"found resources.min_nodes = {self.min_nodes} and resources.num_nodes = {self.num_nodes}; expected no "
-                f"more than these"
+                f"found resources.min_nodes = {self.min_nodes} and resources.num_nodes = {self.num_nodes}; expected at "
+                f"most resources.num_nodes"
             )
         return self
 
@@ -46,19 +46,19 @@ class SlurmSpec(Schema):
     partition: OneLine = ""
     """Partition; empty for the cluster's default."""
     account: OneLine = ""
-    """Account that pays."""
+    """Account to charge."""
     qos: OneLine = ""
     """Quality of service."""
     constraint: OneLine = ""
-    """Features that nodes must have, in the form of `sbatch --constraint`."""
+    """Required features of nodes, in the format of `sbatch --constraint`."""
     gpu_type: OneLine = ""
     """Type of GPU, as in `gpu:h100:8`; empty for any."""
     gres: OneLine = ""
-    """More generic resources, in the form of `sbatch --gres`."""
+    """More generic resources, in the format of `sbatch --gres`."""
     reservation: OneLine = ""
     """Reservation to run in."""
     exclude: tuple[NodeName, ...] = ()
-    """Nodes that must not be used; suspects of failures are added automatically."""
+    """Nodes to exclude; suspects of failures are added automatically."""
     setup: tuple[Lines, ...] = ()
     """Shell lines to run in every job before its agents start, for instance `module load cuda`."""
     container_kind: Literal["", "pyxis", "apptainer"] = ""
@@ -80,7 +80,7 @@ class SlurmSpec(Schema):
     """More `sbatch` options, each as `--option=value`."""
 
     def over(self, site: "SlurmSpec") -> "SlurmSpec":
-        """These settings, and the site's where nothing else is said here; of lists and variables, both."""
+        """Return these settings, with the site's for all that are not set here; lists and variables are combined."""
         changed = {
             name: getattr(self, name)
             for name, field in type(self).model_fields.items()
@@ -91,7 +91,7 @@ class SlurmSpec(Schema):
             "setup": (*site.setup, *self.setup),
             "container_mounts": (*site.container_mounts, *self.container_mounts),
             "extra": (*site.extra, *self.extra),
-            # Where one of them says that a variable is a secret, and the other gives it openly, the run decides.
+            # If one of them passes a variable as a secret and the other sets it openly, the run decides.
             "environment": {
                 **{name: value for name, value in site.environment.items() if name not in self.pass_environment},
                 **self.environment,
@@ -112,7 +112,9 @@ class SlurmSpec(Schema):
                     f"found {name} in slurm.environment and slurm.pass_environment; give it in one of them"
                 )
             if is_private(name):
-                raise ValueError(f"slurm.pass_environment names {name}, which no job may have: it is the site's own")
+                raise ValueError(
+                    f"slurm.pass_environment names {name}, which is private to the site and not passed to jobs"
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""A trainer that is another program: ms-swift, TRL, OpenRLHF, or any script that torchrun starts.
+"""External trainers: ms-swift, TRL, OpenRLHF, or any script started by torchrun.
 
-Its launch line and what is known about it are settings. Supervision, evidence, retries and history are the same as for
-the trainer of rlhf-flows; what a program tells about its progress, and by which way, is :class:`ProgressSource`.
+The launch line and the properties of the program are settings. Supervision, evidence, retries and history are the same
+as for the native trainer; :class:`ProgressSource` lists the ways to observe a program's progress.
 """
 
 import re
@@ -14,7 +14,7 @@ from rlhf_core.schemas.base import Label, Positive, Schema
 from rlhf_core.schemas.slurm_values import Lines, OneLine, VariableName
 
 STEP_FIELD = "{step}"
-"""Stands for the number of the step in names of checkpoints."""
+"""Placeholder for the step number in names of checkpoints."""
 
 PLACEHOLDERS = {
     "num_nodes": "number of nodes of the attempt",
@@ -51,7 +51,7 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 class ProgressSource(StrEnum):
-    """One way to learn of the progress of a program that does not beat."""
+    """Source of the progress of a program without heartbeats."""
 
     CALLBACK = "callback"
     """`rlhf_core.callback` in a transformers trainer."""
@@ -64,7 +64,7 @@ class ProgressSource(StrEnum):
     CHECKPOINTS = "checkpoints"
     """Appearance of checkpoints."""
     COLLECTIVES = "collectives"
-    """Number of collectives that each rank has entered, by torch's flight recorder."""
+    """Number of collectives that each rank has entered, from torch's flight recorder."""
     ACTIVITY = "activity"
     """Processor time, reading and writing, and GPU use of the ranks."""
     STACKS = "stacks"
@@ -72,46 +72,46 @@ class ProgressSource(StrEnum):
 
 
 class SourceSight(Schema):
-    """Hangs that a source of progress sees, and those that it is blind to."""
+    """Hangs that a source of progress detects, and those that it misses."""
 
     sees: str
     blind: str
     is_strong: bool
-    """True if what it shows is progress. The others show that something happens, which a busy loop does too: they
-    count only until a strong source has spoken."""
+    """True if it shows progress. The others only show activity, as in a busy loop: they count only until a strong
+    source reports."""
 
 
 SIGHTS: dict[ProgressSource, SourceSight] = {
     ProgressSource.CALLBACK: SourceSight(
-        sees="every hang of a rank, with the phase it is in, since each rank tells of every step and substep itself",
-        blind="a hang before the trainer's loop begins, and code that the trainer runs outside of its callbacks",
+        sees="every hang of a rank, with its phase, since each rank reports every step and substep itself",
+        blind="a hang before the trainer's loop starts, and code that the trainer runs outside its callbacks",
         is_strong=True,
     ),
     ProgressSource.TRAINER_LOG: SourceSight(
         sees="a job that makes no more steps",
-        blind="the rank that is to blame; anything shorter than the time between two lines (logging_steps), or "
-        "than that between two checkpoints where there is no log",
+        blind="the responsible rank; anything shorter than the time between two lines (logging_steps), or "
+        "than that between two checkpoints without a log",
         is_strong=True,
     ),
     ProgressSource.TENSORBOARD: SourceSight(
         sees="a job that makes no more steps",
-        blind="the rank that is to blame; anything shorter than the time between two logged steps, or than the 120 s "
-        "between two flushes of its writer where the trainer's environment has TensorFlow",
+        blind="the responsible rank; anything shorter than the time between two logged steps, or than the 120 s "
+        "between two flushes of its writer if the trainer's environment has TensorFlow",
         is_strong=True,
     ),
     ProgressSource.STDOUT: SourceSight(
         sees="a job that no longer prints progress",
-        blind="the rank that is to blame; output that the program holds back in a buffer",
+        blind="the responsible rank; output that the program keeps in a buffer",
         is_strong=True,
     ),
     ProgressSource.CHECKPOINTS: SourceSight(
         sees="a job that no longer saves checkpoints",
-        blind="the rank that is to blame; anything shorter than the time between two checkpoints",
+        blind="the responsible rank; anything shorter than the time between two checkpoints",
         is_strong=True,
     ),
     ProgressSource.COLLECTIVES: SourceSight(
-        sees="a rank that enters no more collectives, and ranks that disagree about one, with the rank to blame",
-        blind="a loop that goes on to enter collectives without training; phases without any, such as a long rollout",
+        sees="a rank that no longer enters collectives, and ranks that disagree about one, with the responsible rank",
+        blind="a loop that enters collectives without training; phases without any, such as a long rollout",
         is_strong=True,
     ),
     ProgressSource.ACTIVITY: SourceSight(
@@ -121,19 +121,19 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
     ),
     ProgressSource.STACKS: SourceSight(
         sees="ranks whose Python stacks do not change at all",
-        blind="an endless loop of more than one line, and a service thread that wakes up; it takes any change for "
+        blind="an endless loop of more than one line, and a service thread that wakes up; any change counts as "
         "progress",
         is_strong=False,
     ),
 }
-"""Sight of each source; `rlhf check` prints it."""
+"""Hangs that each source detects and misses; printed by `rlhf check`."""
 
 Signal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP"]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
 
 
 class CommandTrainer(Schema):
-    """A trainer that is another program, started with its own launch line in its own environment."""
+    """An external trainer, started with its own launch line in its own environment."""
 
     kind: Literal["command"] = "command"
     """`command`: a program of your own, such as ms-swift, TRL or a script for torchrun."""
@@ -141,7 +141,7 @@ class CommandTrainer(Schema):
     """Launch line, with one item per argument; placeholders such as `{num_nodes}`, `{node_rank}` and `{master_addr}`
     are filled in (docs/trainers.md lists them)."""
     num_steps: Positive
-    """Optimizer steps after which the training is complete. Tell the trainer the same number, for instance with
+    """Optimizer steps after which the training is complete. Pass the same number to the trainer, for instance with
     `--max_steps {num_steps}`; if it ends earlier, it has failed."""
     framework: Literal["script", "transformers", "swift", "trl", "openrlhf"] = "script"
     """Family of the program, which determines where to find its progress, metrics and checkpoints, and how to read its
@@ -161,15 +161,15 @@ class CommandTrainer(Schema):
     working_dir: OneLine = ""
     """Folder to start it in; empty for the one where `rlhf run` was called."""
     output_dir: OneLine = "{run_dir}/trainer/output"
-    """Folder of its files, where its checkpoints and logs are looked for."""
+    """Folder of its files, including its checkpoints and logs."""
     checkpoint_name: OneLine = "checkpoint-{step}"
     """Path of a checkpoint in the output folder, with `{step}` for the number; `*` stands for any name."""
     checkpoint_complete: tuple[OneLine, ...] = ("trainer_state.json",)
     """Patterns of the files that a complete checkpoint has; name the ones that the program writes last."""
     resume: Literal["argument", "in_place", "none"] = "argument"
     """Way to resume. `argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put
-    back into the output folder and later ones are moved out, so that the program finds it. `none`: it starts from the
-    beginning."""
+    back into the output folder and later ones are moved out, so that the program finds it. `none`: it starts from
+    scratch."""
     resume_argv: tuple[str, ...] = ("--resume_from_checkpoint", "{checkpoint}")
     """Arguments added to the launch line to resume from a checkpoint."""
     save_signal: Signal = ""
@@ -190,13 +190,13 @@ class CommandTrainer(Schema):
 
     @property
     def sources(self) -> tuple[ProgressSource, ...]:
-        """Sources of progress, those that suit the framework where none are given."""
+        """Sources of progress; by default those of the framework."""
         return self.progress or default_sources(self)
 
     @model_validator(mode="after")
     def _check_placeholders(self) -> Self:
         texts = [*self.argv, *self.resume_argv, *self.variables.values(), self.working_dir, self.output_dir]
-        # Other words in braces stay as they are: launch lines carry JSON and templates of their own.
+        # Other words in braces are kept, because launch lines may contain JSON and templates.
         if self.resume == "argument" and not any("{checkpoint" in text for text in self.resume_argv):
             raise ValueError(
                 f"found trainer.resume_argv = {list(self.resume_argv)}, expected {{checkpoint}} in it; or give "
@@ -217,10 +217,10 @@ class CommandTrainer(Schema):
 
 
 def default_sources(trainer: CommandTrainer) -> tuple[ProgressSource, ...]:
-    """Sources of progress that suit the framework of a trainer."""
+    """Default sources of progress for the framework of a trainer."""
     written = {
         "script": (ProgressSource.TENSORBOARD,),
-        # Without a log of their own, trainer_state.json tells of steps only when a checkpoint is saved.
+        # Without their own log, trainer_state.json shows steps only when a checkpoint is saved.
         "transformers": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
         "swift": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
         "trl": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
@@ -234,10 +234,10 @@ def default_sources(trainer: CommandTrainer) -> tuple[ProgressSource, ...]:
 
 
 def named_placeholders(text: str) -> list[str]:
-    """Words in braces of a text that look like placeholders, known or not."""
+    """Words in braces in a text that look like placeholders, known or not."""
     return _PLACEHOLDER.findall(text)
 
 
 def fill(text: str, values: dict[str, str]) -> str:
-    """Fill the placeholders of a text; other words in braces stay."""
+    """Fill the placeholders of a text; other words in braces are kept."""
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)

@@ -1,4 +1,4 @@
-"""Report on the data itself, made by the compute interpreter and judged by preflight."""
+"""Report on the data itself, created by the compute interpreter for preflight."""
 
 from enum import StrEnum
 
@@ -6,21 +6,21 @@ from rlhf_core.schemas.base import Schema
 
 
 class TrialProblem(StrEnum):
-    """Problem that the trial of a reward function found."""
+    """Problem found in the trial of a reward function."""
 
     NONE = ""
     COLUMNS = "columns"
-    """It asks for columns that the data does not have, or does not take those it has."""
+    """It requires columns that the data lacks, or does not accept those of the data."""
     FAILED = "failed"
-    """It raised, or returned something else than one finite number per completion."""
+    """It raised an error, or did not return one finite number per completion."""
     TIMEOUT = "timeout"
     """It did not return in time."""
     MEMORY = "memory"
-    """It wanted more memory than a trial may have."""
+    """It exceeded the memory limit of a trial."""
     DIED = "died"
-    """Its process ended without a word."""
+    """Its process died without a message."""
     NOT_TRIED = "not_tried"
-    """No time was left for it."""
+    """There was no time left for it."""
 
 
 class RewardTrial(Schema):
@@ -31,17 +31,17 @@ class RewardTrial(Schema):
     problem: TrialProblem = TrialProblem.NONE
     """Kind of the problem."""
     message: str = ""
-    """In words."""
+    """Description of the problem."""
     num_completions: int = 0
-    """Completions it was given: right answers, those of other rows, and nonsense."""
+    """Number of tested completions: right answers, those of other rows, and nonsense."""
     num_distinct: int = 0
-    """Different rewards among them."""
+    """Number of distinct rewards."""
     right: float = 0.0
     """Mean reward of the reference answers."""
     wrong: float = 0.0
     """Mean reward of all others."""
     seconds: float = 0.0
-    """Time of one call, the second one: the first may load what it needs."""
+    """Time of the second call, because the first may load data."""
 
 
 class SplitReport(Schema):
@@ -58,11 +58,11 @@ class SplitReport(Schema):
     columns: tuple[str, ...] = ()
     """Columns of the rows."""
     num_duplicates: int = 0
-    """Rows that hold prompt and answer of an earlier one."""
+    """Rows that repeat the prompt and answer of an earlier row."""
     read_s: float = 0.0
-    """Time for reading them and filling their templates."""
+    """Time to read them and fill their templates."""
     encode_s: float = 0.0
-    """Time for turning their prompts into tokens."""
+    """Time to tokenize their prompts."""
     num_overlong: int = 0
     """Rows whose prompt is longer than ``data.max_prompt_tokens``."""
     num_empty: int = 0
@@ -70,28 +70,28 @@ class SplitReport(Schema):
     longest_prompt: int = 0
     """Tokens of the longest prompt."""
     longest_kept: int = 0
-    """Tokens of the longest prompt that is not left out."""
+    """Tokens of the longest prompt that is not dropped."""
     num_long_completions: int = 0
     """Rows with a completion that is longer than ``data.max_completion_tokens``."""
     longest_completion: int = 0
-    """Tokens of the longest completion of a prompt that is not left out."""
+    """Tokens of the longest completion of a prompt that is not dropped."""
     longest_taught: int = 0
-    """Tokens of the longest prompt with a completion that is learned from, of rows that are not left out."""
+    """Tokens of the longest prompt with a completion to learn from, in rows that are not dropped."""
 
 
 class TokenizerReport(Schema):
-    """The tokenizer on real texts."""
+    """Report on the tokenizer with real texts."""
 
     problem: str = ""
     """Reason why it cannot be loaded or built; empty if it can."""
     num_texts: int = 0
-    """Prompts and answers that went through it."""
+    """Number of tested prompts and answers."""
     num_changed: int = 0
-    """Texts that are another text after encoding and decoding."""
+    """Number of texts changed by encoding and decoding."""
     example: str = ""
-    """One of them, and what became of it."""
+    """One of them, and its changed text."""
     unknown_share: float = 0.0
-    """Share of the tokens that stand for something the tokenizer does not know."""
+    """Share of tokens for characters that the tokenizer lacks."""
     chat_problem: str = ""
     """Problem of its chat template; empty if it has none or it renders."""
 
@@ -104,6 +104,6 @@ class ContentReport(Schema):
     num_shared: int = 0
     """Prompts among these rows that are in both splits."""
     tokenizer: TokenizerReport | None = None
-    """None where no row could be read."""
+    """None if no row could be read."""
     rewards: tuple[RewardTrial, ...] = ()
     """Every reward function and the scorer."""

@@ -1,15 +1,15 @@
-"""Messages between trainer ranks and rollout engines that are processes of their own: JSON over HTTP."""
+"""Messages between trainer ranks and separate rollout engines: JSON over HTTP."""
 
 from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Message, NonNegative, NonNegativeFloat, Positive, Schema
 
 
 class EngineAddress(Schema):
-    """Place of a rollout engine; it replaces the file at every start (``attempts/<n>/engines/<rank>.json``)."""
+    """Address of a rollout engine; the file is replaced at every start (``attempts/<n>/engines/<rank>.json``)."""
 
     rank: Int32
     """Rank in the group of engines."""
     generation: Int32
-    """Start of its group that it belongs to."""
+    """Generation of its group."""
     node: Label
     """Name of its node."""
     host: Label
@@ -22,46 +22,46 @@ class WeightsInForce(Schema):
     """Identity of the weights that an engine samples with."""
 
     start: Int32
-    """Start of the trainers (number of the restart) that they come from: after a restart from a checkpoint the same
-    version may be made anew."""
+    """Restart of the trainers that they come from: after a restart from a checkpoint, the same version may be created
+    again."""
     version: NonNegative
-    """Optimizer steps that they have behind them."""
+    """Number of optimizer steps of the weights."""
 
 
 class EngineHealth(Schema):
-    """State of an engine, answered by a thread of its own, also while it samples."""
+    """State of an engine, reported by a separate thread, also while it samples."""
 
     rank: Int32
     generation: Int32
-    """Start of its group that it belongs to."""
+    """Generation of its group."""
     weights: WeightsInForce | None = None
-    """Weights that it samples with; None before the first, and while others come into force."""
+    """Weights that it samples with; None before the first, and while others are being applied."""
     progress: Int64
-    """Number of decoding steps so far: stands still where it samples nothing, for whatever reason."""
+    """Number of decoding steps so far; constant while it samples nothing, for any reason."""
     num_waiting: NonNegative
-    """Completions that it was asked for and has not made."""
+    """Requested completions that are not finished."""
 
 
 class PromptRequest(Schema):
-    """One prompt and the completions that are asked for."""
+    """One prompt and the requested completions."""
 
     index: NonNegative
-    """Number by which the answer is known."""
+    """Number that identifies the answer."""
     prompt: tuple[NonNegative, ...]
-    """Tokens."""
+    """Tokens of the prompt."""
     seeds: tuple[Int64, ...]
-    """One for each completion."""
+    """Seed of each completion."""
 
 
 class SampleRequest(Schema):
-    """Prompts that an engine is asked to complete."""
+    """Request to complete prompts."""
 
     weights: WeightsInForce
-    """Weights to sample with; with others it refuses."""
+    """Weights to sample with; an engine with others rejects the request."""
     max_new_tokens: Positive
     temperature: NonNegativeFloat
     batch_size: Positive
-    """Most sequences generated at once."""
+    """Maximum number of sequences generated at once."""
     prompts: tuple[PromptRequest, ...]
 
 
@@ -79,19 +79,19 @@ class SampledCompletion(Schema):
 
 
 class SampledPrompt(Schema):
-    """Completions of one prompt: a line of the answer to a :class:`SampleRequest`, sent as soon as all are made."""
+    """Completions of one prompt: a line of the answer to a :class:`SampleRequest`, sent once all are finished."""
 
     index: NonNegative
     completions: tuple[SampledCompletion, ...]
-    """In the order of the seeds."""
+    """Completions, in the order of the seeds."""
 
 
 class CommitRequest(Schema):
-    """Order to bring staged weights into force."""
+    """Request to apply staged weights."""
 
     weights: WeightsInForce
     probe: tuple[NonNegative, ...]
-    """Tokens of which the log-probabilities show that the weights are in force."""
+    """Tokens whose log-probabilities verify the applied weights."""
 
 
 class Committed(Schema):
@@ -99,26 +99,26 @@ class Committed(Schema):
 
     weights: WeightsInForce
     apply_s: NonNegativeFloat
-    """Seconds in which the staged tensors were taken over."""
+    """Seconds to load the staged tensors."""
     probe_logprobs: tuple[Finite, ...]
-    """Log-probability of every token of the probe but the first, as the engine computes it with these weights."""
+    """Log-probability of every token of the probe except the first, computed by the engine with these weights."""
     base: str = ""
-    """Digest of the base model that the engine has read; empty where it was given whole weights."""
+    """Digest of the base model that the engine has loaded; empty if it received whole weights."""
     num_differing: NonNegative = 0
-    """Tensors of an adapter that the engine's model does not hold as they were given."""
+    """Number of tensors of an adapter that differ in the engine's model."""
 
 
 class WeightsRefused(Schema):
-    """Order not to serve with weights that were committed."""
+    """Request not to serve with committed weights."""
 
     weights: WeightsInForce
     why: Message
-    """Difference that the trainer has seen."""
+    """Difference found by the trainer."""
 
 
 class EngineRefusal(Schema):
-    """Answer in place of the one that was asked for."""
+    """Error in place of the requested answer."""
 
     error: Message
     peer: Label = ""
-    """Name of the process that a failed transfer of weights goes back to, as the engine sees it."""
+    """Process that caused a failed transfer of weights, according to the engine."""

@@ -1,4 +1,4 @@
-"""Settings of the evaluations of a run, and of the promotion that follows from them."""
+"""Settings of the evaluations of a run, and of the promotion that depends on them."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ class EvaluateSpec(Schema):
     scorer: ImportPath = "rlhf_core.training.rewards:exact_match"
     """Reward function whose mean is reported."""
     num_prompts: NonNegative = 512
-    """Held-out prompts used, the first of the split; 0 for all."""
+    """Number of held-out prompts, from the start of the split; 0 for all."""
     samples_per_prompt: Positive = 1
     """Completions per prompt in the sampled evaluation."""
     temperature: PositiveFloat = 1.0
@@ -31,13 +31,13 @@ class PromoteSpec(Schema):
     """Promotion of the best checkpoint to a model directory for others to use."""
 
     when: Literal["never", "approved", "always"] = "never"
-    """Condition: `never`; `approved`, where the run waits after the evaluation for a person (in Prefect, or with `rlhf
-    approve`); or `always`, without asking."""
+    """Condition: `never`; `approved`, where the run waits for approval after the evaluation (in Prefect, or with `rlhf
+    approve`); or `always`, without approval."""
     folder: str = ""
-    """Folder of promoted models; each becomes `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
+    """Folder of promoted models, each in `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
     metric: EvaluationName = "greedy"
-    """Evaluation that decides which checkpoint is the best; `preference` ranks held-out pairs."""
+    """Evaluation that determines the best checkpoint; `preference` ranks held-out pairs."""
     min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """Least gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
+    """Minimum gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
     timeout_h: PositiveFloat = 72.0
     """Time to wait for an approval, in hours; after that, nothing is promoted, but `rlhf approve` still works."""

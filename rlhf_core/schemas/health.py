@@ -1,4 +1,4 @@
-"""Settings of the judge of training."""
+"""Settings of the health rules of training."""
 
 from typing import Annotated, Literal
 
@@ -18,8 +18,8 @@ HealthRule = Literal[
     "kl",
     "length",
 ]
-"""Rules that judge training while it runs (``rlhf_core/training/health/rules.py``), the most telling first. Of another
-program ``frozen``, ``no_spread``, ``truncated`` and ``kl`` are judged (``rlhf_core/worker/command/health.py``)."""
+"""Rules that judge training while it runs (``rlhf_core/training/health/rules.py``), most specific first. For external
+trainers: ``frozen``, ``no_spread``, ``truncated`` and ``kl`` (``rlhf_core/worker/command/health.py``)."""
 
 
 HealthAction = Literal["warn", "stop", "roll_back"]
@@ -30,8 +30,8 @@ _WARNINGS: frozenset[HealthRule] = frozenset({"clipped", "train_gap", "kl", "len
 
 
 class HealthSpec(Schema):
-    """Judgement of training. A run that learns nothing goes back once to an older checkpoint, then stops; one that
-    merely looks wrong gets a warning."""
+    """Judgement of training. A run that learns nothing is rolled back once to an older checkpoint, then stopped; one
+    that merely looks wrong gets a warning."""
 
     off: dict[HealthRule, str] = {}
     """Rules to turn off: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated`, `entropy_collapse`,
@@ -39,42 +39,41 @@ class HealthSpec(Schema):
     actions: dict[HealthRule, HealthAction] = {}
     """Response of each rule: `warn` (an incident that does not stop the run), `stop` the run, or `roll_back` (resume
     once from an older checkpoint, then stop). By default, `clipped`, `train_gap`, `kl` and `length` warn and the others
-    roll back. For training by another program, all rules only warn."""
+    roll back. With external trainers, all rules only warn."""
     window_steps: Positive = 20
-    """Steps over which reward, spread, entropy and truncation are judged. Healthy runs have dips of a few steps; what
-    has not recovered after twenty does not come back."""
+    """Steps over which reward, spread, entropy and truncation are judged. Healthy runs have dips of a few steps; a dip
+    of twenty steps does not recover."""
     frozen_steps: Positive = 5
-    """Steps in a row without a gradient although rewards differ, or without any change of the weights, after which
-    training is ended. One may be rounding; in five, nothing has been learned."""
+    """Consecutive steps without a gradient although rewards differ, or without any change of the weights, after which
+    training is ended. One may be rounding; after five, nothing is being learned."""
     min_completions: Positive = 4096
     """Completions without any difference in reward before this counts. By then, a task that is solved once in a
-    thousand times has been solved (the chance that it has not is under 2 %)."""
+    thousand times has been solved with a probability above 98 %."""
     identical_chance: Annotated[float, Field(gt=0, lt=1)] = 1e-9
-    """Probability, judged by the policy's entropy, below which identical completions are no accident. No run has a
+    """Probability, estimated from the policy's entropy, below which identical completions are not chance. No run has a
     billion steps, and a policy that is certain of its answers may repeat them."""
     collapsed_share: Share = 0.2
-    """Share of its own best, above the lowest reward seen, at or below which a reward has collapsed. Healthy runs
-    sometimes lose a half and win it back."""
+    """Share of the best reward, above the lowest reward seen, at or below which the reward has collapsed. Healthy runs
+    sometimes lose half and recover."""
     entropy_share: Share = 0.01
     """Share of the initial entropy below which exploration has ended, if the reward has not risen. A policy that learns
-    also gives up entropy, but gains reward."""
+    also loses entropy, but gains reward."""
     truncated_share: Share = 0.99
-    """Share of completions truncated at `rollout.max_new_tokens` from which, without any reward, nothing is considered
-    to finish. A few that end are enough to learn from."""
+    """Share of truncated completions (`rollout.max_new_tokens`) from which, without any reward, no completion is
+    considered to finish. A few finished ones are enough to learn from."""
     max_kl: PositiveFloat = 10.0
     """Divergence from the reference model, in nats per token, above which the model has moved too far. Healthy runs
-    stay below 1; at 10, likely tokens are left with a chance of 1 in 20,000."""
+    stay below 1; at 10, likely tokens have a probability of 1 in 20,000."""
     max_train_gap: PositiveFloat = 0.1
     """Mean difference between the log-probabilities of tokens at sampling and in training, in nats, above which the two
-    do not have the same model. bfloat16 causes 0.01; at 0.1, every token's gradient is off by a tenth."""
+    differ in their model. bfloat16 causes 0.01; at 0.1, every token's gradient is off by a tenth."""
     clipped_share: Share = 0.9
-    """Share of tokens whose gradient is clipped away from which nothing is left to learn. Healthy runs stay below a
-    third."""
+    """Share of tokens with a clipped gradient above which nothing remains to learn. Healthy runs stay below a third."""
     length_correlation: Share = 0.8
-    """Correlation of reward and length among the completions of a prompt from which the reward is little more than
-    length. For a reward for correct answers, it is under 0.5 either way."""
+    """Correlation of reward and length among the completions of a prompt above which the reward mainly measures length.
+    For a reward for correct answers, it is between -0.5 and 0.5."""
     length_rise: PositiveFloat = 0.25
-    """Relative rise of the mean length that is more than chance and the form of the answer can explain."""
+    """Relative rise of the mean length that chance and the form of the answer do not explain."""
 
     def action(self, rule: HealthRule) -> HealthAction:
         """Consequence of a finding of this rule."""

@@ -1,8 +1,8 @@
-"""Events that the controller of a run writes down before they count (``control.jsonl``).
+"""Events that the controller of a run records before they take effect (``control.jsonl``).
 
-The database is an index of the run directory: every row can be made again from files. What only the control plane knows
-(states, stages, checks, attempts, its own decisions) therefore goes into this journal first, and reaches the database
-by the same ingestion as everything else.
+The database is an index of the run directory: every row can be rebuilt from files. Data of the control plane (states,
+stages, checks, attempts, its decisions) is therefore written to this journal first, and ingested into the database like
+everything else.
 """
 
 from typing import Annotated, Literal
@@ -16,22 +16,21 @@ from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.resources import Placement, Submission
 
 JOURNAL_VERSION = 1
-"""Version of the lines that are written; raised when readers of the version before would misread them."""
+"""Version of written lines; increased if readers of the previous version would misread them."""
 
 
 class RunCreated(Schema):
-    """A run was asked for; its spec lies in ``spec.json``."""
+    """A run was requested; its spec is in ``spec.json``."""
 
     kind: Literal["run_created"] = "run_created"
     name: Label
     """Name from the spec."""
     owner: Label
-    """Name of the person who asked, as was said."""
+    """User who requested it, as given."""
     owner_account: Label = ""
-    """The operating system's user that said so (``rlhf_core.machine.accounts``). Lines of rlhf-flows 0.1 do not say
-    it."""
+    """Operating system's user of the request (``rlhf_core.machine.accounts``); missing in lines of rlhf-flows 0.1."""
     config_source: Message
-    """The config file it came from, as given."""
+    """Config file, as given."""
 
 
 class RunMoved(Schema):
@@ -41,19 +40,19 @@ class RunMoved(Schema):
     state: RunState
     """The new state."""
     cause: Message
-    """Reason, in a sentence for a person."""
+    """Reason, as a sentence for the user."""
 
 
 class StageStarted(Schema):
-    """A stage began."""
+    """A stage started."""
 
     kind: Literal["stage_started"] = "stage_started"
     stage_index: Int32
-    """Running number of the stage within the run, from 0: stages repeat when there is more than one attempt."""
+    """Number of the stage in the run, from 0; stages repeat with further attempts."""
     name: StageName
     """Name of the stage."""
     attempt: Int32
-    """Attempt it belongs to; 0 for preflight."""
+    """Attempt of the stage; 0 for preflight."""
 
 
 class StageEnded(Schema):
@@ -61,11 +60,11 @@ class StageEnded(Schema):
 
     kind: Literal["stage_ended"] = "stage_ended"
     stage_index: Int32
-    """Its running number."""
+    """Number of the stage in the run."""
     state: StageState
     """State at its end."""
     message: Message = ""
-    """Remark about it."""
+    """Remark on its end."""
 
 
 class ChecksMade(Schema):
@@ -77,13 +76,13 @@ class ChecksMade(Schema):
 
 
 class TrialPlanned(Schema):
-    """A trial of this run has an id. Written before the trial is made, so that it is made once."""
+    """A trial of this run has an id. Written before the trial is created, so that it is created only once."""
 
     kind: Literal["trial_planned"] = "trial_planned"
     check_id: Label
-    """The check that its end will be the verdict of: ``trial.one_node`` or ``trial.all_nodes``."""
+    """The check that it decides: ``trial.one_node`` or ``trial.all_nodes``."""
     run_id: Label
-    """Identity of the trial, which is a run of its own."""
+    """Id of the trial, which is a separate run."""
 
 
 class AttemptPlanned(Schema):
@@ -95,7 +94,7 @@ class AttemptPlanned(Schema):
 
 
 class AttemptSubmitted(Schema):
-    """The scheduler took the attempt."""
+    """The scheduler accepted the attempt."""
 
     kind: Literal["attempt_submitted"] = "attempt_submitted"
     submission: Submission
@@ -111,9 +110,9 @@ class AttemptMoved(Schema):
     state: AttemptState
     """The new state."""
     cause: Message
-    """Reason, in a sentence for a person."""
+    """Reason, as a sentence for the user."""
     failure_kind: FailureKind | None = None
-    """Kind of the failure, when it ended badly."""
+    """Kind of the failure, if it failed."""
 
 
 class IncidentFound(Schema):
@@ -121,7 +120,7 @@ class IncidentFound(Schema):
 
     kind: Literal["incident_found"] = "incident_found"
     incident: Incident
-    """Incident that was found."""
+    """The incident."""
 
 
 class DecisionMade(Schema):
@@ -129,7 +128,7 @@ class DecisionMade(Schema):
 
     kind: Literal["decision_made"] = "decision_made"
     decision: Decision
-    """Decision that was made."""
+    """The decision."""
 
 
 class ControllerStarted(Schema):
@@ -137,36 +136,36 @@ class ControllerStarted(Schema):
 
     kind: Literal["controller_started"] = "controller_started"
     controller: Label
-    """Text that names it: user, machine, process."""
+    """Its name: user, machine, process."""
     flow_run_id: Label = ""
-    """Prefect flow run that it is; empty without Prefect."""
+    """Its Prefect flow run; empty without Prefect."""
     flow_run_url: Message = ""
-    """Page of that flow run, as a browser of that site reaches it."""
+    """Page of that flow run, for browsers of the site."""
 
 
 class CancelStarted(Schema):
-    """The controller sets out to end the run. Written before agents and scheduler are told, so that what they do then
-    is never taken for a failure, whoever goes on with the run."""
+    """The controller starts to end the run. Written before agents and scheduler are notified, so that no later
+    controller takes their end for a failure."""
 
     kind: Literal["cancel_started"] = "cancel_started"
     reason: Message
-    """Reason, in a sentence for a person."""
+    """Reason, as a sentence for the user."""
 
 
 class PromotionMoved(Schema):
-    """The promotion of the run's model began or changed its state."""
+    """The promotion of the run's model started or changed its state."""
 
     kind: Literal["promotion_moved"] = "promotion_moved"
     state: PromotionState
     """The new state."""
     checkpoint_step: Int32
-    """Checkpoint that is to become the model."""
+    """Step of the checkpoint to promote."""
     by: Label = ""
-    """Name of the person who decided, with the operating system's user in brackets; empty while nobody has."""
+    """User who decided, with the operating system's user in brackets; empty before the decision."""
     reason: Message = ""
-    """Reason, in a sentence for a person."""
+    """Reason, as a sentence for the user."""
     path: Message = ""
-    """Folder of the model, once it is there."""
+    """Folder of the model, once it exists."""
 
 
 ControlEvent = Annotated[
@@ -192,12 +191,12 @@ class JournalLine(Schema):
     """One line of ``control.jsonl``."""
 
     version: Int32 = JOURNAL_VERSION
-    """Version of the journal's form. Lines of rlhf-flows 0.1 do not say it; they have the form of version 1."""
+    """Version of the journal's format. Missing in lines of rlhf-flows 0.1, which have version 1."""
     sequence: Int64
-    """Running number within the run, from 0."""
+    """Number of the line in the run, from 0."""
     token: Int64
-    """Fencing token of the lease its writer held; 0 for the line that creates the run."""
+    """Fencing token of its writer's lease; 0 for the line that creates the run."""
     time: Moment
     """Time of the event (UTC)."""
     event: ControlEvent
-    """Event that was written down."""
+    """The event."""

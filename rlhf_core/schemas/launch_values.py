@@ -1,4 +1,4 @@
-"""Values of the placeholders of a launch line, as far as they follow from the spec and are the same on every node."""
+"""Values of placeholders of a launch line that follow from the spec and are the same on every node."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from rlhf_core.schemas.run import RunSpec
 
 
 def command_trainer(spec: RunSpec) -> CommandTrainer:
-    """Settings of the program that trains.
+    """Settings of the external trainer.
 
     Raises:
         ValueError: rlhf-flows trains itself.
@@ -18,7 +18,7 @@ def command_trainer(spec: RunSpec) -> CommandTrainer:
 
 
 def values_of_spec(spec: RunSpec) -> dict[str, str]:
-    """Values that follow from the spec alone. Those of a node, a rank, an attempt or a run are not among them."""
+    """Values that follow from the spec, without those of a node, a rank, an attempt or a run."""
     resources = spec.resources
     return {
         "num_nodes": str(resources.num_nodes),
@@ -37,7 +37,7 @@ def values_of_spec(spec: RunSpec) -> dict[str, str]:
 
 
 def filled_argv(spec: RunSpec, further: Mapping[str, str]) -> tuple[str, ...]:
-    """Launch line of a run with these values filled in; placeholders of other values stay.
+    """Launch line of a run with these values filled in; other placeholders are kept.
 
     Raises:
         ValueError: rlhf-flows trains itself.

@@ -9,7 +9,7 @@ from rlhf_core.schemas.algorithms import Algorithm
 from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, PositiveFloat, Schema, Share
 
 MAX_STEPS = 1_000_000_000
-"""Most steps of a loop: those of both together fit a column of the history."""
+"""Maximum steps of a loop; the sum of both loops fits a column of the history."""
 
 
 class OptimizerSpec(Schema):
@@ -32,7 +32,7 @@ class OptimizerSpec(Schema):
 
 
 class LoopSpec(Schema):
-    """One training loop: an algorithm, its number of steps, and an optimizer of its own."""
+    """One training loop: algorithm, number of steps, and optimizer."""
 
     num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     """Optimizer steps of the loop."""
@@ -48,7 +48,7 @@ class WarmStartSpec(LoopSpec):
 
 
 class LoopsSpec(Schema):
-    """The training loops of the native trainer, in their order. Other trainers have none here."""
+    """The training loops of the native trainer, in order. External trainers have none here."""
 
     warm_start: WarmStartSpec | None = None
     main: LoopSpec | None = None
@@ -60,6 +60,6 @@ class LoopsSpec(Schema):
 
     @property
     def named(self) -> Mapping[str, LoopSpec]:
-        """The loops by their section (``warm_start``, ``main``), in the order in which they run."""
+        """The loops by section (``warm_start``, ``main``), in the order of execution."""
         loops: dict[str, LoopSpec] = {} if self.warm_start is None else {"warm_start": self.warm_start}
         return loops if self.main is None else {**loops, "main": self.main}

@@ -1,8 +1,8 @@
-"""Settings of rlhf-flows 0.1 in the form of this version.
+"""Translation of the settings of rlhf-flows 0.1 to this version.
 
 In 0.1 the warm start was ``[sft]``, the main algorithm ``[train]`` and ``[grpo]``. Configs, overrides, ``spec.json``,
-rows of the history and the changes of settings that are stored with attempts may hold that form; all of them are read
-through this module. Configs and overrides of 0.1 are accepted by version 0.2 with a warning, and no longer by 0.3.
+rows of the history and changed settings stored with attempts may have that form; all of them are read through this
+module. Version 0.2 accepts configs and overrides of 0.1 with a warning, version 0.3 does not.
 """
 
 import copy
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class OldSettings(FutureWarning):
-    """Settings of rlhf-flows 0.1 were read and translated; the next version will refuse them."""
+    """Settings of rlhf-flows 0.1 were translated; the next version will reject them."""
 
 
 OLD_SECTIONS = ("sft", "train", "grpo")
-"""Sections of 0.1 that are gone."""
+"""Sections that only 0.1 had."""
 
 _OPTIMIZER = (
     "learning_rate", "warmup_steps", "schedule", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
@@ -38,11 +38,11 @@ _WARM_START: Mapping[str, Any] = {
     "optimizer": {"learning_rate": 1e-4},
 }
 _MAIN: Mapping[str, Any] = {"algorithm": {"name": "grpo"}, "optimizer": {"learning_rate": 1e-6}}
-"""Defaults of 0.1 that a loop of this version has to state."""
+"""Defaults of 0.1 that must be explicit in a loop of this version."""
 
 
 def current_name(name: str) -> str:
-    """Translate the dotted name of a setting of 0.1; any other name is returned as it is."""
+    """Translate the dotted name of a setting of 0.1; return other names unchanged."""
     if name in _NAMES:
         return _NAMES[name]
     section, _, rest = name.partition(".")
@@ -52,18 +52,18 @@ def current_name(name: str) -> str:
 
 
 def old_settings(document: Mapping[str, Any]) -> list[str]:
-    """The settings of 0.1 in a document, by their dotted names of then."""
+    """The settings of 0.1 in a document, by their old dotted names."""
     return [name for name, _ in _flat(document)]
 
 
 def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the settings of 0.1 in a document; everything else stays as it is.
+    """Translate the settings of 0.1 in a document; everything else is unchanged.
 
-    A document that holds both forms (a config with overrides) is taken as one of this version, changed by its old
-    settings. One with old sections alone gets the defaults of 0.1 where this version has none.
+    A document with both forms (a config with overrides) is treated as one of this version, changed by its old settings.
+    A document with only old sections gets the defaults of 0.1 where this version has none.
 
     Returns:
-        A new document, or an equal copy where there is nothing to translate.
+        A new document, or an equal copy if there is nothing to translate.
     """
     found = {section: document[section] for section in OLD_SECTIONS if section in document}
     now = {name: value for name, value in document.items() if name not in found}
@@ -71,7 +71,7 @@ def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
         return now
     given = now.get("loops", {"main": _MAIN})
     if not isinstance(given, Mapping):
-        return dict(document)  # no form at all: refused by the validation
+        return dict(document)  # not a valid form: rejected by the validation
     loops = copy.deepcopy(dict(given))
     if "sft" in found and not isinstance(loops.get("warm_start"), dict):
         loops["warm_start"] = copy.deepcopy(dict(_WARM_START))
@@ -86,7 +86,7 @@ def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the settings that a checkpoint was made with; a warm start of no steps is none."""
+    """Translate the settings of a checkpoint; a warm start without steps counts as none."""
     now = current_document(document)
     loops = now.get("loops")
     if isinstance(loops, dict):
@@ -105,7 +105,7 @@ def _flat(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _choose_algorithm(loops: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Set the main algorithm. Supervised training took its batch size from ``[sft]``, whichever loop it was."""
+    """Set the main algorithm. Supervised training took its batch size from ``[sft]`` in both loops."""
     main = loops.setdefault("main", {})
     train = found.get("train")
     if not isinstance(main, dict):
@@ -125,14 +125,14 @@ def _choose_algorithm(loops: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _meant_nothing(name: str, loops: Mapping[str, Any]) -> bool:
-    """Settings of GRPO were allowed, and without effect, beside another algorithm."""
+    """Return True for settings of GRPO beside another algorithm, which were allowed without effect."""
     main = loops["main"]
     algorithm = main.get("algorithm") if isinstance(main, Mapping) else None
     return name.startswith("grpo.") and isinstance(algorithm, Mapping) and algorithm.get("name") != "grpo"
 
 
 def _put(document: dict[str, Any], name: str, value: Any) -> None:
-    """Set a setting by its dotted name. Where a value stands in place of a section, leave that to the validation."""
+    """Set a setting by its dotted name. A value in place of a section is left to the validation."""
     *sections, field = name.split(".")
     table = document
     for section in sections:

@@ -1,4 +1,4 @@
-"""Settings of the model: its source, its tokenizer, and an adapter of it."""
+"""Settings of the model: source, tokenizer, and adapter."""
 
 import math
 from typing import Annotated, Literal, Self
@@ -9,18 +9,18 @@ from rlhf_core.schemas.base import Positive, PositiveFloat, Schema
 from rlhf_core.schemas.slurm_values import OneLine
 
 BUILT_TOKENIZERS = ("char", "byte", "bpe")
-"""Values of `model.tokenizer` that are built from the data; others are folders."""
+"""Values of `model.tokenizer` for tokenizers built from the data; other values are folders."""
 
 
 ALL_LINEAR = "all-linear"
-"""Value of `model.lora.target_modules` for every linear layer but the output layer, as in peft."""
+"""Value of `model.lora.target_modules` for all linear layers except the output layer, as in peft."""
 
 
 ONE_MODEL_SOURCE = "of model.path and model.config; give exactly one of them"
 
 
 class LoraSpec(Schema):
-    """A LoRA adapter (Hu et al. 2021, arXiv 2106.09685), trained through peft in place of the model's own weights."""
+    """A LoRA adapter (Hu et al. 2021, arXiv 2106.09685), trained with peft instead of the model's own weights."""
 
     rank: Positive = 16
     """Rank of the two matrices beside each layer, `r` in peft."""
@@ -30,11 +30,11 @@ class LoraSpec(Schema):
     """Dropout of the adapter's input, `lora_dropout` in peft. Only for algorithms that do not sample: sampling
     algorithms need log-probabilities of exactly the distribution that was sampled from."""
     target_modules: tuple[OneLine, ...] = (ALL_LINEAR,)
-    """Linear layers that get an adapter, by the last part of their names (`q_proj`), or `all-linear` for all but the
-    output layer. Embeddings and output layers get none, because many models tie them to each other."""
+    """Linear layers that get an adapter, by the last part of their names (`q_proj`), or `all-linear` for all except the
+    output layer. Embeddings and output layers get none, because many models tie them."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, `use_rslora` in peft (arXiv 2312.03732), so that a high rank learns as fast
-    as a low one."""
+    """Scale by alpha / sqrt(rank) instead, `use_rslora` in peft (arXiv 2312.03732), so a high rank learns as fast as a
+    low one."""
 
     @property
     def scale(self) -> float:

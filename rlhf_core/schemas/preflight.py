@@ -6,7 +6,7 @@ from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat, Sc
 
 
 class PreflightSpec(Schema):
-    """Checks before training, and how strict they are."""
+    """Checks before training and their thresholds."""
 
     off: dict[str, str] = {}
     """Checks to turn off: the id of each check, with the reason, which is stored with the run."""
@@ -22,17 +22,18 @@ class PreflightSpec(Schema):
     max_clock_offset_s: PositiveFloat = 5.0
     """Largest difference between the clocks of two nodes, in seconds."""
     min_free_disk_gb: NonNegativeFloat = 1.0
-    """Least free space in the temporary folder and the shared memory of every node, in GiB."""
+    """Minimum free space in the temporary folder and the shared memory of every node, in GiB."""
     min_relative_speed: Share = 0.5
-    """Share of the median of all nodes, or of its own earlier readings, below which a node is too slow to train on; 0
+    """Share of the median of all nodes, or of its own earlier readings, below which a node is too slow for training; 0
     only measures."""
     min_bandwidth_gb_s: NonNegativeFloat = 0.0
-    """Least bandwidth between two nodes, in GB/s; 0 for no fixed floor."""
+    """Minimum bandwidth between two nodes, in GB/s; 0 for no fixed floor."""
     max_latency_ms: NonNegativeFloat = 0.0
-    """Longest round trip of a small message to another node, in milliseconds; 0 for no fixed limit."""
+    """Maximum round trip time of a small message to another node, in milliseconds; 0 for no fixed limit."""
     min_matmul_tflops: NonNegativeFloat = 0.0
-    """Least speed of matrix products per rank, in TFLOP/s; 0 for no fixed floor."""
+    """Minimum speed of matrix products per rank, in TFLOP/s; 0 for no fixed floor."""
     meet_s: PositiveFloat = 60.0
-    """Time that the first node waits for the others, in seconds; after that, it names the missing ones."""
+    """Time that the first node waits for the others, in seconds; after that, it reports the missing ones."""
     probe_s: PositiveFloat = 60.0
-    """Time limit for all measurements together, in seconds; anything that has not answered by then is named."""
+    """Time limit for all measurements together, in seconds; ranks and nodes that have not responded by then are
+    reported."""

@@ -10,19 +10,19 @@ class NodeFacts(Schema):
     node: Label
     """Its name."""
     index: Int32
-    """Its place in the allocation, from 0; -1 where its environment contradicts itself."""
+    """Its place in the allocation, from 0; -1 if its environment is contradictory."""
     versions: dict[str, str] = {}
     """Package to version; also ``python``, ``glibc`` and ``nvidia-driver``."""
     trainer_versions: dict[str, str] = {}
-    """The same of the environment that another program trains in; empty where rlhf-flows trains itself."""
+    """The same for the environment of an external trainer; empty for the native trainer."""
     variables: dict[str, str] = {}
-    """Its environment: listed names with their values, credentials masked; of all others only a keyed hash."""
+    """Its environment: listed names with their values, credentials masked; all others only as a keyed hash."""
     content: dict[str, str] = {}
-    """``config``, ``code``, ``data.train`` and so on, to a hash of what this node reads there."""
+    """Hash of the content that this node reads for ``config``, ``code``, ``data.train`` and so on."""
     hardware: dict[str, str] = {}
-    """Number and type of its GPUs, its cores."""
+    """Number and type of its GPUs, and its cores."""
     complaints: tuple[CheckResult, ...] = ()
-    """Problems that the node itself finds."""
+    """Problems found by the node itself."""
 
 
 class PairSpeed(Schema):
@@ -31,7 +31,7 @@ class PairSpeed(Schema):
     peer: Int32
     """Place of the other node in the allocation."""
     gb_s: Finite = 0.0
-    """Best bandwidth in each direction, in GB/s, summed over the ranks that spoke at the same time."""
+    """Best bandwidth in each direction, in GB/s, summed over the ranks that sent at the same time."""
     latency_ms: Finite = 0.0
     """Shortest time of an all-reduce of one number, in milliseconds."""
     problem: Message = ""
@@ -46,21 +46,21 @@ class NodeSpeed(Schema):
     device: Label = ""
     """Measured device, for instance ``cpu x 2 threads`` or the name of a GPU."""
     matmul_tflops: Finite = 0.0
-    """Speed of matrix products on its slowest device, in TFLOP/s; 0 when none was measured."""
+    """Speed of matrix products on its slowest device, in TFLOP/s; 0 if not measured."""
     slowest_rank: Int32 = 0
     """Local rank of that device."""
     core_share: Finite = 1.0
     """Share of its cores that this rank got meanwhile, 0 to 1; on GPUs always 1."""
     pairs: tuple[PairSpeed, ...] = ()
-    """The nodes it spoke with."""
+    """Links to the nodes that it exchanged data with."""
     reached: tuple[Label, ...] = ()
-    """Per local rank, the last step that it has finished."""
+    """Last finished step of each local rank."""
     problems: tuple[Message, ...] = ()
-    """Per local rank, what went wrong; empty where nothing did."""
+    """Problem of each local rank; empty without one."""
 
 
 class ProbeReport(Schema):
-    """Report of agent 0 on all of it (``attempts/<n>/probe-report.json``)."""
+    """Report of agent 0 on the whole probe (``attempts/<n>/probe-report.json``)."""
 
     attempt: Int32
     """Number of the attempt, from 1."""

@@ -1,6 +1,6 @@
 """Regression of a run: held-out scores that are significantly lower after training than before. One rule for all views.
 
-A run may do everything it was asked for and end ``completed`` with a model that is worse than the one it began with.
+A run may succeed and end ``completed`` with a model that is worse than the initial one.
 """
 
 import math
@@ -10,14 +10,14 @@ from typing import Any
 from rlhf_core.schemas.base import Schema
 
 REGRESSED = "regressed"
-"""The word that stands beside the state of such a run."""
+"""Word shown beside the state of such a run."""
 
 
 class Regression(Schema):
-    """One held-out score that fell, with confidence intervals that do not meet."""
+    """One held-out score that decreased, with disjoint confidence intervals."""
 
     name: str
-    """Choice of completions: ``greedy`` or ``sampled``."""
+    """Name of the evaluation: ``greedy`` or ``sampled``."""
     metric: str
     """Measure, for instance ``exact_match``."""
     before: float
@@ -27,11 +27,11 @@ class Regression(Schema):
 
 
 def regressions(evaluations: Iterable[Mapping[str, Any]]) -> tuple[Regression, ...]:
-    """Find the scores that fell, in the order of the evaluations.
+    """Find the scores that decreased, in the order of the evaluations.
 
     Args:
         evaluations: with ``name, when, metric, value, ci_low, ci_high``, as in ``rlhf show --json``. One without a
-            finite interval proves nothing.
+            finite interval is ignored.
     """
     by_name: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in evaluations:
@@ -45,11 +45,11 @@ def regressions(evaluations: Iterable[Mapping[str, Any]]) -> tuple[Regression, .
 
 
 def regression_text(found: Iterable[Regression]) -> str:
-    """Say what fell, without a full stop; empty where nothing did."""
+    """Describe the decreased scores, without a full stop; empty if there are none."""
     said = [f"{one.name} {one.metric.replace('_', ' ')} {one.before:.3f} → {one.after:.3f}" for one in found]
     return f"the model is worse than before training: held-out {', '.join(said)}" if said else ""
 
 
 def state_text(state: str, found: Iterable[Regression]) -> str:
-    """The state of a run, with what a reader must not miss beside it."""
+    """The state of a run, with a regression beside it."""
     return f"{state}, {REGRESSED}" if state == "completed" and tuple(found) else state

@@ -1,4 +1,4 @@
-"""Reports of workers and agents on themselves, in files of the run directory."""
+"""Reports of workers and agents, in files of the run directory."""
 
 from enum import StrEnum
 from typing import Annotated, Literal, get_args
@@ -23,7 +23,8 @@ STOPPED_STATES = frozenset("Tt")
 
 
 class Phase(StrEnum):
-    """Activity of a worker. The order of members is the number written into its heartbeat slot: append only."""
+    """Activity of a worker. The index of a member is written into the heartbeat slot, so members may only be
+    appended."""
 
     SETUP = "setup"
     ROLLOUT = "rollout"
@@ -35,56 +36,55 @@ class Phase(StrEnum):
 
 
 class SpokenFor(Schema):
-    """A process that a worker beats for: a rank of a trainer that it has started, for instance."""
+    """A process represented by a worker's heartbeats, for instance a rank of a trainer that it has started."""
 
     pid: Int64
     """Process id on the node of the worker."""
     process_state: Label
-    """As that of the worker."""
+    """State of the process, as for the worker."""
 
 
 class RankStatus(Schema):
-    """One worker as its agent sees it."""
+    """State of one worker, observed by its agent."""
 
     role: Role
     """Its role."""
     node: Label = ""
     """Its node."""
     rank: Int32
-    """Rank in its role's process group; -1 before it is known. Ranks are dealt anew at every restart."""
+    """Rank in its role's process group; -1 before it is known. Ranks are reassigned at every restart."""
     local_rank: Int32
     """Index on its node."""
     pid: Int64
     """Process id on its node."""
     sequence: Int64
-    """Beats so far; a growing number is the sign of life."""
+    """Number of heartbeats so far."""
     collectives: Int64
-    """Collectives entered so far."""
+    """Number of collectives entered so far."""
     in_collective: bool
-    """True if it is inside one."""
+    """True if it is inside a collective."""
     step: Int32
-    """Training step it is at."""
+    """Current training step."""
     phase: Phase
     """Its activity."""
     age_s: float
-    """Seconds since its last beat, by its node's monotonic clock."""
+    """Seconds since its last heartbeat, by its node's monotonic clock."""
     process_state: Label
-    """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` when the process is gone."""
+    """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` if the process is gone."""
     speaks_for: tuple[SpokenFor, ...] = ()
-    """Other processes whose progress its beats show."""
+    """Other processes represented by its heartbeats."""
     warm: bool = False
-    """True if it has been through its present phase before: compilation and the like are behind it."""
+    """True if it has completed its current phase before, so that compilation and so on are done."""
     collective: Label = ""
-    """Collective that it entered last by its flight recorder, for instance ``gloo:all_reduce``; empty when there is
-    none."""
+    """Last collective in its flight recorder, for instance ``gloo:all_reduce``; empty without one."""
     collective_sequence: Int64 | None = None
     """Number of that collective in its process group, from the flight recorder."""
     collective_shape: Message = ""
-    """Types and shapes of what it brought to it, from the flight recorder."""
+    """Types and shapes of its inputs to that collective, from the flight recorder."""
 
     @property
     def is_stopped(self) -> bool:
-        """True if it, or a process that it speaks for, was stopped by a signal or a debugger."""
+        """True if it, or a process that it represents, was stopped by a signal or a debugger."""
         return bool({self.process_state, *(one.process_state for one in self.speaks_for)} & STOPPED_STATES)
 
 
@@ -100,7 +100,7 @@ class AgentStatus(Schema):
     restart: Int32
     """Restart, from 0."""
     sequence: Int64
-    """Publications so far; the reader judges silence by when it last saw this change."""
+    """Number of publications so far; a reader measures silence since its last change."""
     role: Role
     """Role whose workers are running."""
     ranks: tuple[RankStatus, ...]
@@ -108,20 +108,21 @@ class AgentStatus(Schema):
     telemetry: dict[str, float] = {}
     """Node figures: ``cpu_percent``, ``memory_used_gb``, ``workers_rss_gb`` ..."""
     longest_gaps_s: dict[str, float] = {}
-    """Longest gaps between beats that ended well so far, in seconds: ``role/phase`` to gap. Agent 0 knows all."""
+    """Longest gaps between heartbeats that ended well so far, in seconds: ``role/phase`` to gap. Agent 0 has those of
+    all."""
     findings: tuple[Message, ...] = ()
-    """Findings of the telemetry of the nodes, in sentences for a person: imbalance, a spinning collective."""
+    """Findings from the telemetry of the nodes, as sentences for the user: imbalance, a spinning collective."""
 
 
 class TelemetryLine(Schema):
     """One line of ``telemetry-<node>.jsonl``: means of the figures of a node over some seconds."""
 
     time: Moment
-    """End of these seconds (UTC), by the clock of the node."""
+    """End of the interval (UTC), by the clock of the node."""
     seconds: Finite
-    """Their duration in seconds."""
+    """Length of the interval in seconds."""
     figures: dict[str, float]
-    """As ``AgentStatus.telemetry``, without what does not change (totals, limits)."""
+    """As ``AgentStatus.telemetry``, without constants (totals, limits)."""
 
 
 MetricName = Annotated[str, Field(min_length=1, max_length=400)]
@@ -129,9 +130,9 @@ MetricName = Annotated[str, Field(min_length=1, max_length=400)]
 
 
 def _with_printable_names(metrics: dict[str, float]) -> dict[str, float]:
-    # Refused and not made storable: two names that differ must not become one. All at once, for there are many lines.
+    # Rejected instead of converted, because two different names must not become one. All at once, for speed.
     if not "".join(metrics).isprintable():
-        raise ValueError("found a name of a metric with control characters")
+        raise ValueError("found a metric name with control characters")
     return metrics
 
 
@@ -143,25 +144,25 @@ class MetricsLine(Schema):
     time: Moment
     """Time at which the step ended (UTC)."""
     loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
-    """Algorithm of the loop that made the step. Lines of rlhf-flows 0.1 have it under ``stage``."""
+    """Algorithm of the loop of this step; ``stage`` in lines of rlhf-flows 0.1."""
     metrics: Annotated[dict[MetricName, float], Field(max_length=2_000), AfterValidator(_with_printable_names)]
     """Name to value. Names are ``group/name``; names under ``time/`` and ``speed/`` depend on the machine, all others
     only on the spec."""
 
 
 class TrainerWarning(Schema):
-    """One line of ``warnings.jsonl``: a finding of a trainer about its own training that leaves the run going."""
+    """One line of ``warnings.jsonl``: a finding of a trainer about its training that does not stop the run."""
 
     time: Moment
     """Time of the finding (UTC)."""
     failure_kind: FailureKind
-    """Kind that it would be as a failure."""
+    """Kind of the corresponding failure."""
     message: Message
     """Sentence with the finding, the expectation, and the advice."""
     step: Int32
-    """Optimizer step it was found at."""
+    """Optimizer step of the finding."""
     health_rule: Label = ""
-    """Rule of ``[health]`` that has found it; empty of other findings."""
+    """Rule of ``[health]`` that found it; empty for other findings."""
 
 
 class AgentEvent(Schema):
@@ -172,7 +173,7 @@ class AgentEvent(Schema):
     kind: Literal[
         "agent_started",
         "probe",
-        "prebuild",  # of rlhf-flows 0.1, which compiled an operation of DeepSpeed's
+        "prebuild",  # only in rlhf-flows 0.1, which compiled an operation of DeepSpeed
         "role_started",
         "workers_started",
         "role_ended",
@@ -195,26 +196,26 @@ class AgentEvent(Schema):
     node: Label
     """Name of the node."""
     message: Message
-    """A sentence for a person."""
+    """Sentence for the user."""
     role: Role | None = None
-    """Role it is about, if one."""
+    """Role of the event, if any."""
     data: dict[str, JsonValue] = {}
     """Details."""
 
 
 class SampleLine(Schema):
-    """One completion made in training, kept for reading (``samples.jsonl``)."""
+    """One completion sampled in training, kept for inspection (``samples.jsonl``)."""
 
     step: Int32
-    """Optimizer step it was made for."""
+    """Optimizer step that it was sampled for."""
     prompt_uid: Label
-    """Identity of the prompt: a hash of its content and of how often that content came before in the data."""
+    """Id of the prompt: a hash of its content and of the number of earlier occurrences of that content in the data."""
     sample_index: Int32
     """Index of the sample in its group, from 0."""
     seed: Int64
     """Its sampling seed."""
     weight_version: Int32
-    """Optimizer steps the sampling weights had seen."""
+    """Number of optimizer steps of the sampling weights."""
     prompt: str
     """Text of the prompt."""
     completion: str
@@ -228,7 +229,7 @@ class SampleLine(Schema):
 
 
 class WorkerOutcome(Schema):
-    """End of one worker (``outcomes/<role>-<node>-<local>.json``); written by the worker, if it still can."""
+    """End of one worker (``outcomes/<role>-<node>-<local>.json``); written by the worker itself if possible."""
 
     role: Role
     """Its role."""
@@ -237,9 +238,9 @@ class WorkerOutcome(Schema):
     node: Label
     """Its node."""
     ok: bool
-    """True if it did what it was there for."""
+    """True if it completed its work."""
     stopped_early: bool = False
-    """It saved and ended because it was asked to."""
+    """True if it saved and ended on request."""
     error_type: str = ""
     """Class of the exception, with its module."""
     message: str = ""
@@ -247,11 +248,11 @@ class WorkerOutcome(Schema):
     traceback: str = ""
     """Its traceback as text."""
     damaged_checkpoint: Label = ""
-    """Checkpoint folder that it could not go on from, because it is damaged."""
+    """Damaged checkpoint folder that it could not resume from."""
     health_rule: Label = ""
-    """Rule of ``[health]`` that has ended it."""
+    """Rule of ``[health]`` that ended it."""
     step: Int32 = 0
-    """Step it had reached."""
+    """Last step."""
     phase: Phase = Phase.SETUP
     """Its activity at the end."""
     time: Moment
@@ -259,7 +260,7 @@ class WorkerOutcome(Schema):
 
 
 class AttemptOutcome(Schema):
-    """End of an attempt (``attempts/<n>/outcome.json``): once, last, by agent 0."""
+    """End of an attempt (``attempts/<n>/outcome.json``): written once, last, by agent 0."""
 
     attempt: Int32
     """Attempt, from 1."""
@@ -268,13 +269,13 @@ class AttemptOutcome(Schema):
     failure_kind: FailureKind | None = None
     """Kind of the failure, if there was one."""
     message: Message = ""
-    """A sentence for a person."""
+    """Sentence for the user."""
     num_restarts: Int32 = 0
-    """Restarts in place that were made."""
+    """Number of restarts in place."""
     last_step: Int32 = 0
-    """Last step that is in ``metrics.jsonl``."""
+    """Last step in ``metrics.jsonl``."""
     ended_by: Label = ""
-    """Signal that ended agent 0 from outside, for instance ``SIGTERM``; why it came is for the scheduler to say."""
+    """Signal that ended agent 0 from outside, for instance ``SIGTERM``; the scheduler has the reason."""
     time: Moment
     """Time of writing (UTC)."""
 
@@ -293,20 +294,20 @@ class EvaluationSample(Schema):
     answer: str
     """The reference answer."""
     score: float
-    """Score that the scorer gave it."""
+    """Score of the completion."""
 
 
 EvaluationName = Literal["greedy", "sampled", "preference"]
-"""Kinds of evaluation: of completions that are made greedily or sampled, or of how the model ranks pairs."""
+"""Kinds of evaluation: of greedy or sampled completions, or of the ranking of pairs."""
 EVALUATIONS: tuple[EvaluationName, ...] = get_args(EvaluationName)
-"""All of them, in the order in which they are shown."""
+"""All kinds, in display order."""
 
 
 class EvaluationReport(Schema):
     """One evaluation (``evaluations/<when>-<name>.json``)."""
 
     name: EvaluationName
-    """Choice of completions, or `preference` where pairs were ranked."""
+    """Kind of the completions, or `preference` for ranked pairs."""
     when: Literal["before", "after"]
     """Before the main algorithm (after the warm start), or after training."""
     metric: Label
@@ -322,7 +323,7 @@ class EvaluationReport(Schema):
     num_samples: Int32
     """Completions scored."""
     checkpoint_step: Int32
-    """Optimizer steps the weights had seen."""
+    """Number of optimizer steps of the weights."""
     seconds: Finite
     """Duration in seconds."""
     time: Moment
@@ -332,18 +333,19 @@ class EvaluationReport(Schema):
 
 
 class AgentCommand(Schema):
-    """An order from the control plane to agent 0 (``commands/<k>.json``)."""
+    """Command of the control plane to agent 0 (``commands/<k>.json``)."""
 
     kind: Literal["cancel", "save", "stop_after_step"]
-    """``cancel``: end at once. ``save``: write a checkpoint now and go on. ``stop_after_step``: write one and end."""
+    """``cancel``: end at once. ``save``: write a checkpoint now and continue. ``stop_after_step``: write one and
+    end."""
     reason: Message = ""
-    """Reason, in a sentence for a person."""
+    """Reason, as a sentence for the user."""
     time: Moment
-    """Time at which it was given (UTC)."""
+    """Time of the command (UTC)."""
 
 
 class ReconcileNote(Schema):
-    """One line of ``housekeeping.jsonl``: what the site daemon did about the run."""
+    """One line of ``housekeeping.jsonl``: an action of the site daemon on the run."""
 
     time: Moment
     """Time of writing (UTC)."""
@@ -352,6 +354,6 @@ class ReconcileNote(Schema):
     message: Message
     """Reason and outcome."""
     attempt: Int32 | None = None
-    """Attempt that it was about."""
+    """Attempt of the action."""
     data: dict[str, Message] = {}
-    """Job, flow run or checkpoint that it was about."""
+    """Job, flow run or checkpoint of the action."""

@@ -1,4 +1,4 @@
-"""Nodes and GPUs: those that there are, and those that an attempt has."""
+"""Nodes and GPUs: those of a scheduler, and those of an attempt."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,7 +10,7 @@ from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
 
 
 class Role(StrEnum):
-    """The purpose of a worker."""
+    """Purpose of a worker."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
@@ -23,7 +23,7 @@ class Inventory(Schema):
     """Resources of a scheduler."""
 
     node_names: tuple[str, ...]
-    """Names of the nodes that can take work."""
+    """Names of the available nodes."""
     cpus_per_node: int
     """Processor cores of the smallest node."""
     memory_gb: float
@@ -31,19 +31,19 @@ class Inventory(Schema):
     gpus_per_node: int
     """GPUs of the smallest node."""
     node_gpus: dict[str, int] = {}
-    """GPUs of each node; empty where the scheduler does not tell them apart."""
+    """GPUs of each node; empty if the scheduler does not distinguish them."""
     node_gpu_types: dict[str, str] = {}
-    """Type of GPU of each node, in the scheduler's words, for instance ``h100``; only nodes whose type is known."""
+    """Type of GPU of each node, as named by the scheduler, for instance ``h100``; only nodes with a known type."""
     out_of_service: dict[str, str] = {}
-    """Nodes that take no job now, and their state in the scheduler's words, for instance ``drained``."""
+    """Unavailable nodes with their state in the scheduler, for instance ``drained``."""
     node_partitions: dict[str, tuple[str, ...]] = {}
-    """Partitions of each node; empty where the scheduler has none."""
+    """Partitions of each node; empty if the scheduler has none."""
     default_partition: str = ""
-    """Partition of jobs that name none; empty where the scheduler has none."""
+    """Default partition of jobs; empty if the scheduler has none."""
 
 
 class GroupPlan(Schema):
-    """One group of workers of an attempt. It is known by its role, which no other group of its phase has."""
+    """One group of workers of an attempt, identified by its role, which is unique in its phase."""
 
     role: Role
     """The role."""
@@ -52,9 +52,9 @@ class GroupPlan(Schema):
     workers_per_node: Int32
     """Workers on each of these nodes."""
     gpus: tuple[Int32, ...] = ()
-    """GPUs that it may use on each of these nodes, as indices from 0."""
+    """GPUs for the group on each of these nodes, as indices from 0."""
     restart: Literal["together", "alone"] = "together"
-    """Workers that are started again when one of them has failed: all of them, or that one."""
+    """Workers to restart when one of them has failed: all of them, or only that one."""
 
     @model_validator(mode="after")
     def _check_nodes(self) -> "GroupPlan":
@@ -69,7 +69,7 @@ class GroupPlan(Schema):
 
     @classmethod
     def on_all_nodes(cls, role: Role, workers_per_node: int, num_nodes: int, gpus_per_node: int = 0) -> "GroupPlan":
-        """A group on every node, with all of its GPUs."""
+        """Create a group on all nodes with all of their GPUs."""
         nodes, gpus = tuple(range(num_nodes)), tuple(range(gpus_per_node))
         return cls(role=role, nodes=nodes, workers_per_node=workers_per_node, gpus=gpus)
 
@@ -78,7 +78,7 @@ Phases = tuple[tuple[GroupPlan, ...], ...]
 
 
 def in_order(*groups: GroupPlan) -> Phases:
-    """Phases of one group each, which follow each other."""
+    """Build consecutive phases of one group each."""
     return tuple((group,) for group in groups)
 
 
@@ -90,30 +90,30 @@ class Placement(Schema):
     num_nodes: Int32
     """Nodes of the allocation."""
     size_reason: Message = ""
-    """Reason why these are fewer than the run asks for, in words; empty if they are not."""
+    """Reason why there are fewer than requested; empty if there are not."""
     phases: Phases
-    """Groups of one phase run side by side; a phase starts when the one before it has ended well."""
+    """Groups of one phase run side by side; a phase starts when the previous one has succeeded."""
     gpus_per_node: Int32 = 0
-    """GPUs asked for on every node."""
+    """GPUs requested on every node."""
     excluded_nodes: tuple[Label, ...] = ()
-    """Nodes this attempt must not get."""
+    """Nodes excluded from this attempt."""
     resume_checkpoint: Label = ""
-    """Name of the checkpoint folder to go on from; empty to start from the beginning."""
+    """Name of the checkpoint folder to resume from; empty for a start from scratch."""
     resumed_from_step: Int32 = 0
-    """Step of that checkpoint; 0 from the beginning."""
+    """Step of that checkpoint; 0 for a start from scratch."""
     config_diff: dict[str, JsonValue] = {}
-    """Settings that this attempt changes: dotted name to new value. What earlier attempts changed is in it too."""
+    """Settings changed for this attempt, including changes of earlier attempts: dotted name to new value."""
     longest_gaps_s: dict[str, float] = {}
-    """Longest gaps between beats of earlier runs of the same shape, in seconds: ``role/phase`` to gap."""
+    """Longest gaps between heartbeats in earlier runs of the same shape, in seconds: ``role/phase`` to gap."""
     exclusion_reasons: dict[str, Message] = {}
-    """Reason for each excluded node, in words."""
+    """Reason for each excluded node."""
     usual_speeds: dict[str, dict[str, dict[str, float]]] = {}
-    """Medians of what earlier probes of all runs measured: node to device to reading."""
+    """Medians of earlier probes of all runs: node to device to reading."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_roles(cls, content: Any) -> Any:
-        """Read ``roles`` as version 0.1 wrote them: roles on all nodes, one after the other."""
+        """Read ``roles`` from version 0.1: consecutive roles, each on all nodes."""
         if not isinstance(content, dict) or "roles" not in content:
             return content
         nodes, gpus = list(range(content.get("num_nodes", 1))), list(range(content.get("gpus_per_node", 0)))
@@ -140,41 +140,41 @@ class Placement(Schema):
 
 
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+]{0,63}$")]
-"""A scheduler's id of a job. It stands in command lines: nothing that could be an option or name several jobs."""
+"""A scheduler's id of a job. Because it is used in command lines, it must not look like an option or several jobs."""
 
 
 class Submission(Schema):
-    """The answer of the scheduler (``attempts/<n>/submission.json``)."""
+    """Answer of the scheduler to a submission (``attempts/<n>/submission.json``)."""
 
     attempt: Int32
     """Number of the attempt, from 1."""
     scheduler: Label
     """``local`` or ``slurm``."""
     job_id: JobId
-    """The scheduler's id of the job."""
+    """Job id of the scheduler."""
     command: tuple[str, ...]
-    """The command line that the scheduler starts on every node."""
+    """Command line that the scheduler starts on every node."""
     host: Label = ""
-    """Host the job was submitted from."""
+    """Host that submitted the job."""
     process_started: Finite = 0.0
-    """Local scheduler only: start time of the job's process in seconds since the epoch, so that a reused process id is
-    not taken for the job."""
+    """Only for the local scheduler: start time of the job's process in seconds since the epoch, to detect a reused
+    process id."""
     marker: Label = ""
     """Value of ``RLHF_JOB`` in the environment of every process of the job."""
 
 
 PASSED_VARIABLE = "RLHF_PASSED_ENVIRONMENT"
-"""Environment variable with the names, separated by commas, of variables that were handed to the job as secrets."""
+"""Environment variable with the comma-separated names of variables passed to the job as secrets."""
 JOB_VARIABLE = "RLHF_JOB"
-"""Environment variable that every process of a job carries, so that what was left behind is found by its owner."""
+"""Environment variable of every process of a job, to find left-over processes."""
 
 
 def job_marker(run_id: str, attempt: int) -> str:
-    """Value of :data:`JOB_VARIABLE`; in Slurm also the comment of the job."""
+    """Build the value of :data:`JOB_VARIABLE`, in Slurm also the comment of the job."""
     return f"{run_id}/{attempt}"
 
 
 def parse_job_marker(text: str) -> tuple[str, int] | None:
-    """Run and attempt that a marker names; None where the text is none."""
+    """Parse run and attempt from a marker; return None if the text is not a marker."""
     run_id, _, attempt = text.rpartition("/")
     return (run_id, int(attempt)) if run_id and attempt.isdecimal() else None

@@ -25,11 +25,11 @@ class RewardSpec(Schema):
     """Reward models by name, each a table `[reward.models.<name>]` with the settings below."""
     timeout_s: NonNegativeFloat = 180.0
     """Time limit of one call of a function, for all completions of a rank in one step, in seconds. Functions run in a
-    process beside each rank; a call that takes longer is killed along with everything it started. 0 calls them in the
-    trainer's own process without a limit, where a hang or a crash takes the rank down."""
+    process beside each rank; a call that takes longer is killed along with all processes it started. 0 calls them in
+    the trainer's own process without a limit, where a hang or a crash affects the rank."""
     on_failure: Literal["stop", "zero"] = "stop"
-    """Response to a function that raises, crashes, takes too long or returns no number for a completion: `stop` the run
-    with an error that names the completion, or score the completion as `zero`, warn and continue."""
+    """Response to a function that raises an error, crashes, times out or returns no number for a completion: `stop` the
+    run with an error that names the completion, or score the completion as `zero`, warn and continue."""
     max_failed_share: Share = 0.1
     """Share of a rank's completions in one step that may be scored as zero; more than that stops the run. One is always
     allowed."""

@@ -1,4 +1,4 @@
-"""Settings of rollouts: what samples completions, and how."""
+"""Settings of rollouts: engines and sampling."""
 
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -8,16 +8,18 @@ from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, Schema
 from rlhf_core.schemas.weight_sync import Transport
 
 VLLM_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM has room for (0.32, ``config/lora.py``); a smaller one takes the room of the next."""
+"""Ranks of adapters that vLLM supports (0.32, ``config/lora.py``); a smaller rank takes the memory of the next."""
 
 
-EVEN_HEADS = "a number that divides the attention heads, and that divides the key-value heads or they it"
+EVEN_HEADS = (
+    "a divisor of the number of attention heads that is also a divisor or a multiple of the number of key-value heads"
+)
 
 
 def uneven_heads(num_heads: int | None, num_kv_heads: int | None, width: int) -> str:
-    """Name the heads of a model that cannot be split over the GPUs of an engine; empty where all can, or are not known.
+    """Name the heads of a model that cannot be split over the GPUs of an engine; empty if all can or are unknown.
 
-    Key-value heads that are fewer than the GPUs are copied.
+    If there are fewer key-value heads than GPUs, they are copied.
 
     Args:
         width: GPUs of the engine.
@@ -35,9 +37,9 @@ class EngineLayout(NamedTuple):
     first_node: int
     """Index of the first node with engines in the allocation."""
     num_nodes: int
-    """Nodes with engines, one after the other."""
+    """Number of consecutive nodes with engines."""
     per_node: int
-    """Engines on each of them; 0 where there are none."""
+    """Engines on each of them; 0 for none."""
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -46,76 +48,76 @@ class EngineLayout(NamedTuple):
 
 
 class VllmSettings(Schema):
-    """Settings of vLLM where it samples."""
+    """Settings of vLLM for sampling."""
 
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Share of a GPU's memory that vLLM may take for weights and cache while it samples; between two rollouts it gives
-    them back."""
+    """Share of a GPU's memory for vLLM's weights and cache during sampling; it is released between two rollouts."""
     cpu_cache_gb: Positive = 1
-    """Main memory for the KV cache of each engine where there are no GPUs, in GiB."""
+    """Main memory for the KV cache of each engine on nodes without GPUs, in GiB."""
     prefix_caching: bool = True
     """Compute what the prompts of a group have in common once."""
     enforce_eager: bool = False
-    """Do without CUDA graphs: a quicker start and less memory, slower sampling."""
+    """Disable CUDA graphs: faster start and less memory, but slower sampling."""
     tensor_parallel: Positive = 1
-    """GPUs of each engine (processes, where there are none), among which every layer is split: for models that one GPU
-    cannot hold beside their cache. Above 1 for engines of their own alone (`rollout.engines`)."""
+    """GPUs of each engine (processes, without GPUs), over which every layer is split: for models that do not fit on one
+    GPU with their cache. Above 1 only for separate engines (`rollout.engines`)."""
 
 
 class SglangSettings(Schema):
-    """Settings of SGLang where it samples."""
+    """Settings of SGLang for sampling."""
 
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of a GPU's memory that SGLang may take for weights and cache."""
+    """Share of a GPU's memory for SGLang's weights and cache."""
     prefix_caching: bool = True
     """Compute what the prompts of a group have in common once."""
 
 
 class RemoteSettings(Schema):
-    """Settings of rollout engines in processes of their own (`rollout.engines`)."""
+    """Settings of separate rollout engines (`rollout.engines`)."""
 
     answer_timeout_s: PositiveFloat = 10.0
-    """Time in which an engine has to answer a question for its health. What one that does not was asked to sample goes
-    to the others."""
+    """Timeout of an engine's health check, in seconds. If an engine times out, its requests are sent to the others."""
     stall_timeout_s: PositiveFloat = 120.0
-    """Longest time without a new token of an engine that was asked to sample; its requests go to the others then."""
+    """Longest time without a new token from an engine with requests, in seconds; after that, its requests are sent to
+    the others."""
     sync_timeout_s: PositiveFloat = 60.0
-    """Longest wait for the next part of the weights in a sync; it is made anew then, without the engine that failed."""
+    """Longest wait for the next part of the weights in a sync, in seconds; after that, the sync is repeated without the
+    failed engine."""
     start_timeout_s: PositiveFloat = 600.0
-    """Longest wait for an engine: at the start, and whenever none is left."""
+    """Longest wait for an engine, at the start and whenever none is left, in seconds."""
 
 
 class SyncSettings(Schema):
-    """Settings of the way of the weights to rollout engines in processes of their own."""
+    """Settings of the weight sync to separate rollout engines."""
 
     transport: Transport = Transport.BROADCAST
-    """Way of the weights: `broadcast` over the network, where each engine passes them on to the next; `shared_memory`
-    on one node; `files` in the run directory, where nodes reach each other over nothing else."""
+    """Transport of the weights: `broadcast` over the network, from each engine to the next; `shared_memory` on one
+    node; `files` in the run directory, for nodes without any other connection."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Library of the broadcast: `nccl` from GPU to GPU (RCCL on AMD; not run on GPUs yet), `gloo` from main memory to
-    main memory. `auto` takes NCCL where every sender and every engine has a GPU of its own and torch has NCCL, and gloo
-    from then on where the first version does not go through."""
+    """Library of the broadcast: `nccl` from GPU to GPU (RCCL on AMD; not tested on GPUs yet), `gloo` from main memory
+    to main memory. `auto` uses NCCL if every sender and every engine has its own GPU and torch has NCCL, and switches
+    to gloo if the first version fails."""
     delta: bool = False
-    """Send what has changed since the last version, where that is less: in bfloat16 a small part at the learning rates
-    of RLHF. Takes a copy of the weights in the main memory of trainer rank 0."""
+    """Send only changes since the last version if they are smaller: in bfloat16, at the learning rates of RLHF, a small
+    part. Needs a copy of the weights in the main memory of trainer rank 0."""
     full_every: Positive = 50
-    """Versions after which deltas are interrupted by the whole weights."""
+    """Interval, in versions, at which the whole weights are sent instead of a delta."""
     senders: Positive = 1
-    """Trainer ranks that send over the network, each an equal share of every version: the first rank of every node
-    before the second ones. More than 1 pays where the link of an engine passes more than that of one trainer; the
-    weights go as a whole then, not as deltas."""
+    """Trainer ranks that send over the network, each an equal share of every version: first the first rank of every
+    node, then the second ones. More than 1 helps if an engine's link is faster than a trainer's; the weights are then
+    sent whole, not as deltas."""
 
     @model_validator(mode="after")
     def _senders_have_a_way(self) -> Self:
         if self.senders > 1 and self.transport is not Transport.BROADCAST:
             raise ValueError(
-                f'found senders = {self.senders} with transport = "{self.transport}", through which one rank sends; '
+                f'found senders = {self.senders} with transport = "{self.transport}", where only one rank sends; '
                 f'expected transport = "broadcast", or senders = 1'
             )
         if self.backend != "auto" and self.transport is not Transport.BROADCAST:
             raise ValueError(
-                f'found backend = "{self.backend}" with transport = "{self.transport}", which takes neither; expected '
-                f'transport = "broadcast", or backend = "auto"'
+                f'found backend = "{self.backend}" with transport = "{self.transport}", which has no backend; '
+                f'expected transport = "broadcast", or backend = "auto"'
             )
         if self.senders > 1 and self.delta:
             raise ValueError(
@@ -126,26 +128,26 @@ class SyncSettings(Schema):
 
 
 class RolloutSpec(Schema):
-    """Settings of the completions that are sampled in training."""
+    """Settings of sampling in training."""
 
     engine: Literal["transformers", "vllm", "sglang"] = "transformers"
-    """Program that samples: `transformers`, with its KV cache; `vllm` (needs the extra `vllm`); or `sglang`, in engines
-    of their own alone, which was not run with SGLang itself yet."""
+    """Sampling engine: `transformers`, with its KV cache; `vllm` (needs the extra `vllm`); or `sglang`, only in
+    separate engines, which has not been tested with SGLang itself yet."""
     engines: NonNegative = 0
-    """Engines over all their nodes, as processes of their own, each restarted alone when it fails. 0: in the process of
-    every trainer rank, where `transformers` samples with the weights that are trained, and `vllm` is given those of
-    every step. With `model.lora` engines read the base model themselves, and are given the adapter."""
+    """Number of separate engines over all their nodes, each restarted alone when it fails. 0: in the process of every
+    trainer rank, where `transformers` samples with the trained weights and `vllm` gets those of every step. With
+    `model.lora`, engines load the base model themselves and get the adapter."""
     nodes: NonNegative = 0
-    """Nodes with engines alone: the last of `resources.num_nodes`, which counts them; the first ones have the trainer
-    ranks alone. 0: the engines lie beside the trainers."""
+    """Number of nodes with only engines: the last of `resources.num_nodes`, which includes them; the first ones have
+    only trainer ranks. 0: the engines run beside the trainers."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Steps that the weights may be behind which completions were sampled with. 0: the engines sample for a step once
-    they have its weights, and the trainers wait. 1: they sample for the next step while the trainers train (needs
+    """Maximum number of steps by which the weights used for sampling may be behind. 0: the engines sample for a step
+    once they have its weights, and the trainers wait. 1: they sample for the next step while the trainers train (needs
     `rollout.engines` and a correction, `loops.main.algorithm.correction`)."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; log-probabilities in training are taken at the same temperature."""
+    """Sampling temperature; training computes log-probabilities at the same temperature."""
     max_new_tokens: Positive = 64
-    """Longest completion in tokens."""
+    """Maximum length of a completion in tokens."""
     batch_size: Positive = 256
     """Sequences generated at once on one rank, or by one engine for one rank."""
     vllm: VllmSettings = VllmSettings()
@@ -153,16 +155,17 @@ class RolloutSpec(Schema):
     sglang: SglangSettings = SglangSettings()
     """Settings of SGLang."""
     remote: RemoteSettings = RemoteSettings()
-    """Settings of engines in processes of their own."""
+    """Settings of separate engines."""
     sync: SyncSettings = SyncSettings()
-    """Settings of the way of the weights to them."""
+    """Settings of the weight sync to separate engines."""
 
     @model_validator(mode="after")
     def _splits_engines_of_their_own(self) -> Self:
         if self.gpus_per_engine > 1 and not self.engines:
             raise ValueError(
                 f"found vllm.tensor_parallel = {self.vllm.tensor_parallel} and engines = 0, with an engine in the "
-                f"process of every rank, on its one GPU; expected tensor_parallel = 1, or engines of their own"
+                "process of every rank, on its single GPU; expected tensor_parallel = 1, or separate "
+                "engines"
             )
         return self
 
@@ -177,17 +180,18 @@ class RolloutSpec(Schema):
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs of each engine; where there are none, its processes."""
+        """GPUs of each engine; without GPUs, its processes."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     def layout(self, num_nodes: int) -> EngineLayout | None:
-        """Spread the engines evenly: the same number on each node, or, beside trainers, one on each of the first nodes.
+        """Distribute the engines evenly: the same number on each node, or, beside trainers, one on each of the first
+        nodes.
 
         Args:
             num_nodes: nodes of the allocation.
 
         Returns:
-            None where they cannot be spread evenly: some nodes would sample more than others.
+            None if they cannot be distributed evenly, because some nodes would sample more than others.
         """
         if not self.nodes and self.engines <= num_nodes:
             return EngineLayout(0, self.engines, 1 if self.engines else 0)

@@ -1,8 +1,8 @@
-"""Run that a user asks for: the ``RunSpec`` and its sections, one per TOML table.
+"""Request for a run: the ``RunSpec`` and its sections, one per TOML table.
 
-The string under a field is its meaning; it reaches ``rlhf run --help``, docs/configuration.md and the Prefect form.
+The string under a field is its description in ``rlhf run --help``, docs/configuration.md and the Prefect form.
 Cross-field arithmetic (batch against ranks and so on) is a preflight check, not a validator, so that ``rlhf check`` can
-show all findings at once; validators here refuse only what has no meaning at all.
+show all findings at once; validators here reject only meaningless settings.
 """
 
 import hashlib
@@ -39,12 +39,12 @@ class CodeSpec(Schema):
 
 
 class RunSpec(Schema):
-    """A whole run. Each field is one TOML table, but for the name and the seed."""
+    """Settings of a run. Each field except the name and the seed is one TOML table."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
     """Short name of lower-case letters, digits, `-` and `_`. Runs with the same name are compared with each other."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random."""
+    """Seed of all random numbers."""
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     loops: LoopsSpec = LoopsSpec()
@@ -77,9 +77,11 @@ class RunSpec(Schema):
         if isinstance(self.trainer, CommandTrainer):
             given = ", ".join(f"loops.{name}" for name in self.loops.named)
             if given:
-                raise ValueError(f'found {given} and trainer.kind = "command", whose loop is in its own arguments')
+                raise ValueError(f'found {given} and trainer.kind = "command", which has its loop in its own arguments')
             if self.model.lora is not None:
-                raise ValueError('found model.lora and trainer.kind = "command", whose adapter is in its own arguments')
+                raise ValueError(
+                    'found model.lora and trainer.kind = "command", which has its adapter in its own arguments'
+                )
             return self
         lacks = []
         if not self.model.path and not self.model.config:
@@ -99,8 +101,9 @@ class RunSpec(Schema):
                 if loop.algorithm.samples:
                     raise ValueError(
                         f"found model.lora.dropout = {self.model.lora.dropout:g} and loops.{name} with "
-                        f"{loop.algorithm.name}, which samples; expected 0: with dropout, training would take "
-                        f"log-probabilities of another distribution than was sampled from"
+                        f"{loop.algorithm.name}, which samples; expected 0: with dropout, training would compute "
+                        "log-probabilities of a different distribution than that used in "
+                        "sampling"
                     )
         return self
 
@@ -117,7 +120,7 @@ class RunSpec(Schema):
     def _cap_counts_something(self) -> Self:
         if self.supervise.max_gpu_hours and not self.resources.gpus_per_node:
             raise ValueError(
-                "found supervise.max_gpu_hours and resources.gpus_per_node = 0: there are no GPU-hours to count; give "
+                "found supervise.max_gpu_hours and resources.gpus_per_node = 0: there are no GPU-hours to count; set "
                 "supervise.max_node_hours"
             )
         return self
@@ -127,14 +130,15 @@ class RunSpec(Schema):
         if self.num_trainer_nodes < 1:
             raise ValueError(
                 f"found rollout.nodes = {self.rollout.nodes} and resources.num_nodes = {self.resources.num_nodes}, "
-                f"which counts them: no node would train; expected at least resources.num_nodes = "
+                "which includes them: no node would train; expected at least "
+                "resources.num_nodes = "
                 f"{self.rollout.nodes + 1}, or fewer in rollout.nodes"
             )
         return self
 
     @property
     def num_trainer_nodes(self) -> int:
-        """Nodes with trainer ranks, the first of the allocation: those without ``rollout.nodes``."""
+        """Number of nodes with trainer ranks, the first of the allocation, without ``rollout.nodes``."""
         return self.resources.num_nodes - self.rollout.nodes
 
     @property
@@ -144,9 +148,9 @@ class RunSpec(Schema):
 
     @property
     def possible_nodes(self) -> tuple[int, ...]:
-        """Numbers of nodes that an attempt may have, most first: from ``resources.min_nodes`` on those with which the
-        ranks divide the rows of a step in every loop. ``rollout.nodes`` stay as many, and fewer train. Another program
-        cuts its batch by its own arguments: it has all of them."""
+        """Possible numbers of nodes of an attempt, in descending order: from ``resources.min_nodes`` up, those whose
+        ranks divide the rows of a step in every loop. ``rollout.nodes`` is unchanged, and fewer nodes train. External
+        trainers, which divide their batch by their own arguments, always have all nodes."""
         most, least = self.resources.num_nodes, self.resources.min_nodes
         if not least or isinstance(self.trainer, CommandTrainer):
             return (most,)
@@ -158,45 +162,46 @@ class RunSpec(Schema):
 
     @property
     def processes_per_node(self) -> int:
-        """Processes that compute on a node at most, each on a GPU of its own where there are any: trainer ranks, and
-        those of rollout engines, unless these have nodes of their own."""
+        """Maximum number of computing processes on a node, each on its own GPU if there are any: trainer ranks, and
+        those of rollout engines unless these have separate nodes."""
         ranks, of_engines = self.resources.ranks_per_node, self.engines_per_node * self.rollout.gpus_per_engine
         return max(ranks, of_engines) if self.rollout.nodes else ranks + of_engines
 
     @property
     def engines_per_node(self) -> int:
-        """Rollout engines of their own that a node has at most."""
+        """Maximum number of separate rollout engines on a node."""
         layout = self.rollout.layout(self.resources.num_nodes)
         return layout.per_node if layout is not None else 0
 
     @property
     def engines_beside_trainers(self) -> int:
-        """Rollout engines of their own that a node with trainer ranks has at most."""
+        """Maximum number of separate rollout engines on a node with trainer ranks."""
         return 0 if self.rollout.nodes else self.engines_per_node
 
     @property
     def why_not_nccl(self) -> str:
-        """Reason why weights cannot go to rollout engines from GPU to GPU; empty where they can."""
+        """Reason why weights cannot be sent to rollout engines from GPU to GPU; empty if they can."""
         gpus = self.resources.gpus_per_node
         if not gpus:
             return "the nodes have no GPUs"
         if self.processes_per_node > gpus:
-            return "two processes would share a GPU, which NCCL refuses"
+            return "two processes would share a GPU, which NCCL rejects"
         if self.rollout.gpus_per_engine > 1:
-            return "an engine of several GPUs receives in a process that is on none of them"
+            return "an engine of several GPUs receives in a process without a GPU"
         if self.rollout.engine == "sglang":
-            return "an engine of SGLang receives beside the server that has the GPU"
+            return "an engine of SGLang receives in a process beside the server with the GPU"
         return ""
 
     @property
     def evaluates_with_engines(self) -> bool:
-        """True if rollout engines of their own sample for the evaluators too. Otherwise these sample with the weights
-        that they have: an adapter is merged by then, which engines do not take."""
+        """True if separate rollout engines also sample for the evaluators. Otherwise these sample with their own
+        weights, because the adapter is merged by then, which engines do not support."""
         return bool(self.rollout.engines) and self.rollout.engine != "transformers" and self.model.lora is None
 
     @property
     def starts_vllm_in_evaluators(self) -> bool:
-        """True if each evaluator has a vLLM engine of its own. One that is split over GPUs fits on none of theirs."""
+        """True if each evaluator has its own vLLM engine. An engine that is split over GPUs does not fit on a single
+        one."""
         return self.rollout.engine == "vllm" and not self.evaluates_with_engines and self.rollout.gpus_per_engine == 1
 
     @property
@@ -235,12 +240,13 @@ class RunSpec(Schema):
 
     @property
     def samples(self) -> bool | None:
-        """True if the main loop samples completions; None where only the program that trains knows."""
+        """True if the main loop samples completions; None for external trainers, where it is unknown."""
         return None if isinstance(self.trainer, CommandTrainer) else self.main_loop.algorithm.samples
 
     @property
     def data_kinds(self) -> frozenset[DataKind]:
-        """Parts of each row, besides its prompt, that the loops need; of another program, what its evaluation needs."""
+        """Parts of each row, besides its prompt, that the loops need; for external trainers, those that the evaluation
+        needs."""
         if isinstance(self.trainer, CommandTrainer):
             return frozenset({"answer"})
         algorithms = [loop.algorithm for loop in self.loops.named.values()]
@@ -249,14 +255,14 @@ class RunSpec(Schema):
 
     @property
     def evaluations(self) -> tuple[EvaluationName, ...]:
-        """Evaluations that are certain to be made: completions are also scored where held-out pairs have answers."""
+        """Evaluations that are always made; completions of held-out pairs are also scored if they have answers."""
         kinds, ranks = self.data_kinds, self.loops.main is not None and self.loops.main.algorithm.ranks_completions
         made: tuple[EvaluationName, ...] = ("greedy", "sampled") if self.has_references and not ranks else ()
         return (*made, "preference") if kinds & {"pair", "label"} else made
 
     @property
     def has_references(self) -> bool:
-        """True if every row has an answer that is right: a labelled one need not be, where it is the completion."""
+        """True if every row has a right answer; in labelled rows, an answer that is the completion may be wrong."""
         return "answer" in self.data_kinds and not (
             "label" in self.data_kinds and "{answer}" in self.data.completion_template
         )
@@ -276,13 +282,14 @@ _SHAPING = {
     *("kind", "micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "zero_stage", "offload"),
     *("framework", "argv"),
 }
-"""Settings of trainers that decide how a step is cut up."""
+"""Settings of trainers that determine the parts of a step."""
 
 
 def shape_key(spec: RunSpec) -> str:
-    """Hash of what decides how long a run is silent in each phase: model, generation, how a batch is cut up, nodes.
+    """Hash of the settings that determine the silences of a run in each phase: model, generation, parts of a batch,
+    nodes.
 
-    Runs of the same shape learn from each other how long a silence may be.
+    Runs of the same shape share their learned limits of silence.
     """
     part: dict[str, Any] = spec.model_dump(
         mode="json",
@@ -302,15 +309,15 @@ def shape_key(spec: RunSpec) -> str:
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, JsonValue]) -> RunSpec:
-    """A spec with some settings changed.
+    """Return a spec with some settings changed.
 
     Args:
-        spec: What was asked for.
+        spec: Spec to change.
         changes: Dotted name to new value, for instance ``trainer.micro_batch_size`` to 4. Names of rlhf-flows 0.1 are
             translated.
 
     Raises:
-        ValueError: a changed setting has no meaning (pydantic's ``ValidationError`` is one).
+        ValueError: a changed setting is invalid (pydantic's ``ValidationError`` is one).
     """
     if not changes:
         return spec

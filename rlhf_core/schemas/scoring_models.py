@@ -10,7 +10,7 @@ ModelName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 """Name of a reward model in a run."""
 
 PROMOTED = "promoted:"
-"""Beginning of a path that names a promoted model instead of a folder."""
+"""Prefix of a path that names a promoted model instead of a folder."""
 
 
 class ScoringModelSpec(Schema):
@@ -24,29 +24,28 @@ class ScoringModelSpec(Schema):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of its weights."""
     device: Literal["rank", "cpu"] = "rank"
-    """Place of its weights, of which every rank has a copy in its own process: the device of the `rank`, or main memory
-    and CPU (`cpu`)."""
+    """Place of its weights, with a copy in the process of every rank: the device of the `rank`, or main memory and CPU
+    (`cpu`)."""
     batch_size: Positive = 32
     """Sequences scored at once on one rank."""
     max_tokens: NonNegative = 0
-    """Longest sequence that it scores, in its own tokens; longer ones lose their beginning. 0 for as many as it has
-    positions."""
+    """Maximum length of a sequence, in its own tokens; longer ones lose their start. 0 for its number of positions."""
     template: Literal["data", "chat", "text"] = "data"
-    """Form of the text that it scores: `data` applies its own chat template to rows that are conversations and treats
-    others as text; `chat` applies it to all (a text prompt becomes a user turn); `text` takes the prompt and completion
-    as the policy read and wrote them."""
+    """Format of the scored text: `data` applies its own chat template to rows that are conversations and treats others
+    as text; `chat` applies it to all (a text prompt becomes a user turn); `text` takes the prompt and completion as the
+    policy read and wrote them."""
     normalise: Literal["none", "centre", "standardise"] = "none"
     """Scale of the scores in the sum: unchanged, minus their mean over the run so far, or also divided by their
     standard deviation. The metric is the raw score."""
 
 
 class ScoringModelState(Schema):
-    """State of a reward model that scores completions, as a checkpoint keeps it."""
+    """State of a reward model that scores completions, as stored in a checkpoint."""
 
     fingerprint: Label
-    """Of the files in its folder."""
+    """Fingerprint of the files in its folder."""
     count: Int64 = 0
-    """Scores so far, over all ranks."""
+    """Number of scores so far, over all ranks."""
     total: Finite = 0.0
     """Their sum."""
     squares: Finite = 0.0

@@ -1,4 +1,4 @@
-"""Settings of a site for all of its runs: the tables of ``rlhf.toml``."""
+"""Settings of a site for all its runs: the tables of ``rlhf.toml``."""
 
 import fnmatch
 from datetime import datetime
@@ -21,19 +21,19 @@ PRIVATE_VARIABLES = (
     "RLHF_PREFECT_DATABASE_URL",
     "PREFECT_*",
 )
-"""Variables of the control plane alone, ``*`` stands for any text: user code, in a job or tried out by preflight, has
-no business with them. ``PGPASSWORD`` gives PostgreSQL's own library a password that is not in the address of
-the history. Of Prefect all: its passwords, keys, headers and addresses of databases get new names with new versions,
-and nodes need none of its settings."""
+"""Variables that only the control plane gets, with ``*`` for any text: they are hidden from user code in jobs and in
+preflight. ``PGPASSWORD`` is the password for PostgreSQL's library if it is not in the URL of the history. All variables
+of Prefect are included, because its passwords, keys, headers and database URLs get new names with new versions, and
+nodes need none of its settings."""
 
 
 def is_private(name: str) -> bool:
-    """True if a variable is the control plane's alone."""
+    """Return True if only the control plane gets a variable."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in PRIVATE_VARIABLES)
 
 
 class PrefectSite(Schema):
-    """``[prefect]``: how `rlhf up` sets Prefect up on this machine."""
+    """``[prefect]``: settings of Prefect on this machine for `rlhf up`."""
 
     host: str = "127.0.0.1"
     """Address that the server and UI listen on. Every address requires the password."""
@@ -42,23 +42,23 @@ class PrefectSite(Schema):
     url: str = ""
     """Address of the UI for browsers of the site (for instance behind a proxy); empty uses host and port."""
     hosts: tuple[str, ...] = ()
-    """More names by which browsers and programs reach the server. Without them, it answers only to loopback, `host`,
-    the name in `url`, and, if other machines can reach it, this machine's name and addresses."""
+    """More names by which browsers and programs reach the server. Without them, it accepts only loopback, `host`, the
+    name in `url`, and, if other machines can reach it, this machine's name and addresses."""
     database_url: str = ""
     """Database of the Prefect server: `postgresql+asyncpg://user@host/name`, or empty for SQLite in the home folder.
     Put a URL with a password into the environment variable `RLHF_PREFECT_DATABASE_URL`, which takes precedence."""
     pool: str = "rlhf"
     """Work pool of the deployments."""
     max_runs: Annotated[int, Field(ge=1)] = 50
-    """Largest number of runs driven at once on this machine; others wait. Each is a process here, whatever its size on
-    the cluster."""
+    """Maximum number of runs driven at once on this machine; others wait. Each is one process here, independent of its
+    size on the cluster."""
     reconcile_s: Seconds = 15.0
     """Interval between comparisons of the database, Prefect and the scheduler, in seconds."""
     ingest_s: Seconds = 2.0
     """Interval at which the files of all active runs are read into the history, in seconds."""
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Seconds between two health checks of the services that `rlhf up` started; a service that died is restarted at
-    once. 0 leaves both to the next `rlhf up`."""
+    """Seconds between two health checks of the services that `rlhf up` started; a dead service is restarted at once. 0
+    leaves both to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
     """Days that Prefect keeps flow runs after they have ended. The history keeps everything."""
 
@@ -86,20 +86,20 @@ class RetentionSite(Schema):
 
 
 class Request(Schema):
-    """A run that was asked for in Prefect and that there is not: it waits, or was refused."""
+    """A run that was requested in Prefect but does not exist, because it waits or was refused."""
 
     run_id: str
-    """Id that it will have, or the name of its flow run where that is not known yet."""
+    """Its future id, or the name of its flow run if that is not known yet."""
     flow_run_id: str
     deployment: str
-    """Name of the deployment that it was asked of; empty without one."""
+    """Name of the requested deployment; empty without one."""
     state: str
     """`waiting`, `refused`, `cancelled` or `crashed`."""
     owner: str
     asked_at: datetime | None
     due_at: datetime | None
     why: str
-    """Reason why it waits, or why there is no run."""
+    """Reason why it waits or does not exist."""
     url: str
     """Page of its flow run."""
 
@@ -112,5 +112,5 @@ class Requests(Schema):
 
 
 def requests_file(home: Path) -> Path:
-    """Place in which it lies."""
+    """Path of the file."""
     return home / "services" / "requests.json"

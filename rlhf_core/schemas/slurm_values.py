@@ -1,4 +1,4 @@
-"""Types of the values of ``[slurm]``, which become lines of a batch script and options of sbatch."""
+"""Types of the values of ``[slurm]``, which are used in batch scripts and options of sbatch."""
 
 import re
 from typing import Annotated
@@ -6,11 +6,11 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that end a line or are none to see."""
+"""Line breaks and invisible characters."""
 NODE_NAMES = re.compile(r"[A-Za-z0-9][\w.,\[\]-]*", re.ASCII)
-"""A name of a node, or several in Slurm's short form."""
+"""A node name, or several in Slurm's short form."""
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-"""A name of a variable."""
+"""Name of a variable."""
 _CONTROL_IN_LINES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _OPTION = re.compile(r"(?:--)?[a-z][a-z0-9_-]*(?:=.*)?", re.DOTALL)
 
@@ -34,8 +34,8 @@ def _matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
 
 
 OneLine = Annotated[str, _without(CONTROL, "one line without control characters")]
-"""A value of an option."""
-Lines = Annotated[str, _without(_CONTROL_IN_LINES, "text without control characters but line breaks")]
+"""Value of an option."""
+Lines = Annotated[str, _without(_CONTROL_IN_LINES, "text without control characters except line breaks")]
 """Shell code of the user, or the value of a variable."""
 NodeName = Annotated[str, _matching(NODE_NAMES, "the name of a node, or names in Slurm's short form: node[1-3]")]
 SbatchOption = Annotated[OneLine, _matching(_OPTION, "an option of sbatch as --option=value")]

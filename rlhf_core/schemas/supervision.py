@@ -8,14 +8,14 @@ from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, Posi
 
 
 class SuperviseSpec(Schema):
-    """Limits by which failures are found, and number of their retries."""
+    """Thresholds for the detection of failures, and limits of retries."""
 
     max_restarts: NonNegative = 3
-    """Restarts in place without checkpoint progress before the allocation is given up."""
+    """Restarts in place without checkpoint progress before the allocation is released."""
     max_attempts: Positive = 3
-    """Attempts in a row without checkpoint progress before the run is stopped; a new checkpoint resets the count."""
+    """Consecutive attempts without checkpoint progress before the run is stopped; a new checkpoint resets the count."""
     max_total_attempts: NonNegative = 0
-    """Total attempts, whatever progress they make, since the run was last started or resumed by a person; 0 for no
+    """Total attempts, independent of their progress, since the run was last started or resumed by a user; 0 for no
     cap."""
     max_gpu_hours: NonNegativeFloat = 0.0
     """GPU-hours of all attempts together, counted in the same way; 0 for no cap. The time limit of an attempt is at
@@ -24,12 +24,12 @@ class SuperviseSpec(Schema):
     max_node_hours: NonNegativeFloat = 0.0
     """The same in node-hours, for runs on CPUs."""
     backoff_s: NonNegativeFloat = 30.0
-    """Wait before the second attempt, in seconds; doubles with each further one, up to `supervise.max_backoff_s`."""
+    """Wait before the second attempt, in seconds; doubled for each further one, up to `supervise.max_backoff_s`."""
     max_backoff_s: NonNegativeFloat = 600.0
-    """Longest wait before a new attempt."""
+    """Longest wait before a new attempt, in seconds."""
     gap_factor: Annotated[float, Field(ge=1)] = 5.0
-    """Multiple of the longest gap seen in the same phase after which a worker without a beat hangs, unless the floor is
-    longer."""
+    """Multiple of the longest gap seen in the same phase after which a worker without a heartbeat counts as hung,
+    unless the floor is longer."""
     suspect_s: PositiveFloat = 10.0
     """Silence after which a worker that has completed its phase before is inspected, in seconds. If it provably cannot
     continue, it is ended; otherwise it has until its floor."""
@@ -48,16 +48,16 @@ class SuperviseSpec(Schema):
     setup_floor_s: PositiveFloat = 900.0
     """The same while a worker imports, compiles and loads."""
     evidence_s: PositiveFloat = 10.0
-    """Longest time for collecting evidence on all nodes before the workers of a hung job are ended, in seconds."""
+    """Time limit of the collection of evidence on all nodes before the workers of a hung job are ended, in seconds."""
     agent_floor_s: PositiveFloat = 20.0
-    """Silence of a node's agent on the network after which the attempt is given up, in seconds."""
+    """Silence of a node's agent on the network after which the attempt is ended, in seconds."""
     max_excluded_nodes: NonNegative = 4
-    """Most nodes that may be excluded from a new attempt as suspects; never so many that it could not be placed."""
+    """Maximum number of nodes excluded from a new attempt as suspects; enough nodes for the attempt always remain."""
     warm_workers: bool = True
     """Import torch, transformers and DeepSpeed once on every node, in a process from which the workers of every start
     are forked, including restarts in place. If off, each worker imports them itself."""
     learn_from_history: bool = True
-    """Start from the longest gaps of earlier runs of the same shape, instead of learning them again."""
+    """Start with the longest gaps of earlier runs of the same shape instead of learning them again."""
     oom_remediation: bool = True
     """After CUDA runs out of memory, continue with half the micro-batch and the same global batch, then with activation
     checkpointing, and so on; each change is recorded with the decision."""

@@ -1,4 +1,4 @@
-"""Trainers: the programs that run the loops of a run."""
+"""Trainers, which run the loops of a run."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -9,40 +9,39 @@ from rlhf_core.schemas.base import NonNegative, Positive, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer
 
 REDUCE_BUCKET_ELEMENTS = 100_000_000
-"""Gradients that the trainer reduces over the ranks at once. The memory model counts with this and the next three."""
+"""Number of gradients that the trainer reduces over the ranks at once. The memory model uses this and the next three
+values."""
 LIVE_ELEMENTS = 500_000_000
-"""Weights that a rank has whole at once in a forward or backward pass under ZeRO 3, about: 1 GB in bfloat16."""
+"""Approximate number of whole weights that a rank holds in a forward or backward pass with ZeRO 3: 1 GB in bfloat16."""
 LOGIT_CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at once in training: 256 MiB in float32, 441 tokens of a vocabulary of 152 thousand."""
+"""Number of logits that exist at once in training: 256 MiB in float32, 441 tokens of a vocabulary of 152 thousand."""
 CDF_CHUNK_ELEMENTS = 1 << 25
-"""Probabilities that are summed up at once in float64 when tokens are drawn: 256 MiB."""
+"""Number of probabilities summed at once in float64 when tokens are sampled: 256 MiB."""
 
 
 class NativeTrainer(Schema):
-    """The trainer of rlhf-flows, and how it cuts a step to fit the machine."""
+    """Settings of the native trainer, including the split of a step to fit the machine."""
 
     kind: Literal["native"] = "native"
     """`native`: the loops of rlhf_core.training."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO stage, what is split over the ranks: 1 the optimizer state, 2 the gradients too, 3 the weights
-    too, and 0 nothing (float32 only). Less memory from stage to stage, the same training; 3 is slower, since weights
-    are gathered layer by layer. While a rank samples or evaluates, it has the whole weights in every stage."""
+    """DeepSpeed ZeRO stage, which splits over the ranks: 1 the optimizer state, 2 also the gradients, 3 also the
+    weights, and 0 nothing (only float32). Each stage needs less memory for the same training; 3 is slower, because
+    weights are gathered layer by layer. During sampling and evaluation, a rank has the whole weights in every stage."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """Parts in main memory instead of the GPU's: nothing, the optimizer state and its update (`optimizer`), or the
-    split weights too (`parameters`, with `zero_stage = 3`). A step takes longer; on machines without GPU there is
-    nothing to gain."""
+    """Parts in main memory instead of GPU memory: nothing, the optimizer state and its update (`optimizer`), or also
+    the split weights (`parameters`, with `zero_stage = 3`). A step takes longer; without GPUs, there is no benefit."""
     micro_batch_size: Positive = 8
     """Sequences per forward and backward pass on one rank, two of them for a pair of completions; gradients are
     accumulated up to the whole batch."""
     micro_batch_tokens: NonNegative = 0
-    """Most tokens per forward and backward pass on one rank, padding included where a model needs any: with ragged
-    lengths, short sequences then go together in large numbers, and long ones in small (set `micro_batch_size` high); 0
-    for no such bound."""
+    """Maximum tokens per forward and backward pass on one rank, including padding if the model needs it: with varying
+    lengths, many short or few long sequences then share a pass (set `micro_batch_size` high); 0 for no limit."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     log_samples_every: NonNegative = 10
-    """Every so many steps of a loop that samples, one group of completions is kept in `samples.jsonl` for reading; 0
-    for never."""
+    """Interval, in steps of a loop that samples, at which one group of completions is kept in `samples.jsonl` for
+    inspection; 0 for never."""
 
     @model_validator(mode="after")
     def _can_offload(self) -> Self:
@@ -50,15 +49,15 @@ class NativeTrainer(Schema):
         if self.zero_stage < least:
             raise ValueError(
                 f'found trainer.offload = "{self.offload}" with trainer.zero_stage = {self.zero_stage}; expected '
-                f"zero_stage = {least} or more, which splits what is to lie in main memory"
+                f"zero_stage = {least} or more, which splits the parts for main memory"
             )
         return self
 
 
 Trainer = Annotated[NativeTrainer | CommandTrainer, Field(discriminator="kind")]
-"""Every kind of trainer there is."""
+"""Settings of all kinds of trainers."""
 
 
 def trainer_kinds() -> Mapping[str, type[NativeTrainer] | type[CommandTrainer]]:
-    """The settings of every kind of trainer, by its name."""
+    """Settings of every kind of trainer, by name."""
     return {"native": NativeTrainer, "command": CommandTrainer}

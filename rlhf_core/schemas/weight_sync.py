@@ -1,7 +1,7 @@
-"""Messages of a weight sync: what the trainer offers, what an engine has staged, and what came into force.
+"""Messages of a weight sync: offers of the trainer, staged versions of an engine, and applied versions.
 
-The trainer sends them to the engines over their control channel (HTTP); the weights take another way, which the offer
-names. All of them are JSON.
+The trainer sends them to the engines as JSON over their control channel (HTTP); the weights take the transport in the
+offer.
 """
 
 import math
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from rlhf_core.schemas.base import Int64, Label, Message, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Schema
 
 ALIGNMENT = 64
-"""Bytes that the offset of every tensor is a multiple of: a cache line, and the largest element."""
+"""Alignment of tensor offsets in bytes: a cache line, and at least the largest element."""
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -29,22 +29,22 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes of one element, by torch's name of the type."""
+"""Size of an element in bytes, by torch's name of the type."""
 
 
 class Transport(StrEnum):
-    """Way of the weights from the trainer to the engines."""
+    """Transport of the weights from the trainer to the engines."""
 
     BROADCAST = "broadcast"
-    """Over the network, each engine relaying to the next one."""
+    """Over the network, relayed from each engine to the next."""
     SHARED_MEMORY = "shared_memory"
-    """Through memory that the processes of one host share."""
+    """Through shared memory of the processes of one host."""
     FILES = "files"
-    """Through a file system that all see."""
+    """Through a shared file system."""
 
 
 class LinkBackend(StrEnum):
-    """Library that carries buckets between two processes (broadcast)."""
+    """Library for the transfer of buckets between two processes (broadcast)."""
 
     GLOO = "gloo"
     """From main memory to main memory."""
@@ -57,18 +57,18 @@ class TensorEntry(Schema):
 
     name: str
     dtype: str
-    """Type of its elements as torch names it, without ``torch.``."""
+    """Torch's name of its element type, without ``torch.``."""
     shape: tuple[Int64, ...]
     """Sizes of its dimensions; empty for a scalar."""
     alias_of: str = ""
-    """Name of an earlier tensor that this one is tied to; it has no bytes of its own then."""
+    """Name of an earlier tensor that this one is tied to; it then has no bytes."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"found the type {self.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"found the shape {self.shape}, expected sizes of 0 and more")
+            raise ValueError(f"found the shape {self.shape}, expected sizes of 0 or more")
         return self
 
     @property
@@ -78,20 +78,20 @@ class TensorEntry(Schema):
 
 
 class Manifest(Schema):
-    """Layout of a version: its tensors one after the other in one row of bytes, cut into buckets of equal size."""
+    """Layout of a version: its tensors in one sequence of bytes, divided into buckets of equal size."""
 
     version: NonNegative
-    """Optimizer steps that the weights have behind them."""
+    """Number of optimizer steps of the weights."""
     tensors: tuple[TensorEntry, ...]
-    """In the order in which they are sent. Names of a delta's parts end in ``#gaps`` and ``#values``."""
+    """Tensors in the order of sending. Names of a delta's parts end in ``#gaps`` and ``#values``."""
     bucket_bytes: Annotated[Positive, Field(multiple_of=ALIGNMENT)]
-    """Bytes of every bucket but the last."""
+    """Bytes of every bucket except the last."""
     base_version: NonNegative | None = None
-    """Version that a delta is applied to; None where the whole weights are sent."""
+    """Version that a delta is applied to; None for whole weights."""
     base_digest: str = ""
-    """Digest of the base, which the receiver's has to equal."""
+    """Digest of the base, which must equal the receiver's."""
     result_digest: str = ""
-    """Digest of the whole weights after the delta was applied."""
+    """Digest of the whole weights after the delta."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -108,30 +108,30 @@ class Manifest(Schema):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Byte at which each tensor begins."""
+        """Byte offset of each tensor."""
         sizes = (-(-entry.num_bytes // ALIGNMENT) * ALIGNMENT for entry in self.tensors)
         return tuple(accumulate(sizes, initial=0))[:-1]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the row, the gaps between its tensors included."""
+        """Bytes of the sequence, including gaps between tensors."""
         return sum(-(-entry.num_bytes // ALIGNMENT) * ALIGNMENT for entry in self.tensors)
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the row; 0 for a version without bytes."""
+        """Number of buckets; 0 for a version without bytes."""
         return -(-self.total_bytes // self.bucket_bytes)
 
     @property
     def is_delta(self) -> bool:
-        """True if the changes since ``base_version`` are sent in place of the whole weights."""
+        """True if changes since ``base_version`` are sent instead of the whole weights."""
         return self.base_version is not None
 
 
 class Chain(Schema):
-    """The way of one sender's share: from the sender to the first engine, and from each engine to the next one.
+    """Path of one sender's share: from the sender to the first engine, and from each engine to the next.
 
-    A version has one chain per sender. Bucket ``i`` of it takes chain ``i mod n`` of ``n``.
+    A version has one chain per sender. Bucket ``i`` takes chain ``i mod n`` of ``n``.
     """
 
     sender: Label
@@ -139,13 +139,13 @@ class Chain(Schema):
     receivers: tuple[Label, ...]
     """Names of all engines, in the order of the chain."""
     session: str = ""
-    """Key of the links among these processes (broadcast)."""
+    """Key of the links between these processes (broadcast)."""
     is_new_session: bool = True
-    """True if links are to be made; False if those of the version before serve again."""
+    """True to create links; False to reuse those of the previous version."""
     backend: LinkBackend = LinkBackend.GLOO
     """Kind of its links (broadcast)."""
     address: str = ""
-    """Address of the store at which links are arranged (broadcast)."""
+    """Address of the rendezvous store of the links (broadcast)."""
     port: NonNegative = 0
     """Port of that store (broadcast)."""
 
@@ -161,18 +161,18 @@ class Chain(Schema):
 
 
 class Offer(Schema):
-    """All that one engine needs to receive a version. Sent to every engine before the weights."""
+    """Offer of a version to one engine. Sent to every engine before the weights."""
 
     transport: Transport
     manifest: Manifest
     receiver: Label
-    """Name of the engine that this offer is for."""
+    """Name of the engine of this offer."""
     chains: Annotated[tuple[Chain, ...], Field(min_length=1)]
-    """Those of all senders; the first sender drives the sync."""
+    """Chains of all senders; the first sender drives the sync."""
     path: Message = ""
     """File (shared memory) or folder (files) of the weights."""
     stall_timeout_s: PositiveFloat = 60.0
-    """Longest wait for the next bucket before its sender is given up."""
+    """Longest wait for the next bucket before its sender counts as failed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -182,7 +182,7 @@ class Offer(Schema):
         return self
 
     def for_all(self) -> "list[Offer]":
-        """The same offer to each engine, in the order of the first chain."""
+        """Copies of the offer for all engines, in the order of the first chain."""
         return [self.model_copy(update={"receiver": name}) for name in self.chains[0].receivers]
 
     @property
@@ -192,78 +192,79 @@ class Offer(Schema):
 
 
 class Announcement(Schema):
-    """The first sender's word to the others: the version that each is to send its share of."""
+    """Message of the first sender to the others: the version to send."""
 
     manifest: Manifest
     receivers: tuple[Label, ...]
     """Names of all engines, in the order of the first chain."""
     is_new_session: bool
-    """True if nothing may be relied on that engines have kept: one was restarted, or a version has failed."""
+    """True if the state of engines must not be reused, because one was restarted or a version has failed."""
 
 
 class SentShare(Schema):
-    """A sender's account of its share, to the first sender."""
+    """Report of a sender on its share, to the first sender."""
 
     checksums: tuple[str, ...] = ()
-    """Those of its buckets in their order, as hexadecimal digits."""
+    """Checksums of its buckets, in order, in hexadecimal digits."""
     wire_s: NonNegativeFloat = 0.0
     """Seconds from the first bucket to the last one taken by the first engine of its chain."""
     error: Message = ""
-    """Failure; empty where all was sent."""
+    """Failure; empty if everything was sent."""
     peer: Label = ""
-    """Name of the process that the failure goes back to; empty where the sender was told to give up."""
+    """Process that caused the failure; empty if the sender was told to abort."""
 
 
 class Receipt(Schema):
-    """An engine's answer to an offer: it has the version in staging, verified, and can bring it into force."""
+    """Answer of an engine to an offer: the version is staged and verified, and can be applied."""
 
     receiver: Label
     version: NonNegative
     digest: str
-    """Digest of what it has staged; of the whole weights after a delta."""
+    """Digest of the staged version; of the whole weights after a delta."""
     bytes_received: Int64
     wire_s: NonNegativeFloat
     """Seconds from the first wait for a bucket to the last one verified."""
 
 
 class SentVersion(Schema):
-    """The senders' account of a version that they have sent."""
+    """Report of the senders on a sent version."""
 
     version: NonNegative
     digest: str
-    """Digest of the whole weights, which every receipt has to equal."""
+    """Digest of the whole weights, which every receipt must equal."""
     bytes_sent: Int64
-    """Bytes that left the senders, once for chains of any length."""
+    """Bytes sent by the senders, counted once for chains of any length."""
     is_delta: bool
     wire_s: NonNegativeFloat
     """Seconds from the first bucket to the last one taken by the first engine of a chain; the slowest sender's."""
 
 
 class AppliedVersion(Schema):
-    """An engine's answer to a commit: the version is in force."""
+    """Answer of an engine to a commit: the version is applied."""
 
     receiver: Label
     version: NonNegative
     apply_s: NonNegativeFloat
-    """Seconds in which the engine took over the staged tensors."""
+    """Seconds to load the staged tensors."""
 
 
 class WeightSyncReport(Schema):
-    """Account of one sync over all engines."""
+    """Report on one sync over all engines."""
 
     sent: SentVersion
     receipts: tuple[Receipt, ...]
     applied: tuple[AppliedVersion, ...]
-    """Answers of the engines that have the version in force."""
+    """Answers of the engines that have applied the version."""
     lost: dict[str, Message] = Field(default_factory=dict)
-    """Engines that did not confirm the commit, with the error: to be restarted and synced before they serve again."""
+    """Engines that did not confirm the commit, with the error; they must be restarted and synced before they serve
+    again."""
 
     @property
     def wire_s(self) -> float:
-        """Seconds until the last engine had the version in staging."""
+        """Seconds until the last engine had staged the version."""
         return max([self.sent.wire_s, *(receipt.wire_s for receipt in self.receipts)])
 
     @property
     def apply_s(self) -> float:
-        """Seconds in which the slowest engine took the version over."""
+        """Seconds of the slowest engine to load the version."""
         return max((answer.apply_s for answer in self.applied), default=0.0)

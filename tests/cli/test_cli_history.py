@@ -339,7 +339,7 @@ def test_a_database_of_something_else(rlhf: Rlhf, tmp_path: Path, monkeypatch: p
     for command in (("runs",), ("db", "upgrade"), ("db", "rebuild")):
         answer = rlhf(*command)
         assert answer.code == 1
-        assert "is no history of rlhf-flows" in " ".join(answer.err.split())
+        assert "is not a history of rlhf-flows" in " ".join(answer.err.split())
 
 
 def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:

@@ -37,7 +37,7 @@ def test_the_list_has_every_query(capsys: pytest.CaptureFixture[str]) -> None:
         "name": "evaluation",
         "type": "text",
         "default": "greedy",
-        "meaning": "which evaluation",
+        "meaning": "evaluation",
     }
 
 

@@ -1,4 +1,4 @@
-"""Caps on what all attempts of a run together may use."""
+"""Caps on the total resources of all attempts of a run."""
 
 import pytest
 from pydantic import ValidationError
@@ -42,17 +42,17 @@ def test_hours_count_for_every_gpu_or_node_of_the_allocation() -> None:
         assert time_limit_s(spec, Used(0)) == 7200
         assert time_limit_s(spec, Used(1, 3600.0)) == 3600
         assert refusal(spec, Used(1, 3600.0)) == ""
-        # The 120 s in which it is asked to save, and a minute that Slurm may be early.
+        # The 120 s of the save request, and a minute because Slurm may be early.
         assert refusal(spec, Used(1, 7019.0)) == ""
-        assert "what is left is too short" in refusal(spec, Used(1, 7021.0))
+        assert "the remaining time is too short" in refusal(spec, Used(1, 7021.0))
         assert time_limit_s(spec, Used(1, 9999.0)) == 1
     assert refusal(make_spec(max_gpu_hours=16), Used(2, 7200.0)) == (
         "supervise.max_gpu_hours = 16: 16.00 GPU-hours used in 2 attempts; "
-        "what is left is too short to train and to save"
+        "the remaining time is too short to train and save"
     )
 
 
 def test_gpu_hours_without_gpus_are_refused_with_what_to_write() -> None:
-    with pytest.raises(ValidationError, match=r"there are no GPU-hours to count; give supervise\.max_node_hours"):
+    with pytest.raises(ValidationError, match=r"there are no GPU-hours to count; set supervise\.max_node_hours"):
         make_spec(gpus_per_node=0, max_gpu_hours=1)
     assert refusal(make_spec(gpus_per_node=0, max_node_hours=1), Used(1, 9999.0))

@@ -1,4 +1,4 @@
-"""Classification of traces: the root decides, wherever it stands among its consequences."""
+"""Classification of traces: the root decides, at any place among its consequences."""
 
 import pytest
 
@@ -107,7 +107,7 @@ def test_a_verdict_decides() -> None:
 )
 def test_errors_are_known_by_class_and_message(error_type: str, message: str, kind: FailureKind) -> None:
     assert kind_of(failed(1, error_type, message)) is kind
-    # The same with the echo on the other rank, which ended first.
+    # The same with the consequence on the other rank, which ended first.
     assert kind_of(cascade(0), failed(1, error_type, message, order=1)) is kind
 
 
@@ -154,7 +154,7 @@ def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
     for evidence in (Evidence((by_log,)), Evidence((by_error,)), Evidence(agent_log=words)):
         found = classify(evidence)
         assert (found.kind, found.is_undecided) == (FailureKind.COLLECTIVE_MISMATCH, True)
-    # Ranks that were compared, by their recorders or by the metrics they brought, prove it.
+    # A comparison of ranks, by their recorders or their metrics, proves it.
     verdict = Verdict(FailureKind.COLLECTIVE_MISMATCH, (1,), "the ranks disagree about collective number 7")
     by_metrics = failed(0, "rlhf_core.errors.MetricsMismatch", "x")
     for evidence in (Evidence((by_log,), verdict=verdict), Evidence((by_metrics,))):
@@ -205,7 +205,7 @@ def test_of_a_job_that_failed_the_first_line_of_srun_names_kind_and_node(
 
 
 def test_outside_of_a_lost_job_an_exit_code_alone_is_unknown() -> None:
-    """The negative control: the same line, without the fact that the tasks were agents without an outcome."""
+    """The negative control: the same line if the tasks were not agents without an outcome."""
     log = "srun: error: node3: task 2: Exited with exit code 1"
     assert classify(Evidence(agent_log=log)).kind is FailureKind.UNKNOWN
 

@@ -1,4 +1,4 @@
-"""Tables of the log classifier: every row matches its own line and is needed for it; and the reading of a whole log."""
+"""Tables of the log classifier: every row matches its own line and is needed for it; and the parsing of a whole log."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
 NOT_IN_LOGS = {FailureKind.HANG, FailureKind.NODE_UNFIT, FailureKind.DEGENERATE_RL, FailureKind.INCOMPLETE}
-"""Kinds that no line of a log shows: they come from the watch, the probe and the trainer itself."""
+"""Kinds that no log line shows: they come from supervision, the probe and the trainer itself."""
 FROM_EXIT_CODES = {FailureKind.WORKER_KILLED, FailureKind.AGENT_KILLED}
 """A log shows that something was killed, but not by whom."""
 
@@ -30,7 +30,7 @@ def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signa
     matched = match_line(line)
     assert matched is not None
     assert SIGNATURES.index(matched.row) == number, "an earlier row takes this line"
-    # Without the row its example is read in another way.
+    # Without the row, its example is classified differently.
     other = match_line(line, SIGNATURES[:number] + SIGNATURES[number + 1 :])
     assert other is None or (other.row.kind, other.row.part, other.node) != (row.kind, row.part, matched.node)
 
@@ -61,7 +61,7 @@ def test_no_pattern_is_skipped_by_the_prefilter(row: Signature) -> None:
 
 
 def _shortest(parsed: Iterable[tuple[Any, Any]]) -> list[str]:
-    """The shortest texts that a pattern matches: one for each of its branches."""
+    """The shortest matching texts of a pattern, one for each of its branches."""
     texts = [""]
     for operation, what in parsed:
         match str(operation):

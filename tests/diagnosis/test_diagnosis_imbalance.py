@@ -17,7 +17,7 @@ Fault = Callable[[str, float, Figures], None]
 
 
 def healthy(chance: random.Random, now_s: float, num_gpus: int = 2) -> Figures:
-    """Telemetry of a node whose GPUs roll out half of the time and train the other half, with realistic jitter."""
+    """Telemetry of a node with GPUs that sample half of the time and train the other half, with realistic jitter."""
     trains = now_s % STEP_S > STEP_S / 2
     found = {
         "cpu_percent": chance.gauss(50, 15),
@@ -74,7 +74,7 @@ def on_node3(changes: Mapping[str, float]) -> Fault:
 
 
 def test_healthy_jitter_is_no_finding() -> None:
-    """The negative control of all the rest: half an hour each with different seeds, and not one finding."""
+    """Negative control of all other tests: half an hour each with different seeds, without a finding."""
     for seed in range(4):
         _, ever = watch_job(30, seed=seed)
         assert ever == set()
@@ -95,20 +95,20 @@ def test_nodes_without_gpus_are_compared_too_and_healthy_ones_are_not_found() ->
 
     watch, _ = watch_job(10, foreign_work)
     (found,) = watch.findings()
-    assert "node2 stands out: its processor use is 99 %" in found
+    assert "node2 is an outlier: its processor use is 99 %" in found
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gpu1_util_percent": 15.0}, "GPU 1 of node3 stands out: its utilisation is 15 %"),
-        ({"gpu1_power_w": 150.0}, "GPU 1 of node3 stands out: its power is 150 W"),
-        ({"gpu1_sm_clock_mhz": 900.0}, "GPU 1 of node3 stands out: its clock is 900 MHz"),
-        ({"network_received_mb_per_s": 3.0, "network_sent_mb_per_s": 3.0}, "node3 stands out: its network traffic"),
-        ({"workers_cpu_percent": 20.0}, "node3 stands out: its processor use by its workers is 2 %"),
-        ({"gpu0_temperature_c": 89.0}, "GPU 0 of node3 has 89 °C; at 90 °C it slows itself down"),
-        ({"gpu0_throttle_thermal": 1.0}, "GPU 0 of node3 is slowed down by heat 100% of the time"),
-        ({"gpu0_throttle_power_brake": 1.0}, "GPU 0 of node3 is slowed down by its power supply"),
+        ({"gpu1_util_percent": 15.0}, "GPU 1 of node3 is an outlier: its utilisation is 15 %"),
+        ({"gpu1_power_w": 150.0}, "GPU 1 of node3 is an outlier: its power is 150 W"),
+        ({"gpu1_sm_clock_mhz": 900.0}, "GPU 1 of node3 is an outlier: its clock is 900 MHz"),
+        ({"network_received_mb_per_s": 3.0, "network_sent_mb_per_s": 3.0}, "node3 is an outlier: its network traffic"),
+        ({"workers_cpu_percent": 20.0}, "node3 is an outlier: its processor use by its workers is 2 %"),
+        ({"gpu0_temperature_c": 89.0}, "GPU 0 of node3 has 89 °C and throttles at 90 °C"),
+        ({"gpu0_throttle_thermal": 1.0}, "GPU 0 of node3 is throttled because of heat 100% of the time"),
+        ({"gpu0_throttle_power_brake": 1.0}, "GPU 0 of node3 is throttled because of its power supply"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -143,7 +143,7 @@ def test_loopback_is_never_compared() -> None:
 
 
 def test_a_short_burst_is_forgiven() -> None:
-    """Shorter than the window: a checkpoint that only one node writes, for instance."""
+    """Shorter than the window, for instance a checkpoint written by only one node."""
 
     def burst(node: str, now_s: float, figures: Figures) -> None:
         if node == "node1" and 300 <= now_s < 330:
@@ -162,7 +162,7 @@ def test_a_finding_ends_when_its_cause_does() -> None:
 
 
 def test_between_the_two_thresholds_a_finding_neither_begins_nor_ends() -> None:
-    """Hysteresis: 72 % of the hardware's limit less its margin would flicker otherwise."""
+    """Hysteresis: without it, the finding would flicker at 72 % of the hardware's limit less its margin."""
     between = on_node3({"gpu0_temperature_c": 85.0})
     assert watch_job(10, between)[1] == set()
     watch, _ = watch_job(10, on_node3({"gpu0_temperature_c": 89.0}))
@@ -193,7 +193,7 @@ def test_where_half_do_other_work_none_is_an_outlier() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is broken
+# Broken hardware
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_where_half_do_other_work_none_is_an_outlier() -> None:
     [
         ({"gpu1_ecc_uncorrected": 5.0}, "GPU 1 of node3 had 1 memory errors that ECC could not correct"),
         ({"gpu1_xid": 79.0}, "GPU 1 of node3 reported XID 79, a fault of the hardware or driver. See dmesg on node3"),
-        ({"gpu1_xid": 31.0}, "XID 31, which a faulty program causes too"),
-        ({"gpu1_lost": 1.0}, "GPU 1 of node3 no longer answers"),
+        ({"gpu1_xid": 31.0}, "XID 31, which a faulty program can also cause"),
+        ({"gpu1_lost": 1.0}, "GPU 1 of node3 no longer responds"),
     ],
 )
 def test_broken_hardware_is_found_at_once_and_stays(changes: Figures, words: str) -> None:
@@ -245,7 +245,7 @@ def stops(now_s: float) -> int:
 
 
 def all_at(util: float, power: float, *, but: str = "") -> Fault:
-    """From then on every GPU has this utilisation and power; that of one node is idle."""
+    """From then on, every GPU has this utilisation and power; those of one node are idle."""
 
     def fault(node: str, now_s: float, figures: Figures) -> None:
         if now_s > STOPS_AT_S:
@@ -302,7 +302,7 @@ def test_beats_are_progress_where_there_are_no_steps() -> None:
 
 
 def test_a_learned_wait_between_steps_is_not_called_spinning() -> None:
-    """A run whose steps take five minutes, most of it waiting, has shown that this is normal."""
+    """In a run with steps of five minutes, most of it waiting, this is normal."""
     slow = 100.0
     _, ever = watch_job(30, all_at(100.0, 180.0), step=lambda now_s: int(now_s // slow))
     assert spins(ever) == []

@@ -1,4 +1,4 @@
-"""Launchers' variables against the plan: only a node that contradicts it is named; unset may be right."""
+"""Launchers' variables compared with the plan: only a contradicting node is named; unset may be right."""
 
 import pytest
 
@@ -10,7 +10,7 @@ NAMES = ("n1", "n2", "n3", "n4")
 
 
 def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, ...] = (0, 1, 2, 3)) -> list[str]:
-    """Findings where four nodes have these values, ``-`` for unset: status, node and sentence."""
+    """Findings for these values on four nodes, ``-`` for unset: status, node and sentence."""
     facts = {
         index: NodeFacts(node=NAMES[index], index=index, variables={} if value == "-" else {name: value})
         for index, value in enumerate(values.split())
@@ -59,13 +59,18 @@ def test_what_fits_the_plan_is_well(name: str, values: str, ranks_per_node: int)
         ("NODE_RANK", "- - - 0", 1, "blocked n4: on n4: NODE_RANK = 0, the place of n1"),
         ("NODE_RANK", "- - 1 -", 1, "blocked n3: on n3: NODE_RANK = 1, the place of n2"),
         ("NODE_RANK", "- - 9 -", 1, "blocked n3: on n3: NODE_RANK = 9, with 4 nodes"),
-        ("NODE_RANK", "0 1 two 3", 1, "blocked n3: on n3: NODE_RANK = two, which is no number"),
+        ("NODE_RANK", "0 1 two 3", 1, "blocked n3: on n3: NODE_RANK = two, which is not a number"),
         ("NODE_RANK", "0 1 1 3", 1, "blocked n3: n2 and n3 have the same NODE_RANK = 1"),
-        ("NODE_RANK", "0 1 - 3", 1, "blocked n3: on n3: NODE_RANK absent; a launcher takes 0, like the first node"),
-        # What most nodes share is no node's own: with these nodes left out the mistake would still be there.
+        (
+            "NODE_RANK",
+            "0 1 - 3",
+            1,
+            "blocked n3: on n3: NODE_RANK absent; a launcher's default is 0, the number of the first node",
+        ),
+        # A value on most nodes belongs to no single node: excluding these nodes would not remove the mistake.
         ("NPROC_PER_NODE", "7 7 7 7", 8, "blocked run: NPROC_PER_NODE = 7 on all nodes"),
         ("NPROC_PER_NODE", "7 7 7 -", 8, "blocked run: NPROC_PER_NODE = 7 on 3 of 4 nodes"),
-        # Right where it is set, and no node is the odd one: nothing here needs it.
+        # Right where it is set, without a deviating node: rlhf-flows does not need it.
         ("NNODES", "4 - - -", 8, "warning run: NNODES absent on n2, n3, n4, and as planned elsewhere"),
         ("NNODES", "4 4 - -", 8, "warning run: NNODES absent on n3, n4, and as planned elsewhere"),
         ("NODE_RANK", "- - 2 -", 1, "warning run: NODE_RANK absent on n2, n4, and as planned elsewhere"),

@@ -1,6 +1,5 @@
-"""Logs of frameworks that no row was made from: the kind of evidence in them decides.
-
-The excerpts are shortened and partly reworded from public issues; the id of each case names its source.
+"""Logs of frameworks that no row was derived from: the kind of evidence decides. The excerpts are shortened and partly
+reworded from public issues; the id of each case names its source.
 """
 
 import pytest
@@ -173,7 +172,7 @@ def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
 @pytest.mark.parametrize(
     "log",
     [
-        # A file that a library could not write, among the bars of a prediction that comes to its end.
+        # A file that a library could not write, among the progress bars of a prediction that finishes.
         trace((f"{SITE}/jieba/__init__.py", "initialize", "_replace_file(a, b)"), error="PermissionError: [Errno 1] no")
         + "***** predict metrics *****\n",
         "n1:7:7 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address already in use\n",
@@ -249,7 +248,7 @@ File {file}:22, in {function}(completions)
 def test_tracebacks_in_the_forms_of_others_have_frames_too(
     shape: str, file: str, function: str, error: str, kind: Kind
 ) -> None:
-    """Code that is quoted in a box is no line of the log: here it would read as a connection."""
+    """Code that is quoted in a box is not a line of the log: here it would look like a connection."""
     found = events(shape.format(file=file, function=function, error=error))
     assert [event.kind for event in found] == [kind]
 
@@ -332,7 +331,7 @@ REQUEUED = "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE 
 def test_a_job_that_saved_and_queued_itself_again_has_not_failed() -> None:
     for said in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
         assert read_log("interrupted: got SIGUSR1\n" + said + REQUEUED) is None
-    # What ended it nevertheless did end it, and who was put back without asking for it was preempted.
+    # The event that ended it still counts, and a job that was requeued without a request was preempted.
     late = read_log("requeueing job 7\n" + REQUEUED.replace("JOB REQUEUE", "TIME LIMIT"))
     alone = read_log(REQUEUED)
     assert late is not None
@@ -345,7 +344,7 @@ def test_the_first_step_shows_that_the_ranks_have_found_each_other() -> None:
     step = "(TaskRunner pid=7) step:1 - actor/pg_loss:0.2 - critic/rewards/mean:0.2\n"
     assert read_log(taken + step) is None
     assert read_log(step + taken) is not None
-    # Other roots may be printed before what was in a buffer when the training ended.
+    # Other roots may be printed before buffered output of the end of training.
     assert read_log("RuntimeError: CUDA error: out of memory\n" + step) is not None
 
 
@@ -361,7 +360,7 @@ def test_what_follows_a_cancellation_is_its_consequence() -> None:
         diagnosis = read_log(log)
         assert diagnosis is not None
         assert diagnosis.kind is kind
-    # Slurm's own word for a step that it ends because one of its tasks failed.
+    # Slurm's message for a step that it ends because one of its tasks failed.
     failed = read_log(CANCELLED.replace(" ***\n", " DUE TO TASK FAILURE ***\n"))
     assert failed is not None
     assert failed.kind is Kind.UNKNOWN
@@ -395,5 +394,5 @@ def test_of_a_huge_log_begin_and_end_are_read(monkeypatch: pytest.MonkeyPatch) -
     "line", ["Error " * 50_000, "│ | # > - " * 50_000, "a" * 500_000, " " * 500_000, "(" * 100_000]
 )
 def test_no_line_slows_the_reader_down(line: str) -> None:
-    """Only the beginning of a line is read; without that the test would hang."""
+    """Only the start of a line is read; otherwise the test would hang."""
     assert find(line) is None

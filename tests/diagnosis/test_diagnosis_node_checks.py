@@ -1,4 +1,4 @@
-"""Findings about nodes that differ: the node, the key, the value of the others; none about nodes that agree."""
+"""Findings about deviating nodes: the node, the key, the value of the others; none about nodes that agree."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BLOCKED, WARNING = CheckStatus.BLOCKED, CheckStatus.WARNING
 
 
 def facts(**changed: dict[str, Any]) -> dict[int, NodeFacts]:
-    """Four nodes that have the same, but for what is changed: node to fields."""
+    """Four equal nodes, except for the given changes: node to fields."""
     same: dict[str, Any] = {
         "versions": {"torch": "2.13.0", "left-pad": "1.0"},
         "trainer_versions": {"trl": "1.16.0", "left-pad": "2.0"},
@@ -35,7 +35,7 @@ def troubles(results: list[CheckResult]) -> list[tuple[str, str, str]]:
 
 
 def test_nodes_that_have_the_same_are_well() -> None:
-    """Negative control of this file; what names a node itself differs on healthy nodes too."""
+    """Negative control of this file; values that name the node itself also differ on healthy nodes."""
     found = compare(facts(n2={"variables": {"HOSTNAME": "y", "SLURMD_NODENAME": "n2"}}), {}, PLAN)
     assert troubles(found) == []
     assert {one.id for one in found} <= {check.id for check in NODE_CHECKS}
@@ -69,7 +69,7 @@ def on_all(**variables: str) -> dict[str, dict[str, Any]]:
 def test_the_odd_node_and_its_key_are_named(
     changed: dict[str, Any], check: str, status: CheckStatus, node: str, says: str
 ) -> None:
-    # A launcher's variable that is right elsewhere is compared with what the others have.
+    # A launcher's variable that is right elsewhere is compared with the other nodes.
     others = facts() if "NNODES" not in str(changed) else facts(**on_all(NNODES="4"))
     found = compare({**others, **{i: one for i, one in facts(**changed).items() if one.node in changed}}, {}, PLAN)
     assert troubles(found) == [(check, status.value, node)]
@@ -115,7 +115,7 @@ def test_who_did_not_come_is_missing() -> None:
 def test_fewer_gpus_than_planned() -> None:
     plan = Plan(NAMES, ranks_per_node=8, gpus_per_node=8)
     (result,) = [one for one in compare(facts(n2={"hardware": {"gpus": "7"}}), {}, plan) if one.node]
-    assert (result.status, result.found) == (BLOCKED, "n2 has 7 GPUs that work")
+    assert (result.status, result.found) == (BLOCKED, "n2 has 7 working GPUs")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_fewer_gpus_than_planned() -> None:
     ],
 )
 def test_a_wrong_clock_is_that_of_the_odd_node(ahead: dict[int, float], node: str, says: str) -> None:
-    """Also where it is the first node's own, by which all others were measured."""
+    """Also if it is that of the first node, which is the reference for all others."""
     (result,) = [one for one in compare(facts(), ahead, PLAN) if one.status is BLOCKED]
     assert (result.id, result.node) == ("node.clock", node)
     assert says in result.found

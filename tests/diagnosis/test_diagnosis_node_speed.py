@@ -1,4 +1,4 @@
-"""Blame for slow measurements: a node, a link, or neither."""
+"""Causes of slow measurements: a node, a link, or neither."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ DONE = STEPS[-1]
 def speeds(
     num: int = 4, links: dict[tuple[int, int], float | str] | None = None, **tflops: float
 ) -> dict[int, NodeSpeed]:
-    """Nodes n0, n1 ... in a ring, all alike but for some links and devices; a text is what went wrong with a link."""
+    """Nodes n0, n1 ... in a ring, equal except for some links and devices; a text is the problem of a link."""
     ring = [(node, (node + 1) % num) for node in range(num)] if num > 2 else [(0, 1)][: num - 1]
     found = {}
     for node in range(num):
@@ -66,9 +66,9 @@ def test_nodes_that_are_alike_are_well(num: int) -> None:
         # Slow with both neighbours: the node.
         ({(1, 2): 1.0, (2, 3): 1.0}, [("probe.bandwidth", "blocked", "n2")]),
         ({(3, 0): 1.0, (0, 1): 1.0}, [("probe.bandwidth", "blocked", "n0")]),
-        # Slow with one, while both are fast with others: the link.
+        # Slow with one neighbour, while both are fast with others: the link.
         ({(1, 2): 1.0}, [("probe.bandwidth", "warning", "")]),
-        # One that nothing gets through: one of the two must go.
+        # A dead link: one of the two nodes must be excluded.
         ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
         ({(1, 2): "timed out", (2, 3): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
     ],
@@ -114,7 +114,7 @@ def test_who_came_least_far_is_to_blame_and_not_those_who_waited() -> None:
     results = judge(found)
     assert troubles(results) == [("probe.answer", "blocked", "n2")]
     (result,) = [one for one in results if one.node == "n2"]
-    assert result.found == "rank 0 of n2 came no further than started: no answer in time"
+    assert result.found == "rank 0 of n2 got no further than started: no answer in time"
 
 
 def test_a_node_that_says_nothing_did_not_start() -> None:

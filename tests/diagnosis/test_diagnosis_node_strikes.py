@@ -1,4 +1,4 @@
-"""Strikes fade; broken nodes are left alone at once, suspect ones when they come up again and again."""
+"""Strikes decay; broken nodes are excluded at once, suspected ones after repeated strikes."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -21,7 +21,7 @@ def test_a_strike_weighs_half_after_its_half_life() -> None:
 def test_two_fresh_strikes_leave_a_node_alone_for_hours() -> None:
     (one,) = standings([strike("n1"), strike("n1")], NOW)
     assert one.excluded_until == NOW + SUSPECT_FOR
-    # As in life: they never come at the same moment.
+    # As in practice, they never occur at the same moment.
     (apart,) = standings([strike("n1"), strike("n1", ago=timedelta(hours=6))], NOW)
     assert apart.excluded_until == NOW + SUSPECT_FOR
     # Negative control: the same strikes a day ago do not.

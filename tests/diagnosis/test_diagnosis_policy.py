@@ -1,4 +1,4 @@
-"""The recovery ladder: every kind has a row, budgets hold, progress renews them."""
+"""The recovery ladder: every kind has a row, budgets are respected, progress renews them."""
 
 import pytest
 from control_fakes import make_spec
@@ -60,26 +60,26 @@ def test_a_damaged_checkpoint_ends_a_run_only_where_none_is_left() -> None:
     instead = "step-000020 is put aside, going on from step-000010"
     assert decide_in_place(kind, 0, SPEC).action is Action.STOP
     assert decide_next(kind, 0, False, SPEC, 0.5).action is Action.STOP
-    # However many restarts there were: each of these takes one checkpoint away.
+    # Independent of the number of restarts, because each of these removes one checkpoint.
     choice = decide_in_place(kind, 99, SPEC, same_fingerprint_before=True, remedy=instead)
     assert (choice.action, choice.reason) == (Action.RESTART_IN_PLACE, f"checkpoint_corrupt: {instead}")
     in_place_is_off = SuperviseSpec(max_restarts=0)
     assert decide_in_place(kind, 0, in_place_is_off, remedy=instead).action is Action.NEW_ATTEMPT
     for fruitless in (0, SPEC.max_attempts - 1):
         assert decide_next(kind, fruitless, True, SPEC, 0.5, instead).action is Action.NEW_ATTEMPT
-    # A disk that damages every checkpoint as soon as it is made must not be gone on with for ever.
+    # A disk that damages every new checkpoint must not be retried forever.
     assert decide_next(kind, SPEC.max_attempts, True, SPEC, 0.5, instead).action is Action.STOP
 
 
 def test_a_mismatch_that_only_words_tell_of_is_confirmed_once() -> None:
     kind = FailureKind.COLLECTIVE_MISMATCH
     assert decide_in_place(kind, 0, SPEC, undecided=True).action is Action.RESTART_IN_PLACE
-    # Without restarts in place, and for a controller that finds it itself, a new attempt shows whether it was chance.
+    # Without restarts in place, or if the controller finds it itself, a new attempt shows whether it was chance.
     in_place_is_off = SuperviseSpec(max_restarts=0)
     assert decide_in_place(kind, 0, in_place_is_off, undecided=True).action is Action.NEW_ATTEMPT
     assert decide_next(kind, 1, False, SPEC, 0.5, undecided=True).action is Action.NEW_ATTEMPT
     assert decide_next(kind, 2, False, SPEC, 0.5, undecided=True).action is Action.STOP
-    # What no row says may be undecided is not: a wrong setting stays wrong, however it is known.
+    # Kinds without a row for undecided failures are decided: a wrong setting stays wrong, whatever the evidence.
     assert decide_in_place(FailureKind.CONFIG, 0, SPEC, undecided=True).action is Action.STOP
     assert set(UNDECIDED) == {kind}
 

@@ -1,4 +1,4 @@
-"""Decisions of the reconciler: a table of situations, each with the expected actions and a control beside it."""
+"""Decisions of the reconciler: a table of situations, each with the expected actions and a control."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -60,7 +60,7 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(RUN, holder=LeaseState.FREE, controller_started_at=None, undriven_s=121.0), ["adopt"]),
         (replace(RUN, holder=LeaseState.SILENT, undriven_s=31.0), ["adopt"]),
         (replace(RUN, holder=LeaseState.SILENT, undriven_s=29.0), []),
-        # One that loses its controllers again and again waits ever longer.
+        # A run that keeps losing its controllers waits longer each time.
         (replace(RUN, num_controllers=2, undriven_s=14.0), []),
         (replace(RUN, num_controllers=4, undriven_s=59.0), []),
         (replace(RUN, num_controllers=4, undriven_s=61.0), ["adopt"]),
@@ -102,12 +102,12 @@ def test_while_prefect_restarts_no_run_is_adopted() -> None:
         (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN, state_s=10.0), []),
         (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN), ["adopt", "end_flow_run CRASHED"]),
         (RUN, replace(FLOW, state=FlowState.PAUSED, suspended=True), []),
-        # A question that was answered elsewhere is not shown for ever, wherever its controller was.
+        # A question that was answered elsewhere is not shown forever, on whichever machine its controller was.
         (ENDED, replace(ASKS, process=ProcessState.UNKNOWN), ["end_flow_run COMPLETED"]),
         (ENDED, ASKS, ["end_flow_run COMPLETED"]),
         (ENDED, replace(ASKS, process=ProcessState.ALIVE), []),
         (ENDED, replace(ASKS, process=ProcessState.UNKNOWN, suspended=True), []),
-        # A question that is still open is asked again by another controller: nothing of it is completed.
+        # An open question is asked again by another controller: nothing of it is completed.
         (WAITS, ASKS, ["adopt", "end_flow_run CRASHED"]),
         (WAITS, FLOW, ["adopt", "end_flow_run CRASHED"]),
         (WAITS, replace(ASKS, process=ProcessState.ALIVE), []),
@@ -117,12 +117,12 @@ def test_while_prefect_restarts_no_run_is_adopted() -> None:
         (replace(WAITS, holder=LeaseState.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
         (replace(WAITS, holder=LeaseState.LIVING), ASKS, ["end_flow_run CRASHED"]),
         (WAITS, replace(ASKS, state=FlowState.CANCELLING), ["adopt", "end_flow_run CANCELLED"]),
-        # A run that is paused in the UI trains on; without a process it is a zombie like any.
+        # A run that is paused in the UI continues training; without a process it is a zombie like any other.
         (RUN, ASKS, ["adopt", "end_flow_run CRASHED"]),
         (DRIVEN, ASKS, ["end_flow_run CRASHED"]),
         (RUN, replace(ASKS, process=ProcessState.UNKNOWN), ["adopt"]),
         (replace(ENDED, holder=LeaseState.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
-        # On another machine only the lease tells, and Prefect is not contradicted.
+        # On another machine, only the lease is known, and Prefect is not contradicted.
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN), ["adopt"]),
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN, state_s=10.0), []),
         (RUN, replace(FLOW, state=FlowState.CRASHED), ["adopt"]),
@@ -141,13 +141,13 @@ def test_while_prefect_restarts_no_run_is_adopted() -> None:
         (replace(ENDED, state=RunState.FAILED, recorded="failed"), FLOW, ["end_flow_run FAILED"]),
         (replace(ENDED, state=RunState.CANCELLED, recorded="cancelled"), FLOW, ["end_flow_run CANCELLED"]),
         (ENDED, replace(FLOW, state=FlowState.PENDING), ["end_flow_run COMPLETED"]),
-        # Cancelled too late: the run had its end already, and that is what is said.
+        # Cancelled too late: the run had already ended, and its end is reported.
         (ENDED, replace(FLOW, state=FlowState.CANCELLING), ["end_flow_run COMPLETED"]),
         (replace(ENDED, state=RunState.FAILED, recorded="failed"), ASKS, ["end_flow_run FAILED"]),
         (replace(ENDED, state=RunState.CANCELLED, recorded="cancelled"), ASKS, ["end_flow_run CANCELLED"]),
         (ENDED, ALIVE, []),
         (ENDED, replace(FLOW, state=FlowState.CANCELLED), []),
-        # The server was away when it ended, and the worker called it crashed. Not where another one went on with it.
+        # The server was unreachable at the end, and the worker reported a crash. Not if another one continued the run.
         (replace(ENDED, flow_run_id="f"), replace(FLOW, state=FlowState.CRASHED), ["end_flow_run COMPLETED"]),
         (
             replace(ENDED, state=RunState.FAILED, recorded="failed", flow_run_id="f"),
@@ -178,10 +178,10 @@ CRASHED = replace(FLOW, state=FlowState.CRASHED)
         (CRASHED, StageState.COMPLETED, ["end_task_run COMPLETED"]),
         (CRASHED, StageState.FAILED, ["end_task_run FAILED"]),
         (CRASHED, StageState.CANCELLED, ["end_task_run CANCELLED"]),
-        # What the journal does not tell ends as its flow run.
+        # Stages without an end in the journal end like their flow run.
         (CRASHED, StageState.RUNNING, ["end_task_run CRASHED"]),
         (replace(FLOW, state=FlowState.COMPLETED), None, ["end_task_run COMPLETED"]),
-        # Events of Prefect may be late; a process that lives still tells; and nothing is known of another's flow run.
+        # Events of Prefect may be late; a running process still reports; another site's flow run is unknown.
         (replace(CRASHED, state_s=10.0), StageState.COMPLETED, []),
         (replace(CRASHED, process=ProcessState.ALIVE), StageState.COMPLETED, []),
         (replace(CRASHED, flow_run_id="g"), StageState.COMPLETED, []),

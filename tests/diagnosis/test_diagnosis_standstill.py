@@ -1,5 +1,4 @@
-"""Proof that a worker stands still, from recorded observations: detections at default floors, and workers left
-alone."""
+"""Proof of a standstill, from recorded observations: detections at default floors, and workers that are not ended."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -97,13 +96,13 @@ def test_set_up_and_a_first_pass_keep_their_long_floor(status: dict[str, Any]) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is proven
+# Proofs
 
 
 def test_a_stopped_process_is_proven() -> None:
     (found,) = watch({"main": Wait.STOPPED}, process_state="T")
     assert found.status.rank == 1
-    assert found.evidence == "was stopped (process state T) in 3 looks over 4.0 s"
+    assert found.evidence == "was stopped (process state T) in 3 inspections over 4.0 s"
 
 
 def test_a_deadlock_that_peers_wait_for_is_proven() -> None:
@@ -138,14 +137,14 @@ def test_ranks_that_disagree_are_proven() -> None:
     assert [one.status.rank for one in found] == [0, 1, 2]
     verdict = blame(ranks, [], {one.status.rank: one.evidence for one in found})
     assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (2,))
-    # The control: all have brought the same, and it is the network that all wait for.
+    # The control: all ranks agree and wait for the network.
     same = [inside(number, "Float [[17]]") for number in range(3)]
     looks = [[looked(one, 2.0 * number) for one in same] for number in range(3)]
     assert prove(record(*looks).still, suspects_of(same), 3) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is left alone
+# Workers that are not ended
 
 
 @pytest.mark.parametrize("wait", WAITS_FOR_TIME_OR_OUTSIDE)
@@ -227,7 +226,7 @@ def test_a_beat_or_a_process_that_went_on_takes_the_proof_back() -> None:
 
 
 def test_blame_names_the_proven_rank_and_not_a_peer_that_is_late_too() -> None:
-    """With the control: by the counts alone both have not come to the collective."""
+    """With the control: by the counts alone, both have not reached the collective."""
     ranks = [rank(0), rank(1), rank(2)]
     verdict = blame(ranks, [1], {1: "waits for a lock of its own"})
     assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (1,))
@@ -254,6 +253,6 @@ def test_nothing_is_proven_of_a_worker_that_moved_last_or_might_wake_up(looks: l
     if prove(standstill.still, suspects_of(ranks), 2):
         last = recorded[-3:]
         waits = {wait for one in last for wait in (one.main, *one.others)}
-        # A connection to another rank counts where no rank can send: none of them names one of another job here.
+        # A connection to another rank counts if no rank can send; none of them has one to another job here.
         assert waits <= {Wait.LOCK, Wait.CONNECTION} or all(one.main is Wait.STOPPED for one in last)
         assert not any(movement(before, after) for before, after in pairwise(last))

@@ -1,4 +1,4 @@
-"""Blame: the first rule that holds names the ranks."""
+"""Responsible ranks: the first rule that applies names them."""
 
 import pytest
 from test_diagnosis_liveness import rank

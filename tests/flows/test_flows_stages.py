@@ -193,7 +193,9 @@ def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(desk: Desk
     )
     desk.scheduler.nodes = ("n1", "n2")
     gets_further_each_time(desk, run_dir, hours=1.0)
-    words = r"max_node_hours = 5: 6\.00 node-hours used in 3 attempts; what is left is too short to train and to save"
+    words = (
+        r"max_node_hours = 5: 6\.00 node-hours used in 3 attempts; the remaining time is too short to train and save"
+    )
     with pytest.raises(RunFailed, match=words):
         drive(desk.controller(run_dir))
     limits = [request.time_limit_s for request in desk.scheduler.submitted]

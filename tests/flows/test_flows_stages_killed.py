@@ -138,7 +138,7 @@ def test_going_back_helps_again_once_training_has_got_further(desk: Desk) -> Non
             agent.end(AttemptState.FAILED, FailureKind.NON_FINITE)
 
         desk.scheduler.on_submit = behave
-        with nullcontext() if attempts == 3 else pytest.raises(RunFailed, match="older checkpoint has not helped"):
+        with nullcontext() if attempts == 3 else pytest.raises(RunFailed, match="older checkpoint did not help"):
             drive(desk.controller(run_dir))
         assert len(desk.scheduler.submitted) == attempts
         assert read_record(run_dir).state is (RunState.COMPLETED if attempts == 3 else RunState.FAILED)

@@ -90,13 +90,13 @@ def test_a_link_to_a_network_file_system_is_seen_through(mounted: Callable[[str]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# URLs and files that are none
+# Invalid URLs and files
 
 
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("history.db", "no database URL"),
+        ("history.db", "expected a database URL"),
         ("mysql://host/db", "a mysql database"),
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
@@ -116,7 +116,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     file = tmp_path / "history.db"
     file.write_text("my shopping list, which is longer than the header of a database file would be " * 9)
     before = file.read_bytes()
-    with pytest.raises(DatabaseUnavailable, match=r"history\.db is no SQLite database"):
+    with pytest.raises(DatabaseUnavailable, match=r"history\.db is not a SQLite database"):
         HistoryStore(f"sqlite:///{file}")
     assert file.read_bytes() == before
 
@@ -126,7 +126,7 @@ def test_a_database_of_something_else(tmp_path: Path) -> None:
     with sqlite3.connect(file) as connection:
         connection.execute("CREATE TABLE experiments (id INTEGER)")
     connection.close()
-    with pytest.raises(HistoryError, match="is no history of rlhf-flows: it holds the tables experiments"):
+    with pytest.raises(HistoryError, match=r"is not a history of rlhf-flows: it contains other tables \(experiments\)"):
         HistoryStore(f"sqlite:///{file}")
 
 
@@ -162,7 +162,10 @@ def unwritable(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_folder_that_cannot_be_written(unwritable: str) -> None:
-    with pytest.raises(DatabaseUnavailable, match=r"cannot be (opened|written)"), HistoryStore(unwritable) as store:
+    with (
+        pytest.raises(DatabaseUnavailable, match=r"(cannot be opened|is not writable)"),
+        HistoryStore(unwritable) as store,
+    ):
         store.acquire_lease("run", "me", 60)
 
 
@@ -174,7 +177,7 @@ def test_a_full_disk(tmp_path: Path, runs: Path) -> None:
         with store.writing() as connection:
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
-        with pytest.raises(DatabaseUnavailable, match=r"no room to grow.*what was in it is untouched"):
+        with pytest.raises(DatabaseUnavailable, match=r"cannot grow.*its content is unchanged"):
             sync(run.dir, store)
         assert dump(store) == before
         with store.writing() as connection:
@@ -192,7 +195,7 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 def test_a_lost_connection_is_made_anew(runs: Path) -> None:
-    """The server ended our connections, as when it is started again: the next question works."""
+    """The server ended our connections, as after a restart: the next query works."""
     url = postgres().migrated_database()
     run = whole_run(runs)
     with HistoryStore(url) as store:
@@ -236,7 +239,7 @@ def test_a_reader_cannot_write(store: HistoryStore) -> None:
 
 
 def test_writers_take_turns(store: HistoryStore, database_url: str) -> None:
-    """A transaction that reads first and then writes does not fail because another writer came in between."""
+    """A transaction that reads first and then writes does not fail because of another writer in between."""
     with store.writing() as connection:
         connection.exec_driver_sql("CREATE TABLE counter (value INTEGER)")
         connection.exec_driver_sql("INSERT INTO counter VALUES (0)")

@@ -1,4 +1,4 @@
-"""Questions that want to do harm: what is refused, on real databases, and by whom."""
+"""Malicious queries: rejections on real databases, and the guard that rejects them."""
 
 import os
 import re
@@ -17,10 +17,10 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
 PARSER = "refused: .*syntax error"
-"""Refused before anything is done: a cursor is declared for queries only."""
+"""Rejected before anything is executed: a cursor can only be declared for queries."""
 
 LEAVING = "permission denied for function set_config|permission denied to set|must be (a )?(super|member)"
-"""Refused, because the role that statements are asked as cannot be left."""
+"""Rejected, because statements cannot leave their role."""
 
 HARM = f"{LEAVING}|permission denied"
 
@@ -65,7 +65,7 @@ REFUSED_BY_POSTGRES = {
     "SELECT pg_switch_wal()": "permission denied for function pg_switch_wal",
     "SELECT pg_create_restore_point('x')": "permission denied for function pg_create_restore_point",
     "SELECT query_to_xml('DELETE FROM runs', true, true, '')": "read-only|permission denied|non-volatile|not allowed",
-    # Rights taken back first, in the same statement: a subquery, a rule of pg_settings, a statement within a statement.
+    # Rights regained first, in the same statement: a subquery, a rule of pg_settings, a statement within a statement.
     "SELECT set_config('role', 'none', true)": LEAVING,
     "SELECT set_config('session_authorization', 'rlhf', true)": LEAVING,
     "SELECT pg_terminate_backend({victim}) FROM (SELECT set_config('role', 'none', true)) AS left_role": HARM,
@@ -89,7 +89,7 @@ REFUSED_BY_POSTGRES = {
 
 @pytest.fixture(scope="module")
 def database_of_an_owner() -> Iterator[str]:
-    """URL of a migrated database whose user is no superuser, with the role of the statements."""
+    """URL of a migrated database with an ordinary user and the role of the statements."""
     url = postgres().empty_database()
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("CREATE ROLE hostile_owner LOGIN")
@@ -106,7 +106,7 @@ def database_of_an_owner() -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["superuser", "owner"])
 def postgres_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HistoryStore]:
-    """A history with a run, opened by the server's superuser and by an ordinary owner; both ask as the reader."""
+    """A history with a run, opened by the server's superuser and by an ordinary owner; both query as the reader."""
     url = request.getfixturevalue("database_of_an_owner") if request.param == "owner" else None
     with HistoryStore(url or postgres().migrated_database()) as store:
         store.clear()
@@ -137,7 +137,7 @@ def superusers_database() -> str:
 
 @pytest.fixture
 def bare_superuser(superusers_database: str) -> str:
-    """The same, as it is without ``infra/reader.sql``."""
+    """The same without ``infra/reader.sql``."""
     postgres().make_reader(superusers_database, "rlhf")  # the role is there in any case: it is the server's
     with psycopg.connect(superusers_database, autocommit=True) as admin:
         admin.execute("DROP OWNED BY rlhf_reader")  # what it may do in this database
@@ -148,7 +148,7 @@ def bare_superuser(superusers_database: str) -> str:
 def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
     bare_superuser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The advice is followed word by word, in a shell; the same statement is answered then, by the role that reads."""
+    """After following the advice literally, in a shell, the same statement is answered by the reading role."""
     monkeypatch.setenv("RLHF_DATABASE_URL", bare_superuser)
     with HistoryStore(bare_superuser) as store:
         for statement in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
@@ -202,8 +202,7 @@ def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuse
 
 
 def test_leaving_the_role_in_a_subquery_does_harm_where_it_is_not_withheld(bare_superuser: str) -> None:
-    """Negative control: the server's own role that reads everything, as which a superuser's statements used to be
-    asked."""
+    """Negative control: the server's role that reads everything, which used to run a superuser's statements."""
     leave = "(SELECT set_config('role', 'none', true)) AS left_role"
     with psycopg.connect(bare_superuser) as connection, postgres().superuser() as victim:
         connection.read_only = True
@@ -218,7 +217,7 @@ def test_leaving_the_role_in_a_subquery_does_harm_where_it_is_not_withheld(bare_
 
 
 def test_without_these_walls_a_read_only_transaction_does_harm() -> None:
-    """Negative control: what a superuser's read-only transaction lets happen by itself."""
+    """Negative control: effects that a superuser's read-only transaction does not prevent."""
     made = postgres().folder / "made"
     with postgres().superuser() as connection, postgres().superuser() as victim:
         connection.read_only = True
@@ -230,7 +229,7 @@ def test_without_these_walls_a_read_only_transaction_does_harm() -> None:
 
 
 def test_what_a_question_makes_is_gone_with_it(postgres_store: HistoryStore) -> None:
-    """Before 16, PostgreSQL lets a read-only transaction make large objects."""
+    """Before 16, PostgreSQL lets a read-only transaction create large objects."""
     queries.run_sql(postgres_store, "SELECT lo_creat(-1)")
     assert queries.run_sql(postgres_store, "SELECT oid FROM pg_largeobject_metadata").rows == []
 

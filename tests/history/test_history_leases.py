@@ -1,4 +1,4 @@
-"""One controller per run: who gets the lease, who loses it, and that tokens only grow."""
+"""One controller per run: acquisition and loss of the lease, and increasing tokens."""
 
 import multiprocessing
 import threading
@@ -18,14 +18,14 @@ RUN = "sort-20260301-120000-aaaaaa"
 
 
 def expire(store: HistoryStore) -> None:
-    """Let all leases run out, as time would."""
+    """Let all leases expire."""
     with store.writing() as connection:
         connection.execute(update(LEASES).values(expires_at=at(-1e6)))
 
 
 def test_one_holds_the_lease(store: HistoryStore) -> None:
     assert store.acquire_lease(RUN, "first", 60) == 1
-    with pytest.raises(LeaseLost, match=r"driven by another controller, first; its lease runs for (59|60) s more"):
+    with pytest.raises(LeaseLost, match=r"driven by another controller, first; its lease expires in (59|60) s"):
         store.acquire_lease(RUN, "second", 60)
 
 
@@ -48,7 +48,7 @@ def test_an_expired_lease_can_be_taken_and_its_owner_learns_of_it(store: History
 
 
 def test_an_expired_lease_can_be_renewed_until_another_controller_takes_it(store: HistoryStore) -> None:
-    """A laptop that slept goes on where nothing happened in the meantime."""
+    """A laptop that slept continues if nothing happened in the meantime."""
     token = store.acquire_lease(RUN, "first", 60)
     expire(store)
     store.renew_lease(RUN, "first", token, 60)
@@ -93,7 +93,7 @@ def test_renewing_a_lease_that_never_was(store: HistoryStore) -> None:
 
 
 def test_a_token_is_higher_than_those_in_the_journal(store: HistoryStore, runs: Path) -> None:
-    """The database was lost and made again from files: the journal still knows the tokens."""
+    """The database was lost and rebuilt from files: the journal still has the tokens."""
     run = RunFiles(runs)
     run.created()
     run.moved(RunState.PREFLIGHT, 1, token=7)
@@ -124,7 +124,7 @@ def test_sqlite_leases_follow_the_given_clock(tmp_path: Path) -> None:
 
 
 class Unfenced(HistoryStore):
-    """Negative control: takes the lease without looking whether it is still the one it saw."""
+    """Negative control: takes the lease without checking whether it is still the one that was read."""
 
     meeting: threading.Barrier
 
@@ -139,7 +139,7 @@ class Unfenced(HistoryStore):
 
 
 class SlowToTake(HistoryStore):
-    """The real store, held up between looking and taking until the others have looked too."""
+    """The real store, delayed between read and write until the others have also read."""
 
     meeting: threading.Barrier
 

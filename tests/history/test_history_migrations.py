@@ -1,5 +1,4 @@
-"""The migrations make the tables that the program declares, on both databases, and nothing by themselves on
-PostgreSQL."""
+"""The migrations create the declared tables on both databases, and do nothing automatically on PostgreSQL."""
 
 import os
 import runpy
@@ -30,7 +29,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def differences(store: HistoryStore, declared: sa.MetaData) -> list[object]:
-    """Changes that Alembic would still make."""
+    """Remaining changes according to Alembic."""
     with store.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         return list(compare_metadata(context, declared))
@@ -41,7 +40,7 @@ def test_the_migrated_schema_is_the_declared_one(store: HistoryStore) -> None:
 
 
 def test_a_forgotten_migration_would_be_seen(store: HistoryStore) -> None:
-    """Negative control: a column and an index that no migration makes."""
+    """Negative control: a column and an index that no migration creates."""
     declared = sa.MetaData(naming_convention=metadata.naming_convention)
     for table in metadata.tables.values():
         table.to_metadata(declared)
@@ -51,7 +50,7 @@ def test_a_forgotten_migration_would_be_seen(store: HistoryStore) -> None:
 
 
 def test_check_constraints_and_references_are_the_declared_ones(store: HistoryStore) -> None:
-    """Compare the names of check constraints and the cascades of a run, which Alembic leaves out."""
+    """Compare the names of check constraints and the cascades of a run, which Alembic ignores."""
     with store.reading() as connection:
         inspector = sa.inspect(connection)
         for table in metadata.sorted_tables:
@@ -94,7 +93,7 @@ def test_upgrading_an_up_to_date_database_changes_nothing(store: HistoryStore, r
 def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate, "SCHEMA_REVISION", "9998")
     with pytest.raises(
-        SchemaOutOfDate, match=rf"has schema {SCHEMA_REVISION}, this program needs 9998. Run `rlhf db upgrade`"
+        SchemaOutOfDate, match=rf"has schema {SCHEMA_REVISION}, but this program needs 9998. Run `rlhf db upgrade`"
     ) as error:
         HistoryStore(database_url)
     assert error.value.exit_code == 2
@@ -166,7 +165,7 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def upgrade(url: str, revision: str) -> None:
-    """Upgrade a database as Alembic's command line does, in this process: a process of its own takes 0.5 s."""
+    """Upgrade a database like Alembic's command line, but in this process: a separate process takes 0.5 s."""
     command.upgrade(_config(url), revision)
 
 
@@ -186,7 +185,7 @@ WHEN = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 def a_value(column: sa.Column[object]) -> object:
-    """Something that fits a column, and the rows of other tables that it may refer to."""
+    """Value that fits a column, and the rows of other tables that it may reference."""
     named = {
         "run_id": RUN_ID,
         "state": "completed",
@@ -215,14 +214,14 @@ def a_value(column: sa.Column[object]) -> object:
 
 
 def fill(url: str) -> dict[str, dict[str, object]]:
-    """A row in every table of whatever schema the database has; returns them as they are read back."""
+    """Insert a row into every table of the database's schema; return the rows as they are read back."""
     schema = sa.MetaData()
     engine = database.writing_engine(database.parse_url(url))
     with engine.begin() as connection:
         schema.reflect(connection)
         for table in schema.sorted_tables:
             if table.name != "alembic_version":
-                # The one number that the database gives: taken past its counter, it would be given again.
+                # The only number assigned by the database: inserted past its counter, it would be assigned again.
                 given = {"key_id"} if table.name == "metric_keys" else set()
                 row = {column.name: a_value(column) for column in table.columns if column.name not in given}
                 connection.execute(table.insert(), [row])
@@ -231,7 +230,7 @@ def fill(url: str) -> dict[str, dict[str, object]]:
 
 
 def read(url: str, known: Collection[str] | None = None) -> dict[str, dict[str, object]]:
-    """The one row of each table of the present schema, or of some of them."""
+    """The only row of each table of the current schema, or of some of them."""
     engine = database.writing_engine(database.parse_url(url))
     schema = sa.MetaData()
     found = {}
@@ -245,7 +244,7 @@ def read(url: str, known: Collection[str] | None = None) -> dict[str, dict[str, 
 
 
 def renamed(rows: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    """The same rows under the names that the present schema has for their tables and columns."""
+    """The same rows with the current schema's names of tables and columns."""
     tables = {one.table: one.now for one in RENAMED if not one.column}
     columns = {(one.table, one.column): one.now for one in RENAMED if one.column}
     return {
@@ -291,7 +290,7 @@ def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: st
 
 
 def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
-    """Negative control: a table that is made again without what was in it."""
+    """Negative control: a table that is recreated without its content."""
     url = f"sqlite:///{tmp_path}/history.db"
     upgrade(url, "0005")
     before = fill(url)

@@ -24,7 +24,7 @@ from rlhf_core.watchdog.ingest import sync
 
 @pytest.fixture
 def three(store: HistoryStore, runs: Path) -> dict[str, str]:
-    """Two runs of the same name and one of another: what they are called here -> run id."""
+    """Two runs of the same name and one of another: name in this test -> run id."""
     old = whole_run(runs, "sort", "aaaaaa", 0)
     new = RunFiles(runs, "sort", "abbbbb", 100)
     new.created()
@@ -78,7 +78,7 @@ def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
 
 
 def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
-    with pytest.raises(UnknownRun, match=f"fits several runs: {three['new']}, {three['old']}"):
+    with pytest.raises(UnknownRun, match=f"matches several runs: {three['new']}, {three['old']}"):
         queries.resolve_run(store, "sor")
 
 
@@ -217,7 +217,7 @@ def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -
     sync(run.dir, store)
     found = queries.events(store, run.run_id)
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)
-    assert found[0]["message"] == "anna asked for sort with sort.toml"
+    assert found[0]["message"] == "anna requested sort with sort.toml"
     moved = [event["state"] for event in found if event["kind"] == "run_moved"]
     assert moved == ["preflight", "queued", "training", "queued", "training", "evaluating", "completed"]
     assert {"1 passed, 1 warning", "local job j1", "node n2 was lost"} <= {event["message"] for event in found}
@@ -237,7 +237,7 @@ def test_a_curve_takes_the_last_value_of_each_step(store: HistoryStore, runs: Pa
 
 
 def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore, runs: Path) -> None:
-    """The new attempt is at step 3 only; steps 4 and 5 of the old one were made on weights that no longer exist."""
+    """The new attempt is only at step 3; steps 4 and 5 of the old one belong to discarded weights."""
     run = RunFiles(runs)
     run.created()
     for step in range(1, 6):
@@ -264,7 +264,7 @@ def test_a_metric_that_is_not_there(store: HistoryStore, runs: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the time went
+# Use of time
 
 
 def test_goodput(store: HistoryStore, runs: Path) -> None:
@@ -395,7 +395,7 @@ WRITES = [
 @pytest.mark.parametrize("statement", WRITES)
 def test_the_database_refuses_to_write(store: HistoryStore, three: dict[str, str], statement: str) -> None:
     before = dump(store)
-    with pytest.raises(BadInput, match=r"refused: .* answers one reading statement") as error:
+    with pytest.raises(BadInput, match=r"refused: .* runs one read-only statement") as error:
         queries.run_sql(store, statement)
     assert error.value.exit_code == 2
     assert dump(store) == before
@@ -403,7 +403,7 @@ def test_the_database_refuses_to_write(store: HistoryStore, three: dict[str, str
 
 @pytest.mark.parametrize("statement", WRITES[:5])
 def test_the_same_statements_write_elsewhere(store: HistoryStore, three: dict[str, str], statement: str) -> None:
-    """Negative control: it is `run_sql` that refuses them, they are not wrong in themselves."""
+    """Negative control: `run_sql` rejects them, but they are valid."""
 
     class Undo(Exception):
         pass
@@ -461,7 +461,7 @@ def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, state
 
 @pytest.mark.parametrize("statement", ["SELEC 1", "SELECT ("])
 def test_what_is_no_sql(store: HistoryStore, statement: str) -> None:
-    with pytest.raises(BadInput, match="did not understand"):
+    with pytest.raises(BadInput, match="rejected the query"):
         queries.run_sql(store, statement)
 
 
@@ -471,11 +471,11 @@ def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What runs of a shape have taught
+# Values learned from runs of a shape
 
 
 def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs: Path) -> None:
-    """With the controls: another shape, and a run that did not end well, teach nothing."""
+    """With the controls: nothing is learned from another shape or a failed run."""
     done = whole_run(runs, "sort", "aaaaaa", 0)
     undone = RunFiles(runs, "sort", "bbbbbb", 100)
     undone.created()
@@ -489,7 +489,7 @@ def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs:
 
 
 def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, runs: Path) -> None:
-    """Each with the mean of its steps; a run that was not completed does not count."""
+    """Each with the mean of its steps; an incomplete run does not count."""
     made = []
     for index, seconds in enumerate((1.0, 4.0, 9.0, 100.0)):
         run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
@@ -508,7 +508,7 @@ def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, 
 
 
 def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
-    """The newest completed one, with what the newest of its rounds of checks found that it stood on."""
+    """The newest completed run, with the basis from its newest round of checks."""
     assert queries.last_good(store, "sort") is None
     for index, state in enumerate((RunState.COMPLETED, RunState.COMPLETED, RunState.FAILED)):
         run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)

@@ -1,4 +1,4 @@
-"""The saved queries, on both databases, with rows whose answers were worked out by hand."""
+"""The saved queries on both databases, with results calculated by hand."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -14,11 +14,11 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import CleanJson, CleanText, UtcDateTime, metadata
 
 NOW = datetime.now(UTC).replace(microsecond=0)
-"""Querys look back from the present."""
+"""Queries look back from the present."""
 
 
 class History:
-    """A history written row by row: what a row does not say is empty."""
+    """A history written row by row; missing values are empty."""
 
     def __init__(self, store: HistoryStore) -> None:
         self.store = store
@@ -40,7 +40,7 @@ class History:
     def metric(
         self, run_id: str, key: str, step: int, ago: float, value: float, start: tuple[int, int] = (1, 0)
     ) -> None:
-        """A metric of a step that ended so many seconds ago."""
+        """A metric of a step, with its end in seconds before now."""
         keys = metadata.tables["metric_keys"]
         with self.store.writing() as connection:
             found = connection.execute(select(keys.c.key_id).where(keys.c.name == key)).scalar()
@@ -52,18 +52,18 @@ class History:
         )
 
     def run(self, run_id: str, **facts: Any) -> None:
-        """A completed run with one attempt on two nodes, asked for 1000 s ago and ended 100 s ago."""
+        """A completed run with one attempt on two nodes, requested 1000 s ago and ended 100 s ago."""
         known = {"name": "sort", "state": "completed", "created_at": 1000, "ended_at": 100, "progress_at": 100}
         self.add("runs", run_id=run_id, **{**known, **facts})
         self.add("attempts", run_id=run_id, number=1, num_nodes=2, state="completed")
 
     def incident(self, run_id: str, ago: float, kind: str, **facts: Any) -> None:
-        """Something went wrong in the first start of the first attempt."""
+        """Add an incident in the first start of the first attempt."""
         known = {"incident_id": "1.0", "attempt": 1, "restart": 0, "failure_kind": kind, "seen_at": ago}
         self.add("incidents", run_id=run_id, **{**known, **facts})
 
     def ask(self, query: str, **given: str) -> list[dict[str, Any]]:
-        """The answer to a saved query; numbers to four digits, because the databases add up in their own ways."""
+        """Result of a saved query, with numbers to four digits, because the databases round sums differently."""
         answer = run(self.store, find(query), given)
         return [
             {
@@ -101,7 +101,7 @@ def pick(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
 DAY = 86400.0
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Failures and what they cost
+# Failures and their cost
 
 
 def test_failures_by_kind(history: History) -> None:
@@ -120,7 +120,7 @@ def test_failures_by_kind(history: History) -> None:
 
 
 def a_run_that_was_stopped_once(history: History, run_id: str = "a", **facts: Any) -> None:
-    """Steps 1 to 3 of 10 s each, a hang, then steps 3 and 4 by another start: 40 s of steps that count."""
+    """Steps 1 to 3 of 10 s each, a hang, then steps 3 and 4 by another start: 40 s of valid steps."""
     history.run(run_id, **facts)
     history.add("attempts", run_id=run_id, number=2, num_nodes=2, submitted_at=700, started_at=600)
     history.add("restarts", run_id=run_id, attempt=1, restart=0, first_step=1, last_step=3, started_at=960)
@@ -138,8 +138,8 @@ def test_goodput(history: History) -> None:
     history.run("b", name="other")
     history.run("c", trial_of="a")
     history.run("d", created_at=60 * DAY)
-    # a: 900 s from begin to end, 100 s of them in a queue; 4 steps count, 1 was made again; 420 s from the end of
-    # step 3 to the beginning of the next, and the 10 s of that step.
+    # a: 900 s from start to end, 100 s of them in a queue; 4 valid steps, 1 repeated; 420 s from the end of step 3 to
+    # the start of the next, and the 10 s of that step.
     columns = ("run_id", "ettr", "wall_s", "queue_s", "productive_s", "repeated_s", "lost_s")
     assert pick(history.ask("goodput"), *columns) == [
         ("b", 0.0, 900.0, 0, 0.0, 0.0, 0),
@@ -170,7 +170,7 @@ def test_nodes_by_cost(history: History) -> None:
         ("n2", 2, 2, 520.0, 0.2889),
         ("n3", 1, 1, 340.0, 0.1889),
     ]
-    # Every incident blames one node here: what the nodes cost is what was lost.
+    # Every incident suspects one node here, so the cost of the nodes is the lost time.
     assert sum(row["lost_s"] for row in rows) == sum(row["lost_s"] for row in history.ask("time-lost"))
     assert sum(row["lost_s"] for row in rows) == sum(row["lost_s"] for row in history.ask("goodput"))
     assert history.ask("nodes-by-cost", days="0") == []
@@ -439,7 +439,7 @@ def test_every_question_has_a_test_and_says_what_it_means() -> None:
 
 
 def test_the_text_that_is_shown_can_be_asked_again(history: History) -> None:
-    """With another argument, and as a statement of one's own."""
+    """With another argument, and as a user's own statement."""
     a_run_that_was_stopped_once(history)
     own_dialect = saved_queries.dialect_of(history.store)
     for query in saved():
@@ -471,8 +471,8 @@ Given = Mapping[str, str]
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("goodput", {"dys": "3"}, "the query has no argument 'dys'. It has: days, name."),
-        ("goodput", {"days": "many"}, "found days=many, expected a number: how far back to look."),
+        ("goodput", {"dys": "3"}, "the query has no argument 'dys'. Its arguments: days, name."),
+        ("goodput", {"days": "many"}, "found days=many, expected a number: length of the period."),
         ("config-differences", {}, "the query needs a value for 'a': give a=VALUE."),
     ],
 )
@@ -484,7 +484,7 @@ def test_wrong_arguments(history: History, name: str, given: Given, said: str) -
 
 
 def test_an_unknown_question_and_an_unknown_run(history: History) -> None:
-    with pytest.raises(BadInput, match=r"no saved query 'godput'; did you mean goodput\?"):
+    with pytest.raises(BadInput, match=r"saved query 'godput' not found; did you mean goodput\?"):
         find("godput")
     history.run("a")
     with pytest.raises(UnknownRun):
@@ -492,7 +492,8 @@ def test_an_unknown_question_and_an_unknown_run(history: History) -> None:
 
 
 def test_a_question_changes_nothing(history: History) -> None:
-    """The guard of free SQL holds for statements with values too; PostgreSQL would take ``RETURNING`` as an answer."""
+    """The guard of free SQL also applies to statements with values; PostgreSQL would accept ``RETURNING`` as a
+    result."""
     history.run("a")
     for text in ("DELETE FROM runs WHERE seed = :seed", "DELETE FROM runs WHERE seed = :seed RETURNING run_id"):
         with pytest.raises(BadInput, match="refused"):

@@ -1,4 +1,4 @@
-"""Views and kept totals: goodput of all runs, recoveries, where a step's time goes, telemetry, what stood out."""
+"""Views and cached totals: goodput of all runs, recoveries, parts of a step's time, telemetry, outliers."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from rlhf_core.watchdog.ingest import rebuild, sync
 
 
 def ask(store: HistoryStore, question: str) -> list[list[object]]:
-    """Rows of a question in SQL."""
+    """Rows of a query in SQL."""
     return queries.run_sql(store, question).rows
 
 
@@ -35,7 +35,7 @@ def assert_goodput_is_the_view(store: HistoryStore) -> None:
 
 
 def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, runs: Path) -> None:
-    """Over, at work, over and resumed, made again."""
+    """Ended, active, ended and resumed, rebuilt."""
     whole_run(runs, "over", "aaaaaa")
     resumed = RunFiles(runs, "resumed", "bbbbbb", 100)
     resumed.created()
@@ -69,7 +69,7 @@ def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, ru
 
 
 def test_a_stale_cache_of_goodput_is_not_used(store: HistoryStore, runs: Path) -> None:
-    """A late line of a run that has ended: the row of the cache is passed over."""
+    """A late line of an ended run: the row of the cache is ignored."""
     run = whole_run(runs)
     sync(run.dir, store)
     with store.writing() as connection:
@@ -110,7 +110,7 @@ def test_goodput_of_a_month(store: HistoryStore, runs: Path) -> None:
 
 
 def test_recoveries(store: HistoryStore, runs: Path) -> None:
-    """Killed at 17, first step again at 22, new ground (step 5) at 26; lost at 30, step 5 again at 40, step 6 at 42."""
+    """Killed at 17, first step again at 22, first new step (5) at 26; lost at 30, step 5 again at 40, step 6 at 42."""
     sync(whole_run(runs).dir, store)
     found = ask(
         store,
@@ -166,7 +166,7 @@ def test_an_incident_that_ended_all_workers_costs_time(store: HistoryStore, runs
 
 
 def test_where_the_time_of_steps_went(store: HistoryStore, runs: Path) -> None:
-    """Steps that were made again count once."""
+    """Repeated steps count once."""
     run = RunFiles(runs)
     run.created()
     for step in (1, 2, 3):
@@ -228,7 +228,7 @@ def test_runs_are_filtered_by_owner_and_tag(store: HistoryStore, runs: Path) -> 
 
 
 def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: Path) -> None:
-    """In one batch and in two: PostgreSQL's COPY alone would refuse the batch."""
+    """In one batch and in two: PostgreSQL's COPY alone would reject the batch."""
     run = RunFiles(runs)
     run.created()
     run.metrics(1, 0, 1, 1, **{"a/b": 1.0})

@@ -1,6 +1,6 @@
 """Broken configs, one mistake each: found before any allocation, with a message that names the setting and the remedy.
-The first lines of each file of ``broken/`` name its mistake, the check that finds it (or ``config``: it cannot even be
-read), and the expected message.
+The first lines of each file in ``broken/`` name its mistake, the check that finds it (or ``config`` if it cannot be
+loaded), and the expected message.
 """
 
 import json
@@ -49,7 +49,7 @@ def surroundings(path: Path) -> dict[str, Any]:
 
 
 def facts_of(path: Path, spec: RunSpec) -> Facts:
-    """Gather the facts from the files as they are and a cluster as the case describes it."""
+    """Gather the facts from the files and from the cluster described by the case."""
     around = surroundings(path)
     scheduler, packages = around.pop("scheduler", "local"), around.pop("packages", {})
     if spec.trainer.kind == "command":
@@ -116,7 +116,7 @@ def gsm8k_files(folder: Path) -> list[str]:
 NEEDS_MORE = {
     "quickstart-reward-model-grpo": ["reward.models"],  # a promoted reward model
 }
-"""Presets that need something before they run, and the checks that say so. Those for GPUs are predicted elsewhere."""
+"""Presets with prerequisites, and the checks that report them. Presets for GPUs are predicted elsewhere."""
 
 
 @pytest.mark.training

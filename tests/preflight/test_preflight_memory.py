@@ -1,4 +1,4 @@
-"""The memory model: against hand counts, against tensors that torch keeps, and its messages."""
+"""The memory model compared with hand counts and with tensors kept by torch, and its messages."""
 
 import inspect
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_a_gpu_that_is_not_in_the_table(kind: str) -> None:
 
 
 def test_a_cache_is_as_large_as_published() -> None:
-    """Qwen3-8B: 144 KiB a token in 16 bit."""
+    """Qwen3-8B: 144 KiB per token in 16 bit."""
     one = memory.cache_bytes(shape(), "bfloat16", 1, 1)
     assert one * 36 // 37 == 144 * 1024, "but for the layer that is copied while it grows"
 
@@ -104,7 +104,7 @@ def test_states_are_those_of_zero_1() -> None:
 
 
 def test_states_are_those_of_every_stage_of_zero() -> None:
-    """Rajbhandari et al. 2020, figure 1, with gradients in float32; what is offloaded lies in main memory."""
+    """Rajbhandari et al. 2020, figure 1, with gradients in float32; offloaded parts are in main memory."""
     parameters = shape().parameters
 
     def resident(stage: int, offload: str = "none", dtype: str = "bfloat16") -> tuple[float, float, float]:
@@ -162,7 +162,8 @@ def test_what_is_offloaded_must_fit_into_the_node() -> None:
 
 
 def test_an_adapter_of_engines_is_given_alone_and_its_base_stays() -> None:
-    """The next version is that of the adapter; vLLM's base model waits in main memory: no version brings it."""
+    """The next version is that of the adapter; vLLM's base model is kept in main memory, because syncs do not include
+    it."""
     beside = with_spec(model={"lora": {}}, rollout={"engines": 2}).spec
     parts, whole = (memory.engine_estimate(spec, shape()) for spec in (beside, with_spec(rollout={"engines": 2}).spec))
     assert parts.moments["sync"]["next weights"] < 0.02 * whole.moments["sync"]["next weights"]
@@ -184,7 +185,7 @@ def test_a_reference_model_is_counted_when_there_is_one() -> None:
 
 
 def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
-    """Trained parameters as peft counts them for Qwen2.5-7B with rank 16 beside all linear layers: 40,370,176."""
+    """Trained parameters as peft counts them for Qwen2.5-7B with rank 16 on all linear layers: 40,370,176."""
     whole, lora = big(train={"algorithm": "dpo"}), LoraSpec()
     config = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     seven = memory.shape_of({**config, "num_key_value_heads": 4}, 7_615_616_512, 152064)
@@ -199,7 +200,7 @@ def test_an_adapter_has_an_optimizer_of_its_own_and_no_second_model() -> None:
 
 
 def test_completions_of_the_data_are_as_long_as_they_may_be() -> None:
-    """An offline loop learns from completions of the data, whatever is sampled in its evaluation."""
+    """An offline loop learns from completions of the data, independent of sampling in its evaluation."""
     sampled, taught = {"max_new_tokens": 64}, {"max_prompt_tokens": 100, "max_completion_tokens": 1000}
     offline = with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}, data=taught, rollout=sampled)
     assert memory.longest_sequence(offline.spec) == 1100
@@ -249,7 +250,7 @@ def test_traits_are_counted_whatever_the_algorithm_is_called(monkeypatch: pytest
 
 @pytest.mark.training
 def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in the trainer's own loop over a vocabulary of this size, with the layer itself left out."""
+    """Counted in the trainer's own loop over a vocabulary of this size, without the layer itself."""
     import torch
 
     from rlhf_core.training.models import causal_lm as models
@@ -331,7 +332,7 @@ def vllm(kind: str = "h100", **rollout: Any) -> Facts:
 
 
 def test_vllm_takes_its_share_of_the_gpu_while_it_samples() -> None:
-    """0.4 of an H100 is 32 GiB, weights included; ZeRO 3 gathers the whole weights to verify the first version."""
+    """0.4 of an H100 is 32 GiB, including weights; ZeRO 3 gathers the whole weights to verify the first version."""
     gpu = memory.gpu_memory_bytes("h100")
     parts = memory.trainer_estimate(vllm().spec, shape(), gpu).moments["sample"]
     assert parts["vLLM (40% of the GPU)"] == pytest.approx(32 * GIB, rel=1e-6)
@@ -346,7 +347,7 @@ def test_vllm_takes_its_share_of_the_gpu_while_it_samples() -> None:
 def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does() -> None:
     small = only(vllm(vllm={"gpu_memory_share": 0.15}), "memory.rollout")
     assert small.status is CheckStatus.BLOCKED
-    assert "vLLM has 12.0 GiB of a rank, of which weights and a step take" in small.found
+    assert "vLLM has 12.0 GiB per rank, " in small.found
     least = float(small.advice.partition("share=")[2].partition(" ")[0])
     enough = only(vllm(vllm={"gpu_memory_share": least}), "memory.rollout")
     assert enough.status is CheckStatus.PASSED
@@ -356,7 +357,7 @@ def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does()
 
 
 def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
-    """Half of the weights on each of two GPUs; without GPUs all parts lie in one main memory."""
+    """Half of the weights on each of two GPUs; without GPUs, all parts are in the same main memory."""
     one, two = (vllm(engines=2, vllm={"tensor_parallel": width}).spec for width in (1, 2))
     gpu = memory.gpu_memory_bytes("h100")
     part = memory.part_of(shape(), 2)
@@ -372,7 +373,7 @@ def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
 
 
 def test_evaluators_whose_samples_engines_make_hold_the_weights_alone() -> None:
-    """Controls: each with a vLLM engine of its own; with transformers where an adapter is merged and vLLM is split."""
+    """Controls: each with its own vLLM engine; with transformers if an adapter is merged and vLLM is split."""
     gpu = memory.gpu_memory_bytes("h100")
     split = {"engines": 2, "vllm": {"tensor_parallel": 2}}
     apart, own = (memory.evaluator_estimate(vllm(**rollout).spec, shape(), gpu) for rollout in (split, {}))
@@ -383,7 +384,7 @@ def test_evaluators_whose_samples_engines_make_hold_the_weights_alone() -> None:
 
 
 def test_a_cache_of_vllm_holds_as_many_sequences_as_counted() -> None:
-    """Qwen3-8B has 144 KiB a token; what weights and a step leave of the share is cache."""
+    """Qwen3-8B has 144 KiB per token; the share without weights and a step is cache."""
     facts, gpu = vllm(), memory.gpu_memory_bytes("h100")
     assert memory.token_cache_bytes(shape(), "bfloat16") == 144 * 1024
     budget = memory.vllm_cache_budget(facts.spec, shape(), gpu)
@@ -442,7 +443,7 @@ def test_a_merged_model_is_counted_among_what_fills_the_disk() -> None:
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=32), LoraSpec(target_modules=("q_proj", "v_proj"))])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | None) -> None:
-    """Every tensor that the backward pass of a small Qwen3 holds on to, but for the weights, is counted once."""
+    """Every tensor kept for the backward pass of a small Qwen3, except the weights, is counted once."""
     import torch
 
     from rlhf_core.training.data.tokenizers import build_tokenizer

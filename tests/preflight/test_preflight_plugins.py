@@ -55,7 +55,7 @@ batch.micro_batch = site_checks:quota
 
 @pytest.fixture
 def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
-    """A healthy run at a site with checks of its own."""
+    """A healthy run at a site with its own checks."""
     (tmp_path / "site_checks.py").write_text(CODE)
     package = tmp_path / "site_checks-1.0.dist-info"
     package.mkdir()

@@ -1,4 +1,4 @@
-"""Predicted memory and step time: against hand counts, in the presets for real hardware, in a dry run."""
+"""Predicted memory and step time: compared with hand counts, in the presets for real hardware, in a dry run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,11 @@ from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.run import with_changes
 
 WEIGHTS = {"qwen2.5-7b-gsm8k": 7_615_616_512, "qwen2.5-32b": 32_763_876_352}
-"""Parameters by the model cards' checkpoints."""
+"""Parameters according to the model cards' checkpoints."""
 
 
 def on_a_cluster(name: str, num_nodes: int) -> Facts:
-    """Facts of a preset on nodes with the GPUs that it asks for."""
+    """Facts of a preset on nodes with the requested GPUs."""
     spec = config.load(name)
     nodes = tuple(f"n{number}" for number in range(num_nodes))
     scheduler = FakeScheduler(

@@ -18,7 +18,7 @@ RUN_ID = "small-20260301-120000-aaaaaa"
 
 
 def after(past: Facts, present: Facts) -> Facts:
-    """Build the facts of a run whose last good run had those of ``past``."""
+    """Build the facts of a run with the ``past`` facts of its last good run."""
     good = GoodRun(RUN_ID, past.spec.model_dump(mode="json"), basis_of(past))
     return replace(present, baseline=Baseline(last_good=good, known=True))
 
@@ -114,7 +114,7 @@ def test_nothing_is_said(facts: Facts) -> None:
 
 def test_an_automatic_trial_asks_nothing_of_the_user() -> None:
     facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), baseline=Baseline(known=True))
-    assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on all 2 nodes")
+    assert needed(facts).advice.startswith("nothing to do: 3 steps on one node, then on all 2 nodes")
 
 
 def test_the_basis_survives_being_written_down() -> None:
@@ -136,11 +136,11 @@ def test_the_ladder_has_two_rungs_and_one_on_one_node() -> None:
 
 
 def test_a_trial_of_engines_with_nodes_of_their_own_has_one_of_each_kind() -> None:
-    """As many engines on each node as the run has; with the control, engines beside the trainers."""
+    """The same number of engines on each node as in the run; with the control, engines beside the trainers."""
     spec = with_spec(resources={"num_nodes": 6}, rollout={"engines": 4, "nodes": 2}).spec
     small, whole = rungs(spec)
     assert (small.title, whole.title) == (
-        "trial on one node that trains and one with engines",
+        "trial on one node for training and one for engines",
         "trial on all 6 nodes",
     )
     tried = [trial_spec(spec, rung) for rung in (small, whole)]
@@ -209,7 +209,7 @@ def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> No
 
 
 def unknown_run(facts: Facts) -> Facts:
-    """Facts of a run without a good one before it."""
+    """Facts of a run without an earlier good one."""
     return replace(facts, baseline=Baseline(known=True))
 
 
@@ -217,7 +217,7 @@ def test_a_trial_of_another_program_makes_fewer_steps_on_one_node() -> None:
     facts = unknown_run(command())
     finding = needed(facts)
     assert finding.status is CheckStatus.WARNING
-    assert "no good run of the name theirs yet" in finding.found
+    assert "no good run named theirs yet" in finding.found
     one, both = (trial_spec(facts.spec, rung) for rung in rungs(facts.spec))
     assert (one.resources.num_nodes, both.resources.num_nodes) == (1, 2)
     steps = facts.spec.preflight.trial_steps
@@ -232,8 +232,8 @@ def test_a_trial_of_another_program_makes_fewer_steps_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        (command(TORCHRUN.replace("{num_steps}", "100")), "does not have {num_steps}"),
-        (command(output_dir="/scratch/out"), "/scratch/out is that of the run as well"),
+        (command(TORCHRUN.replace("{num_steps}", "100")), "lacks {num_steps}"),
+        (command(output_dir="/scratch/out"), "/scratch/out is also that of the run"),
         (command(TORCHRUN.replace("{num_nodes}", "2")), "a fixed --nnodes"),
     ],
 )

@@ -39,7 +39,7 @@ INCIDENTS: list[dict[str, Any]] = [
         "detected_after_s": 0.3,
         "seen_at": at(61),
         "evidence_dir": "attempts/1/restarts/0/incident",
-        "message": "Rank 1 on box ended by SIGKILL, and nothing in the job explains it.",
+        "message": "Rank 1 on box ended by SIGKILL; no cause was found in the job.",
     },
     {
         "incident_id": "control-812",

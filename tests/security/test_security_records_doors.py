@@ -366,7 +366,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
             path.unlink()
     assert published == []
     assert min(whole, refused) >= 3, (whole, refused)
-    assert all("no room" in text or "cannot be made" in text for text in said), said
+    assert all("disk is full" in text or "cannot be created" in text for text in said), said
 
 
 def _require_whole(file: Path) -> None:

@@ -418,7 +418,7 @@ def test_a_run_is_ended_without_a_history(scheduler: FakeScheduler, capsys: pyte
     rlhf("cancel", run_dir.run_id)
     shown = capsys.readouterr()
     assert scheduler.cancelled == ["101"]
-    assert "is no SQLite database" in shown.err
+    assert "is not a SQLite database" in shown.err
     assert "none of its jobs is running" in shown.out
     assert run_dir.cancel_request.exists(), "the next controller marks it"
     file.unlink()

@@ -106,7 +106,7 @@ def test_a_blob_of_400_mb_is_an_error_in_words(store: HistoryStore, capsys: pyte
         assert execute(["sql", text]) == 2
         assert execute(["sql", text, "--json"]) == 2
         said = capsys.readouterr().err
-        assert "larger than 64 MiB, which `rlhf sql` does not read: leave its column out" in said
+        assert "larger than 64 MiB, the limit of `rlhf sql`: omit its column" in said
         assert "bug" not in said
 
 
@@ -119,7 +119,7 @@ def test_a_stored_value_that_is_too_large_leaves_the_other_columns(
     writing.close()
     monkeypatch.setattr(sql_limits, "MAX_VALUE_BYTES", 1_000_000)
     with HistoryStore(url) as store:
-        with pytest.raises(BadInput, match="leave its column out"):
+        with pytest.raises(BadInput, match="omit its column"):
             queries.run_sql(store, "SELECT * FROM metric_keys")
         assert queries.run_sql(store, "SELECT key_id FROM metric_keys").rows == [[1]]
 

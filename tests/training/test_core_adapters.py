@@ -158,7 +158,7 @@ def test_an_adapter_of_other_layers_or_another_base_is_refused(tmp_path: Path) -
     [
         ({"target_modules": []}, "expected names of layers"),
         ({"target_modules": ["all-linear", "q_proj"]}, '"all-linear" alone'),
-        ({"dropout": 0.1}, "log-probabilities of another distribution"),
+        ({"dropout": 0.1}, "log-probabilities of a different distribution"),
         ({"dropout": 1.0}, "less than 1"),
     ],
 )

@@ -1,2 +1,2 @@
-"""Hangs: alive or silent (``liveness``), provably at a standstill (``standstill``), and which rank is to blame
+"""Detection of hangs: silence (``liveness``), proof of a standstill (``standstill``), and the responsible rank
 (``verdict``)."""

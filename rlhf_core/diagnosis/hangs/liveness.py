@@ -1,15 +1,15 @@
-"""Alive, or hung: a pure rule over beats and a clock.
+"""Detection of silent workers: a pure rule over beats and a clock.
 
 A worker hangs when it has been silent for longer than ``max(floor, factor x longest silence that ended well)`` in its
-phase. The rule is about the gap between two beats, not about how long a phase takes: long phases beat inside. Long
-before that a worker is looked at (:func:`suspect`), and what the looks prove is acted upon at once (``standstill.py``).
-Two more things keep the rule from false alarms:
+phase. The rule limits the gap between two beats, not the length of a phase: long phases also send beats. Long before
+that, a worker is inspected (:func:`suspect`), and a proven standstill is acted upon at once (``standstill.py``). Three
+exceptions prevent false alarms:
 
-- a worker that waits inside a collective is not judged as long as a peer it may wait for is at work within its own
-  limit: a trainer that waits for a slow rollout is not hung;
-- a worker that waits for a group beside its own (:data:`WAITS_FOR`) is not judged while that one is at fault;
-- a worker that goes through a phase for the first time has the allowance of the set-up (compilation, warming caches),
-  and its silences there teach nothing.
+- a worker that waits inside a collective is not judged while a peer that it may wait for is within its own limit: a
+  trainer that waits for a slow rollout is not hung;
+- a worker that waits for another group (:data:`WAITS_FOR`) is not judged while that group is at fault;
+- a worker in its first pass through a phase has the limit of the set-up (compilation, cold caches), and nothing is
+  learned from its silences there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {
     },
     Role.EVALUATOR: {Phase.EVALUATE: Role.ROLLOUT},
 }
-"""Groups that a worker waits for in a phase, where they run beside it."""
+"""Groups that a worker waits for in a phase, if they run beside it."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Suspect:
 
     status: RankStatus
     limit_s: float
-    """Silence that was allowed, in seconds."""
+    """Allowed silence, in seconds."""
     evidence: str = ""
-    """Proof, before the long floor is over, that it stands still; empty where the silence alone decides."""
+    """Proof of a standstill before the floor has passed; empty if the silence alone decides."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """State of a group that another one waits for."""
+    """State of a group that another group waits for."""
 
     is_at_fault: bool
     """True if a worker of it is missing, still in set-up, stopped, or silent for longer than usual."""
     well_for_s: float = float("inf")
-    """Time since it was at fault, in seconds; infinite if it never was."""
+    """Time since it was last at fault, in seconds; infinite if it never was."""
 
 
 class ConditionClock:
-    """Follows the condition of one group over time."""
+    """Condition of one group over time."""
 
     def __init__(self) -> None:
         self._fault_at_s = float("-inf")
@@ -63,8 +63,8 @@ class ConditionClock:
         """Judge a reading of the group.
 
         Args:
-            ranks: Its living workers.
-            num_missing: Workers that should live and do not.
+            ranks: Its running workers.
+            num_missing: Number of workers that should run but do not.
             tracker: Thresholds and what was learned.
             now_s: The monotonic time, in seconds.
         """
@@ -77,11 +77,11 @@ class ConditionClock:
 
 
 Conditions = Mapping[Role, Condition]
-"""Condition of each group that runs beside the one that is judged."""
+"""Condition of each group that runs beside the judged one."""
 
 
 class GapTracker:
-    """Remembers, over all restarts, the longest silence of each role and phase that ended well."""
+    """Longest silence of each role and phase that ended well, over all restarts."""
 
     def __init__(
         self,
@@ -92,13 +92,10 @@ class GapTracker:
         longest_s: Mapping[str, float] | None = None,
         suspect_s: float = float("inf"),
     ) -> None:
-        """Args:
-        gap_factor: How many times the longest silence that ended well is allowed.
-        floor_s: Silence that is always allowed, in seconds.
-        setup_floor_s: The same in set-up, and in the first pass of any phase.
-        phase_floors_s: The same in phases with a floor of their own.
-        longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
-        suspect_s: Least silence after which a worker is looked at, in seconds.
+        """Args: gap_factor: Allowed multiple of the longest silence that ended well. floor_s: Silence that is always
+        allowed, in seconds. setup_floor_s: The same in set-up, and in the first pass of any phase. phase_floors_s: The
+        same in phases with their own floor. longest_s: Longest silences of earlier runs of the same shape:
+        ``role/phase`` to seconds. suspect_s: Minimum silence after which a worker is inspected, in seconds.
         """
         self._suspect_s = suspect_s
         self._gap_factor = gap_factor
@@ -112,7 +109,7 @@ class GapTracker:
 
     @classmethod
     def of(cls, spec: SuperviseSpec, longest_s: Mapping[str, float] | None = None) -> "GapTracker":
-        """A tracker with the thresholds of a run, and what earlier runs of the same shape have taught."""
+        """Create a tracker with the thresholds of a run and the longest silences of earlier runs of the same shape."""
         floors_s = {
             Phase.ROLLOUT: spec.rollout_floor_s,
             Phase.REWARD: spec.reward_floor_s,
@@ -123,27 +120,27 @@ class GapTracker:
         return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s, spec.suspect_s)
 
     def begin_restart(self, role: Role) -> None:
-        """New workers of a role: what was learned stays, what was being watched is forgotten."""
+        """Forget the observed workers of a role that restarts; the learned silences remain."""
         self._last = {place: rank for place, rank in self._last.items() if rank.role is not role}
         self._spoiled = {place for place in self._spoiled if place[0] is not role}
 
     def longest_s(self, phase: Phase, role: Role = Role.TRAINER) -> float:
-        """Longest silence of a phase that ended well, in seconds; 0 when none was seen."""
+        """Longest silence of a phase that ended well, in seconds; 0 if there was none."""
         place = f"{role}/{phase}"
         return max(self._earlier_s.get(place, 0.0), self._longest_s.get(place, 0.0))
 
     @property
     def all_longest_s(self) -> dict[str, float]:
-        """Longest silences of this run that ended well: ``role/phase`` to seconds. Without those of earlier runs, which
-        would otherwise be handed on for ever."""
+        """Longest silences of this run that ended well: ``role/phase`` to seconds. Those of earlier runs are excluded,
+        because they would be passed on forever."""
         return dict(self._longest_s)
 
     def observe(self, ranks: Sequence[RankStatus], waits_for: Conditions = MappingProxyType({})) -> None:
-        """Take note of one reading of all workers of a group.
+        """Record one reading of all workers of a group.
 
-        A silence counts once it has ended, with the age at which it was last seen. It teaches nothing when a process
-        was stopped meanwhile, its own or a peer's, nor when it was spent waiting in a collective for a peer that was
-        outside, nor for a group that was at fault.
+        A silence counts once it has ended, with the age at the last reading. It is ignored if its own process or a
+        peer's was stopped meanwhile, or if the worker waited in a collective for a peer outside it, or for a group at
+        fault.
         """
         for rank in ranks:
             last = self._last.get(_place(rank))
@@ -163,7 +160,7 @@ class GapTracker:
         self._spoiled.discard(_place(ended))
 
     def limit_s(self, rank: RankStatus) -> float:
-        """Silence allowed to a worker in its present phase, in seconds."""
+        """Allowed silence of a worker in its current phase, in seconds."""
         learned = self._gap_factor * self.longest_s(rank.phase, rank.role)
         if rank.phase is Phase.SETUP:
             return max(self._setup_floor_s, learned)
@@ -173,10 +170,10 @@ class GapTracker:
         return max(floor_s, learned)
 
     def suspicion_s(self, rank: RankStatus) -> float:
-        """Silence after which a worker is looked at, in seconds; never more than is allowed to it.
+        """Silence after which a worker is inspected, in seconds; at most its limit.
 
-        A look ends nothing, so the factor is left out. It stays as long as a silence that ended well, all the same:
-        evidence should not be asked for where waiting is usual. A stopped process is unusual in any phase.
+        An inspection ends nothing, so the factor is omitted. But it is at least the longest silence that ended well,
+        because usual waits should not be inspected. A stopped process is unusual in any phase.
         """
         limit_s = self.limit_s(rank)
         if rank.is_stopped:
@@ -201,14 +198,14 @@ def judge(
     *,
     alone: bool = False,
 ) -> list[Suspect]:
-    """Workers that have been silent for too long; empty while all is well.
+    """Workers that have been silent for too long.
 
     Args:
-        ranks: All workers of the group that have not ended, as just read; ``observe`` was called with them before.
-        tracker: Thresholds and what was learned.
-        waits_for: Groups beside it. While one is at fault, a worker that waits for it is not hung; afterwards it has
-            its whole limit again.
-        alone: The workers do not wait for each other: each is judged by itself.
+        ranks: All running workers of the group, as just read; ``observe`` was called with them before.
+        tracker: Thresholds and learned silences.
+        waits_for: Groups beside it. While one is at fault, a worker that waits for it is not hung; afterwards, its
+            whole limit starts again.
+        alone: True if the workers do not wait for each other, so each is judged separately.
     """
     return _silent(ranks, tracker.limit_s, waits_for, alone=alone)
 
@@ -220,7 +217,7 @@ def suspect(
     *,
     alone: bool = False,
 ) -> list[Suspect]:
-    """Workers that have been silent for longer than usual: worth an inspection, which is all that may follow from it.
+    """Workers that have been silent for longer than usual: they are inspected, not ended.
 
     Args: as for :func:`judge`.
     """
@@ -228,7 +225,7 @@ def suspect(
 
 
 def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) -> bool:
-    """True if its silence may come from a group that it waits for, which is at fault or was a moment ago."""
+    """True if its silence may be caused by a group that it waits for and that is, or was just now, at fault."""
     awaited = WAITS_FOR.get(rank.role, {}).get(rank.phase)
     condition = waits_for.get(awaited) if awaited is not None else None
     return condition is not None and (condition.is_at_fault or condition.well_for_s < limit_s)
@@ -248,15 +245,15 @@ def _silent(
     suspects = [one for one in silent if not one.status.in_collective or one.status.is_stopped]
     if suspects:
         return suspects
-    # All that are silent wait in a collective. It is a hang only when no peer is left to wait for.
+    # All silent workers wait in a collective. It is a hang only if there is no other peer to wait for.
     return silent if len(silent) == len(ranks) else []
 
 
 def describe(suspect: Suspect) -> str:
-    """A suspicion, in words."""
+    """Format a suspect as text."""
     rank = suspect.status
     where = "inside a collective" if rank.in_collective else "outside any collective"
-    why = f"looked at after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
+    why = f"inspected after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
     return (
         f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
         f"{rank.step}, {why}; {where}, process state {rank.process_state}"
@@ -265,8 +262,8 @@ def describe(suspect: Suspect) -> str:
 
 
 def stop_of(rank: RankStatus) -> str:
-    """The stop of a worker, or of a process that it speaks for, in words."""
+    """Format the stop of a worker, or of a process that it represents, as text."""
     pids = ", ".join(str(one.pid) for one in rank.speaks_for if one.process_state in STOPPED_STATES)
     if rank.process_state in STOPPED_STATES or not pids:
         return "was stopped (process state T)"
-    return f"speaks for process {pids}, which was stopped (process state T)"
+    return f"represents process {pids}, which was stopped (process state T)"

@@ -1,18 +1,17 @@
-"""Proof that a worker stands still: a pure rule over several looks at all workers.
+"""Proof that a worker is at a standstill: a pure rule over several inspections of all workers.
 
-Silence alone proves nothing before the long floors are over: a worker may compute, compile, or wait for a reward
-service. Three things can be proven much earlier.
+Silence proves nothing before the floors have passed: a worker may compute, compile, or wait for a reward service. Three
+states can be proven much earlier.
 
-- *Stopped*: a signal has stopped the process (state T) in every look.
-- *Blocked for good*: nothing of it moved between the looks, and everything that could wake its main thread is itself
-  asleep for good. The main thread waits for a lock of its own process without a time-out, so only another thread of
-  that process could wake it, and all of those wait in the same way; or it waits for a connection to a peer, and
+- *Stopped*: the process is stopped by a signal (state T) in every inspection.
+- *Blocked for good*: nothing of it moved between the inspections, and everything that could wake its main thread is
+  itself blocked for good. The main thread waits for a lock of its own process without a timeout, so only another thread
+  of that process could wake it, and all of those wait in the same way; or it waits for a connection to a peer, and
   nothing in any peer could send. Meanwhile peers wait in a collective that it has not entered.
-- *Disagreement*: all wait inside a collective, and their flight recorders say that they have brought different
-  operations or shapes to the same one.
+- *Disagreement*: all wait inside a collective, and their flight recorders show different operations or shapes for it.
 
-Whatever moves, waits for time, or waits for something that is no process of the job keeps the long floor; so does
-whatever cannot be read. A lock with a time-out, a sleep, a pipe, a child, state D: all of these may end by themselves.
+The long floor remains for everything that moves, waits for time or for something outside the job, or cannot be read. A
+lock with a timeout, a sleep, a pipe, a child process, state D: all of these may end by themselves.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,46 +23,46 @@ from rlhf_core.schemas.reports import RankStatus
 
 MIN_LOOKS = 3
 SPAN_S = 4.0
-"""Least time from the first look of a proof to the last, in seconds."""
+"""Minimum time from the first inspection of a proof to the last, in seconds."""
 
 Place = tuple[str, int]
 """Node and local rank."""
 
 
 class Standstill:
-    """The looks at each worker since it last moved."""
+    """Inspections of each worker since it last moved."""
 
     def __init__(self) -> None:
         self._looks: dict[Place, list[Inspection]] = {}
 
     def add(self, looks: Collection[Inspection]) -> None:
-        """Take one look at all workers into account."""
+        """Add one inspection of all workers."""
         new: dict[Place, list[Inspection]] = {}
         for look in looks:
             before = self._looks.get(_place(look), [])
             same = bool(before) and not movement(before[-1], look)
-            # The first look and the last say as much as all in between once nothing has moved.
+            # If nothing has moved, the first and the last inspections suffice.
             new[_place(look)] = [*before[:1], *before[1:][-MIN_LOOKS:], look] if same else [look]
         self._looks = new
 
     def clear(self) -> None:
-        """Forget all: the watcher itself stood still, or the workers are others."""
+        """Forget all inspections, because the watcher itself was paused or the workers were replaced."""
         self._looks.clear()
 
     @property
     def still(self) -> dict[Place, Sequence[Inspection]]:
-        """Of each worker the looks since it last moved, the newest last."""
+        """Inspections of each worker since it last moved, newest last."""
         return dict(self._looks)
 
 
 def movement(before: Inspection, after: Inspection) -> str:
-    """Movement between two looks at a worker, in words; empty when there is none."""
+    """Describe the movement between two inspections of a worker; empty if there is none."""
     if before.status.pid != after.status.pid:
         return "another process"
     if before.status.sequence != after.status.sequence:
         return "a beat"
     if after.status.in_collective and after.status.collective_sequence is not None:
-        return ""  # it has answered about its collectives meanwhile, which is work of its own
+        return ""  # it has answered a query about its collectives meanwhile, which takes processor time
     if before.main is Wait.STOPPED and after.main is Wait.STOPPED:
         return ""
     moved = {
@@ -78,12 +77,12 @@ def movement(before: Inspection, after: Inspection) -> str:
 
 
 def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect], num_ranks: int) -> list[Suspect]:
-    """The suspects that provably stand still, with the evidence; empty while the long floors decide.
+    """The suspects with a proven standstill, with the evidence; empty while the floors decide.
 
     Args:
-        still: Of each worker the looks since it last moved.
+        still: Inspections of each worker since it last moved.
         suspects: Workers that have been silent for longer than usual.
-        num_ranks: All workers; where some could not be looked at, only a stopped process is proven.
+        num_ranks: Number of all workers; if some could not be inspected, only a stopped process is proof.
     """
     found = []
     for one in suspects:
@@ -98,7 +97,7 @@ def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Susp
 
 
 def is_promising(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect]) -> bool:
-    """True if a next look soon may complete a proof."""
+    """True if another inspection soon may complete a proof."""
     found = [still.get((one.status.node, one.status.local_rank), ()) for one in suspects]
     return any(
         looks
@@ -109,7 +108,7 @@ def is_promising(still: Mapping[Place, Sequence[Inspection]], suspects: Collecti
 
 
 def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Suspect]:
-    """Those that still stand where they were proven to, as just read; without evidence there is nothing to confirm."""
+    """The proven suspects that have not moved since, as just read; suspects without evidence are dropped."""
     found = []
     for one in proven:
         before = one.status
@@ -126,42 +125,43 @@ def _is_long(looks: Sequence[Inspection]) -> bool:
 
 
 def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:
-    """Proof that a worker stands still for good; empty when there is none."""
+    """Proof that a worker is blocked for good; empty if there is none."""
     look, seconds = looks[-1], looks[-1].at_s - looks[0].at_s
-    over = f"in {len(looks)} looks over {seconds:.1f} s"
+    over = f"in {len(looks)} inspections over {seconds:.1f} s"
     if all(one.main is Wait.STOPPED for one in looks):
         return f"{stop_of(look.status)} {over}"
     newest = [one[-1] for one in still.values()]
     if look.status.in_collective or not _is_waited_for(look, newest) or not all(map(_is_asleep, looks)):
         return ""
-    # What could not be read, or is on its way through the network, may still wake it.
+    # Something that could not be read, or data in transit, may still wake it.
     if len(newest) < num_ranks or any(one.problem or one.unsent_bytes for seen in still.values() for one in seen):
         return ""
     if look.awaited and not _is_closed(still):
         return ""
     return (
         f"has not entered a collective that others wait in: it waits for {look.detail}, which nothing in the job can "
-        f"end; processor, disk and network stood still {over}"
+        "end; processor, disk and network were idle "
+        f"{over}"
     )
 
 
 def _is_waited_for(look: Inspection, newest: Sequence[Inspection]) -> bool:
-    """Peers wait in a collective that this worker has not entered; one that is alone needs no peers."""
+    """Return True if peers wait in a collective that this worker has not entered, or if it has no peers."""
     others = [one.status for one in newest if one is not look]
     entered = look.status.collectives
     return not others or any(one.in_collective and one.collectives > entered for one in others)
 
 
 def _is_asleep(look: Inspection) -> bool:
-    """No thread of it can wake by itself, nor by anything but a peer."""
+    """Return True if only a peer can wake any of its threads."""
     if look.uses_gpu and look.gpu_percent != 0.0:
         return False
     return {look.main, *look.others} <= {Wait.LOCK, Wait.CONNECTION}
 
 
 def _is_closed(still: Mapping[Place, Sequence[Inspection]]) -> bool:
-    """Nothing of the job can send anything any more: every worker stands still, inside a collective or asleep, and
-    waits for connections within the job alone."""
+    """Return True if nothing in the job can send any more: every worker is idle, inside a collective or asleep, and
+    waits only for connections within the job."""
     newest = [looks[-1] for looks in still.values()]
     job = {connection for one in newest for connection in one.connections}
     return all(map(_is_long, still.values())) and all(_can_only_wait(one) and set(one.awaited) <= job for one in newest)
@@ -170,7 +170,7 @@ def _is_closed(still: Mapping[Place, Sequence[Inspection]]) -> bool:
 def _can_only_wait(look: Inspection) -> bool:
     if not look.status.in_collective:
         return _is_asleep(look)
-    # The main thread waits for its peers, however it does that.
+    # The main thread waits for its peers, in whatever way.
     return set(look.others) <= {Wait.LOCK, Wait.CONNECTION, Wait.COLLECTIVE}
 
 

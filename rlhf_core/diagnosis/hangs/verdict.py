@@ -1,7 +1,7 @@
-"""Blame for a hang: a pure rule over what all ranks were doing.
+"""Ranks responsible for a hang: a pure rule over the states of all ranks.
 
-Recovery needs no culprit, all workers are started again anyway. Blame is for the person who reads the incident, and for
-leaving a node out.
+Recovery does not need it, because all workers are restarted anyway. It is for the reader of the incident, and for the
+exclusion of a node.
 """
 
 from collections import Counter
@@ -16,16 +16,16 @@ from rlhf_core.schemas.reports import RankStatus
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of looking at all ranks at once."""
+    """Verdict on a hang, from the states of all ranks."""
 
     kind: FailureKind
-    """``HANG`` where a rank stands still by itself, ``COLLECTIVE_HANG`` where all of them wait for each other."""
+    """``HANG`` if a rank is at a standstill by itself, ``COLLECTIVE_HANG`` if all of them wait for each other."""
     ranks: tuple[int, ...]
-    """Ranks to blame; empty when no single one is."""
+    """Responsible ranks; empty if no single rank is."""
     reason: str
     """Evidence for it, in a sentence."""
     collective: str = ""
-    """The collective that others wait in or that ranks disagree about; empty when none is known."""
+    """The collective that others wait in or that ranks disagree about; empty if unknown."""
     collective_sequence: int | None = None
     """Number of that collective in its process group."""
 
@@ -33,23 +33,23 @@ class Verdict:
 def blame(
     ranks: Sequence[RankStatus], silent: Collection[int] = (), proven: Mapping[int, str] = MappingProxyType({})
 ) -> Verdict:
-    """Name the ranks to blame. The first rule that holds decides.
+    """Determine the responsible ranks. The first rule that applies decides.
 
-    0. Ranks that provably stand still are to blame, and no others.
-    1. A process that was stopped (state T) can do nothing.
+    0. If there are ranks with a proven standstill, only they are responsible.
+    1. A process that was stopped (state T) cannot do anything.
     2. A rank that has entered fewer collectives than the others keeps them waiting.
     3. A rank outside while others wait inside a collective keeps them waiting.
-    4. No rank is in a collective: each silent rank stands still by itself.
-    5. All are in the same collective: the network, or ranks that disagree about it; no single culprit.
+    4. No rank is in a collective: each silent rank is at a standstill by itself.
+    5. All are in the same collective: the network, or ranks that disagree about it; no single rank is responsible.
 
-    Before rules 4 and 5 the flight recorders are heard, where all ranks have one: a rank that has entered fewer
-    collectives by its number is to blame, and ranks that brought different operations or shapes to the same number
-    disagree, which is a bug in the code.
+    Before rules 4 and 5, the flight recorders are compared if all ranks have one: a rank with a lower collective number
+    is responsible, and ranks with different operations or shapes for the same number disagree, which is a bug in the
+    code.
 
     Args:
-        ranks: All workers of the role that have not ended; at least one.
-        silent: Ranks over their limit, for rule 4; without it, the one that has been silent for longest.
-        proven: Ranks that provably stand still, each with what proves it.
+        ranks: All running workers of the role; at least one.
+        silent: Ranks over their limit, for rule 4; by default, the one with the longest silence.
+        proven: Ranks with a proven standstill, each with its proof.
     """
     verdict = _blame_proven(ranks, proven) or _blame(ranks, silent)
     known = [rank for rank in ranks if rank.collective_sequence is not None]
@@ -62,8 +62,8 @@ def blame(
 
 
 def disagreement(ranks: Sequence[RankStatus]) -> Verdict | None:
-    """The verdict on ranks that all wait inside a collective to which they have brought different things, by their
-    flight recorders; None where they agree, or where one of them has said nothing."""
+    """The verdict on ranks that all wait inside a collective with different operations or shapes, by their flight
+    recorders; None if they agree or one of them has no record."""
     found = _blame_by_recorders(ranks) if all(rank.in_collective for rank in ranks) else None
     return found if found is not None and found.kind is FailureKind.COLLECTIVE_MISMATCH else None
 
@@ -99,17 +99,17 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     if outside:
         oldest = max(ranks, key=lambda rank: rank.age_s)
         still = [rank for rank in ranks if rank.rank in silent] or [oldest]
-        return Verdict(FailureKind.HANG, _numbers(still), _say(still, "stands still outside any collective"))
+        return Verdict(FailureKind.HANG, _numbers(still), _say(still, "is at a standstill outside any collective"))
     return Verdict(
         FailureKind.COLLECTIVE_HANG,
         (),
         f"all {len(ranks)} ranks wait in collective {furthest}: the network, or ranks that disagree about it; "
-        f"no single rank is to blame",
+        f"no single rank is responsible",
     )
 
 
 def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
-    """Verdict from the flight recorders of all ranks together; None when one is missing, or they agree."""
+    """Verdict from the flight recorders of all ranks; None if one is missing or they agree."""
     numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
     if len(numbers) < len(ranks):
         return None
@@ -126,7 +126,7 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
     counts = Counter(brought).most_common()
     if len(counts) == 1:
         return None
-    # Where most agree, the others are to blame; otherwise it cannot be said who is right.
+    # If most agree, the others are responsible; otherwise it is unknown which are right.
     most = counts[0][0] if counts[0][1] > len(ranks) / 2 else None
     odd = [rank for rank, what in zip(ranks, brought, strict=True) if most is not None and what != most]
     listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, brought, strict=True))
@@ -135,12 +135,12 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
 
 
 _OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "gloo:all_gather")
-"""Ends of names of collectives to which all ranks must bring the same shape. An ``all_gather`` of NCCL need not: torch
-makes broadcasts of one with uneven shapes."""
+"""Suffixes of collectives that require the same shape on all ranks. NCCL's ``all_gather`` does not: torch replaces one
+with uneven shapes by broadcasts."""
 
 
 def _brought(rank: RankStatus) -> str:
-    """The operation of a rank, with its shape where all must have the same."""
+    """The operation of a rank, with its shape if all ranks must have the same."""
     return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith(_OF_ONE_SHAPE) else rank.collective
 
 

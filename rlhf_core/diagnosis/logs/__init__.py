@@ -1,2 +1,2 @@
-"""Causes of failure in logs: lines without their prefixes, tracebacks, classes of errors, locations in code, and the
-search that weighs them. The phrases are in ``signatures``."""
+"""Causes of failure in logs: lines without prefixes, tracebacks, error classes, locations in code, and the search that
+ranks them. The phrases are in ``signatures``."""

@@ -21,7 +21,7 @@ _CHECKOUT = re.compile(rf"/(?P<name>{_CHECKOUTS})/(?!.*/(?:{_CHECKOUTS})/)")
 USER, STDLIB = "user code", "standard library"
 
 ENGINES = frozenset({"vllm", "sglang", "lmdeploy", "tensorrt_llm", "vllm_ascend", "sgl_kernel", "aphrodite"})
-"""Packages that generate text in a process of their own."""
+"""Packages that generate text in a separate process."""
 ENGINE_PROCESSES = re.compile(r"EngineCore|[Vv]llm|vLLM|SGLang|sglang|Worker_[DTP]P\d")
 """Labels of processes of an engine."""
 SERVICES = frozenset(
@@ -66,7 +66,7 @@ CACHES = frozenset(
     }
     | {"vllm", "sglang", "flashinfer", "fsspec", "wandb", "jieba", "nltk", "numba", "joblib", "hydra", "ray"}
 )
-"""Packages that keep folders of their own, often shared with other users."""
+"""Packages with their own cache folders, often shared with other users."""
 
 
 def package_of(frame: Frame) -> str:
@@ -81,7 +81,7 @@ def package_of(frame: Frame) -> str:
 
 
 def raised_in(raised: Raised) -> str:
-    """Name the package whose code raised an error, with the standard library counted to its caller; empty without
+    """Name the package whose code raised an error, with the standard library attributed to its caller; empty without
     frames."""
     packages = [package_of(frame) for frame in raised.frames]
     return next((package for package in reversed(packages) if package != STDLIB), packages[-1] if packages else "")
@@ -146,7 +146,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         Kind.IMPORT_ERROR,
         'File "site-packages/vllm/_core_ext.py", line 182, in <module>',
-        # Not a program: the code it runs is no import.
+        # Programs are excluded, because the code that they run is not an import.
         path=r"(?:site|dist)-packages/(?!.*(?:/workers?/|(?:__main__|main|run|cli|launch\w*|default_worker)\.py))",
         function=r"^<module>$",
         errors="(?!FileNotFound|Permission|OSError|KeyboardInterrupt|SystemExit).*",
@@ -226,7 +226,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         reach=3,
     ),
 )
-"""Searched for every frame from the innermost outwards; the first location that fits decides."""
+"""Searched for every frame from the innermost outwards; the first match decides."""
 
 GENERAL = re.compile(
     r"\w*?(?:Key|Value|Type|Attribute|Assertion|Index|Runtime|NotImplemented|Name|UnboundLocal|Recursion|ZeroDivision|OS|IO|Lookup|"

@@ -1,7 +1,7 @@
-"""Kinds of failure by error class and error number alone, whatever the message.
+"""Kinds of failure by error class and error number, independent of the message.
 
 A class is looked up by its full name, then by its own name, then by its library. General classes (``ValueError``,
-``RuntimeError`` ...) are not here: their message and location decide.
+``RuntimeError`` ...) are not included: their message and location decide.
 """
 
 import re
@@ -14,7 +14,7 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Kind and part of a class or a number."""
+    """Meaning of a class or number: kind and part."""
 
     kind: Kind
     part: EvidencePart
@@ -76,7 +76,7 @@ CLASSES: dict[str, Meaning] = {
     ),
     # Numbers.
     **_all(Kind.NON_FINITE, EvidencePart.ROOT, "FloatingPointError NonFiniteLossError NanLossDuringTrainingError"),
-    # Ranks that find each other, and connections between them.
+    # Rendezvous of ranks, and connections between them.
     **_all(Kind.RENDEZVOUS, EvidencePart.ROOT, "gaierror"),
     **_all(
         Kind.RENDEZVOUS,
@@ -111,7 +111,7 @@ WRAPPERS = frozenset((
     "UserCodeException",
 ))
 # fmt: on
-"""Classes that wrap another error, which decides wherever it was printed."""
+"""Classes that wrap another error; the inner error decides, wherever it was printed."""
 
 SERVICE_ERRORS = re.compile(
     r"(?:wandb|swanlab|mlflow|comet_ml|openai|anthropic|huggingface_hub|urllib3|requests|httpx|httpcore|aiohttp|botocore|urllib)\."
@@ -119,7 +119,7 @@ SERVICE_ERRORS = re.compile(
     r"|ProtocolError|NameResolutionError|LocalEntryNotFoundError|CommError|HfHubHTTPError|RateLimitError|APIConnectionError"
     r"|ServerTimeoutError|ClientConnectorError|ClientError|APITimeoutError|InternalServerError|RemoteProtocolError|ConnectError)$"
 )
-"""Errors of a service outside the job (a hub, a tracker, a model's API): none of the kinds, so ``unknown``."""
+"""Errors of a service outside the job (a hub, a tracker, a model's API): not one of the kinds, so ``unknown``."""
 
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]|\berrno: (-?\d+)|\(os error (\d+)\)|\bcode: (\d+), kind:")
 _NUMBERS: tuple[tuple[Kind, EvidencePart, tuple[int, ...]], ...] = (
@@ -143,7 +143,7 @@ STATUSES: dict[int, Meaning] = {
     **dict.fromkeys((400, 413, 422), Meaning(Kind.DATA, EvidencePart.SYMPTOM)),
     **dict.fromkeys((401, 403, 404), Meaning(Kind.CONFIG, EvidencePart.SYMPTOM)),
 }
-"""HTTP statuses by which a service refuses a request permanently. With all others it may be busy or broken."""
+"""HTTP statuses of permanently rejected requests. With all others, the service may be busy or broken."""
 
 
 def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, Meaning] | None:
@@ -152,7 +152,7 @@ def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, 
     for key in (name, error):
         if key in classes and (key == error or "." in key):
             return key, classes[key]
-    # With the end of its module only, as "parser.ParserError" of yaml.
+    # With only the end of its module, such as "parser.ParserError" of yaml.
     return next(((key, row) for key, row in classes.items() if "." in name and key.endswith("." + name)), None)
 
 

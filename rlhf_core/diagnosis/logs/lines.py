@@ -1,7 +1,7 @@
 """Lines of a log without the prefixes of launchers: text, process and log level.
 
 Ray, torchrun, srun, engines, containers, the kernel and quotations of logs each add their own prefix. Prefixes are
-removed from the left, one by one, so that the rest of the parser sees the same text wherever it was printed.
+removed from the left, one by one, so the rest of the parser gets the same text from every launcher.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONGEST_LINE = 4000
-"""Number of characters of a line that are read: the important part is at its beginning, and no line may slow the
+"""Maximum number of characters read from a line: the important part is at its start, and long lines would slow the
 parser down."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
@@ -24,7 +24,7 @@ _PROCESS = re.compile(
 _WHEN = re.compile(
     r"\[?\d{4}[-/]\d\d[-/]\d\d[-T ,]+\d\d:\d\d:\d\d[\d.,:]*(?:Z|[+-]\d\d:?\d\d)?"
     r"(?: [A-Z]{2}\d+)*(?: [A-Z]{3,4}\b)?\]? ?"
-    r"|\[ *\d{1,9}\.\d{6}\] "  # the kernel: seconds since it was started
+    r"|\[ *\d{1,9}\.\d{6}\] "  # the kernel: seconds since its start
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]{1,60} (?=\S)"  # syslog, with its host
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
 )
@@ -58,13 +58,13 @@ class LogLine:
     process: str
     """Label of the process that printed it; empty if there is none."""
     is_quiet: bool
-    """True if it was logged as a warning or below: by itself no failure."""
+    """True if it was logged as a warning or below, which is not a failure by itself."""
     raw: str
-    """Line as it was printed."""
+    """Line as printed."""
 
 
 def read_lines(text: str) -> Iterator[LogLine]:
-    """Yield all lines that are not blank, in order."""
+    """Yield all non-blank lines, in order."""
     for number, raw in enumerate(text.splitlines()):
         if raw and not raw.isspace():
             yield read_line(raw, number)

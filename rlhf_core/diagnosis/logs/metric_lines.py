@@ -1,4 +1,4 @@
-"""Metric lines of a training: evidence that it continued after an error, and that it diverged."""
+"""Metric lines of a training: evidence that it continued after an error or diverged."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _FINISHED = re.compile(
 _REQUEUED = re.compile(r"(?i)\brequeu(?:e?ing|ed) (?:the )?(?:slurm )?job:? \d+")
 _BAR = re.compile(r"\d+%\|.{0,400}?\b(?P<done>\d+)/(?P<total>\d+) \[")
 _ANY_BAR = re.compile(r"\d+%\|")
-"""Progress bar. It is printed once more while a process dies, so only one that advances counts."""
+"""Progress bar. It is printed again when a process dies, so only a bar that advances counts."""
 
 _NORM_OR_LOSS = re.compile(
     r"(?i)\b(?P<name>(?:\w+[_ ])?loss(?: \d+(?=:))?|grad(?:ient)?[_ ]norm)['\"]?\s*[:= ]\s*"
@@ -26,9 +26,9 @@ _NORM_OR_LOSS = re.compile(
 )
 _SCALE = re.compile(r"(?i)\bloss[_ ]scale['\"]?\s*[:=]\s*(?P<value>[\d.]+)")
 NON_FINITE_LINES = 2
-"""Number of gradient norms in a row: mixed precision produces a single one now and then."""
+"""Number of consecutive non-finite gradient norms: mixed precision occasionally produces a single one."""
 EXPLODED_NORM = 1e4
-"""Gradient norm from which no training recovers while its loss scale falls."""
+"""Gradient norm from which training does not recover while its loss scale falls."""
 
 
 def is_progress(line: str) -> bool:
@@ -37,7 +37,7 @@ def is_progress(line: str) -> bool:
 
 
 def bar(line: str) -> tuple[int, int] | None:
-    """Parse a progress bar: steps done and steps in all; None if the line is not a progress bar."""
+    """Parse a progress bar: steps done and total steps; None if the line is not a progress bar."""
     if "%|" not in line:
         return None
     found = _BAR.search(line)
@@ -45,23 +45,23 @@ def bar(line: str) -> tuple[int, int] | None:
 
 
 def is_requeued(line: str) -> bool:
-    """Return True if the line says that a training has saved and requeued its job."""
+    """Return True if the line reports that a training has saved and requeued its job."""
     return _REQUEUED.search(line) is not None
 
 
 def is_metric(line: str) -> bool:
-    """Return True if the line holds a loss or a gradient norm."""
+    """Return True if the line contains a loss or a gradient norm."""
     return bool(_values(line))
 
 
 def is_end(line: str) -> bool:
-    """Return True if the line says that training completed."""
+    """Return True if the line reports that training completed."""
     return _FINISHED.search(line) is not None
 
 
 def divergence(lines: Sequence[str]) -> str | None:
-    """Find the line that shows divergence: the last of several in a row with a loss or norm that is not finite, or
-    of gradient norms that exploded while the loss scale fell. None without divergence."""
+    """Find the line that shows divergence: the last of several consecutive lines with a non-finite loss or norm, or
+    with exploded gradient norms while the loss scale fell. None without divergence."""
     metrics = [line for line in lines if _values(line)]
     last = metrics[-NON_FINITE_LINES:]
     if last and (_loss_is_not_finite(last[-1]) or (len(last) == NON_FINITE_LINES and all(map(_not_finite, last)))):

@@ -1,9 +1,9 @@
 """Classification of a printed error by its message, its class, its number and its location.
 
-In this order: a message that names a cause (a full disk, a missing symbol) decides before the class, for libraries
-raise the same causes with classes of their own; the class decides before the location. An error raised in a reward
-function belongs to it, unless the machine failed under it. An error of a service outside the job is ``unknown``: it is
-none of the kinds, and may well work the next time.
+In this order: a message that names a cause (a full disk, a missing symbol) takes precedence over the class, because
+libraries raise the same causes with their own classes; the class takes precedence over the location. An error raised in
+a reward function is attributed to it, unless the machine failed. An error of a service outside the job is ``unknown``:
+it is not one of the kinds, and a retry may succeed.
 """
 
 import re
@@ -23,7 +23,7 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of known phrases, classes and locations; a benchmark may leave some of them out."""
+    """Tables of known phrases, classes and locations; benchmarks may omit some of them."""
 
     signatures: Sequence[Signature] = signatures.SIGNATURES
     classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
@@ -40,23 +40,23 @@ class FailureEvent:
     kind: Kind
     part: EvidencePart
     line: str
-    """Line as it was printed."""
+    """Line as printed."""
     number: int
     """Number of the line, from 0."""
     rule: str
     """Row of a table that matched."""
     node: str = ""
-    """Node that the line blames; empty if it names none."""
+    """Node named as the cause in the line; empty if there is none."""
     is_end: bool = False
-    """True if it only says that something ended."""
+    """True if it only reports that something ended."""
     is_later: bool = False
-    """True if it was raised while another error was handled."""
+    """True if it was raised during the handling of another error."""
 
 
 _CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
 """Kinds that depend on the other end of a connection."""
 _OF_THE_CODE = frozenset({Kind.DATA, Kind.CONFIG, Kind.SHAPE, Kind.UNKNOWN})
-"""Kinds whose phrases a reward function may print itself: there they count as its failure."""
+"""Kinds whose phrases a reward function may print itself; they then count as its failure."""
 _WRITES = re.compile(
     r"mkdir|makedirs|open|_?acquire|touch|replace|_?rename|symlink|unlink|copy(?:file)?|move|rmtree|__enter__|chmod|write_\w+|_replace_file"
 )
@@ -70,7 +70,7 @@ def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TAB
 
     Args:
         raised: The error.
-        following: Texts after its line: a long message may have been wrapped.
+        following: Texts of the lines after it, because a long message may be wrapped.
         tables: Tables to use.
     """
     said = _said(raised.line, tables)
@@ -135,12 +135,12 @@ def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
     inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
     if inner is None:
         return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a wrapper", is_end=True)
-    # The class without its module: the error itself is printed elsewhere too, with more detail.
+    # The class without its module: the error itself is also printed elsewhere, with more detail.
     return FailureEvent(inner[1].kind, EvidencePart.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
 
 
 def _of_files(raised: Raised, known: FailureEvent) -> FailureEvent:
-    """Classify a missing or forbidden file by its owner: the user's settings, a data library, or a shared folder."""
+    """Classify a missing or forbidden file by its origin: the user's settings, a data library, or a shared folder."""
     package = code_locations.raised_in(raised)
     if raised.error == "FileNotFoundError" and package == "datasets":
         return replace(known, kind=Kind.DATA, rule="a file of the library of data sets")
@@ -157,7 +157,7 @@ def _is_service(raised: Raised) -> bool:
 
 
 def continued(texts: Sequence[str]) -> Iterator[str]:
-    """Yield the lines that continue a message: they begin like the middle of a sentence."""
+    """Yield the lines that continue a message: they start in lower case."""
     for text in texts:
         if not text[:1].islower() or _LABEL.match(text) is not None:
             return

@@ -1,10 +1,11 @@
 """Search of a log for the evidence that decides its classification.
 
 Each line is split into process and text (:mod:`rlhf_core.diagnosis.logs.lines`); lines of a traceback are joined with
-their frames (:mod:`rlhf_core.diagnosis.logs.tracebacks`) and weighed (:mod:`rlhf_core.diagnosis.logs.raised_errors`);
-all others are matched against phrases (:mod:`rlhf_core.diagnosis.logs.signatures.table`). The result is a list of
-*events*, each with its kind and its part in the failure. Then order decides: an event after which training continued
-has not ended it, events after a user's cancellation are its consequences, and of several roots the first one counts.
+their frames (:mod:`rlhf_core.diagnosis.logs.tracebacks`) and classified
+(:mod:`rlhf_core.diagnosis.logs.raised_errors`); all others are matched against phrases
+(:mod:`rlhf_core.diagnosis.logs.signatures.table`). The result is a list of *events*, each with its kind and its part in
+the failure. Their order decides: an event after which training continued has not ended it, events after a user's
+cancellation are its consequences, and of several roots the first counts.
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,15 @@ from rlhf_core.diagnosis.logs.tracebacks import CONTINUED, Frame, Raised, Traceb
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 GOING_ON = 3
-"""Number of steps after an error that show that training survived it. Fewer may come from a buffer flushed at exit."""
+"""Number of steps after an error that prove that training survived it. Fewer may come from a buffer flushed at exit."""
 HEAD, TAIL = 1_000_000, 4_000_000
-"""Characters read from the beginning and the end of a long log, to bound the time."""
+"""Characters read from the start and end of a long log, to limit the time."""
 _BY_REQUEUE = "DUE TO JOB REQUEUE"
-"""Part of Slurm's message about a requeued job: no failure if the job requeued itself."""
+"""Part of Slurm's message about a requeued job, which is not a failure if the job requeued itself."""
 _STARTS_OVER = ": error: "
-"""Part of a command's message about wrong arguments: the rest of the file is another start."""
+"""Part of a command's message about wrong arguments; the rest of the file belongs to another start."""
 _OF_THE_START = frozenset({Kind.RENDEZVOUS})
-"""Kinds that preclude any step: the first step shows that they were survived."""
+"""Kinds that prevent every step: the first step proves that they were survived."""
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
 
@@ -38,9 +39,9 @@ def find(text: str, tables: Tables = TABLES) -> FailureEvent | None:
 
 
 def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> FailureEvent:
-    """Classify an error that a worker recorded itself: its full class, its message, and its traceback.
+    """Classify an error that a worker recorded itself, by its full class, message and traceback.
 
-    If it is not specific itself, the errors that it was raised from may be.
+    If it is not specific, the errors that it was raised from are considered.
     """
     reader = TracebackReader()
     lines = [LogLine(number, raw, "", False, raw) for number, raw in enumerate(traceback.splitlines())]
@@ -65,10 +66,10 @@ def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
 
 
 def _around_cancellation(telling: list[FailureEvent]) -> list[FailureEvent]:
-    """Drop the events that a cancellation explains, or the cancellation if it explains nothing.
+    """Drop the events caused by a cancellation, or the cancellation if it caused none.
 
-    It counts only if nothing failed before it, for Slurm prints it about every step that it ends, also about
-    one that failed. Then all that follows comes from it, except for the reason that the scheduler gives.
+    It counts only if nothing failed before it, because Slurm prints it for every step that it ends, including failed
+    ones. Then everything after it is its consequence, except for the reason given by the scheduler.
     """
     cancelled = next((at for at, event in enumerate(telling) if event.kind is Kind.USER_CANCEL), None)
     if cancelled is None:
@@ -77,13 +78,13 @@ def _around_cancellation(telling: list[FailureEvent]) -> list[FailureEvent]:
     if telling[:cancelled]:
         return others
     if telling[cancelled].is_later:
-        # Interrupted while something was handled of which the log shows nothing before: what it shows later counts.
+        # Interrupted during the handling of an error that is not in the log before: later events count.
         return [event for event in others if event.part is not EvidencePart.CASCADE] or telling
     return [event for event in telling if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
 
 
 def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
-    """All that a log says about a failure and that was not survived, in order."""
+    """List the events of failures in a log that were not survived, in order."""
     if len(text) > HEAD + TAIL:
         text = f"{text[:HEAD]}\n{text[-TAIL:]}"
     lines = text.splitlines()
@@ -107,10 +108,10 @@ def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
 
 
 class _Reading:
-    """State of the reading of one log."""
+    """State of the reader of one log."""
 
     def __init__(self, tables: Tables) -> None:
-        """Nothing yet."""
+        """Start without events."""
         self.found: list[FailureEvent] = []
         self.metrics: list[str] = []
         self.tracebacks = TracebackReader()
@@ -146,7 +147,7 @@ class _Reading:
         self.found.append(event)
 
     def _of_error(self, raised: Raised, following: tuple[str, ...]) -> FailureEvent:
-        # All ranks print the same error: it is weighed once.
+        # All ranks print the same error: it is classified once.
         key = (raised.line.text, raised.frames, following, raised.line.process)
         if key not in self._weighed:
             self._weighed[key] = event_of(raised, following, self._tables)
@@ -154,7 +155,7 @@ class _Reading:
         return replace(self._weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
 
     def _of_phrase(self, line: LogLine) -> FailureEvent | None:
-        # The same line is printed by every rank, and again and again: it is matched once.
+        # Every rank prints the same line, often repeatedly: it is matched once.
         key = (line.text, line.is_quiet)
         if key not in self._matched:
             self._matched[key] = signatures.match_line(line, self._tables.signatures)
@@ -166,7 +167,7 @@ class _Reading:
         return FailureEvent(row.kind, row.part, line.raw.strip(), line.number, matched.rule, matched.node, is_end)
 
     def _is_progress(self, raw: str) -> bool:
-        """Take note of a step that was made: what stands before it has not ended the training."""
+        """Record a completed step: events before it have not ended the training."""
         if metric_lines.is_metric(raw):
             self.metrics.append(raw)
         bar = metric_lines.bar(raw)
@@ -184,7 +185,8 @@ class _Reading:
         return True
 
     def _advance(self, done: int, total: int) -> None:
-        """A bar that was there before a complaint and goes on after it shows that it was survived."""
+        """Record a progress bar: one that was shown before an error and advances after it proves that it was
+        survived."""
         if total in self._bars or not self.found:
             self._moved += done > self._bars.get(total, done)
             self._bars[total] = done

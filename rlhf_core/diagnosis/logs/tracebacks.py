@@ -1,7 +1,7 @@
 """Parser of tracebacks in a log: the printed error, with its frames.
 
-Blocks of several processes may be interleaved: the label of the process keeps them apart. A block may also be cut off
-at its beginning, at its end, or in the middle.
+Blocks of several processes may be interleaved: the label of the process separates them. A block may also be truncated
+at its start, at its end, or in the middle.
 """
 
 import re
@@ -30,13 +30,13 @@ _ANYWHERE = re.compile(
     r"(?:_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid|NotFound)|Exception(?=: \S)))"
     r"(?P<inner>\(\w{1,80}\))?(?:[:：] {0,4}(?P<message>\S.*)|[:`'\"]?$)"
 )
-"""Error in other text, where only a name that ends like an error's counts."""
+"""Error in other text, where only names with the suffix of an error class count."""
 _CODE = re.compile(r"\b(?:except|raise|assert|isinstance|import|pytest\.raises|class|catch|->)\b[^:]{0,60}$")
 MOST_FRAMES = 60
 CUT_OFF = 40
-"""Number of other lines of its process after which a traceback without an error counts as cut off."""
+"""Number of other lines of its process after which a traceback without an error counts as truncated."""
 CONTINUED = 3
-"""Number of further lines that may belong to a wrapped message: Ray and engines wrap."""
+"""Number of further lines that may belong to a message wrapped by Ray or an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class Raised:
     """Printed error."""
 
     name: str
-    """Class as it was printed, with its module if that was printed."""
+    """Class as printed, with its module if there was one."""
     inner: str
-    """Class that a wrapper names, as in ``RayTaskError(OutOfMemoryError)``."""
+    """Class named by a wrapper, as in ``RayTaskError(OutOfMemoryError)``."""
     message: str
     frames: tuple[Frame, ...]
-    """Frames, outermost first; empty for an error that was only named."""
+    """Frames, outermost first; empty for an error without a traceback."""
     line: LogLine
     is_later: bool
-    """True if it was raised while another one was handled."""
+    """True if it was raised during the handling of another error."""
 
     @property
     def error(self) -> str:
@@ -79,7 +79,7 @@ class _Block:
     is_open: bool = False
     is_later: bool = False
     wrapped: str = ""
-    """Beginning of a frame that did not fit into a line of its box."""
+    """Start of a frame that did not fit into a line of its box."""
     others: int = 0
     """Number of lines of the process since the last one that belonged to the block."""
 
@@ -97,7 +97,7 @@ class TracebackReader:
 
     @property
     def is_open(self) -> bool:
-        """True if a traceback has begun and its error has not been read: at the end of a log it was cut off."""
+        """True if a traceback has started and its error has not been read; at the end of a log, it is truncated."""
         return any(block.is_open for block in self._blocks.values())
 
     @property
@@ -106,7 +106,7 @@ class TracebackReader:
         return tuple(self._blocks[""].frames) if "" in self._blocks else ()
 
     def read(self, line: LogLine) -> "Raised | bool":
-        """Return the error that ends a block in this line or is named by it; otherwise True if the line is part of a
+        """Return the error that ends a block in this line or is named in it; otherwise True if the line is part of a
         block."""
         block = self._blocks.setdefault(line.process, _Block())
         frame = _frame(block.wrapped + line.text.strip() if block.wrapped else line.text)
@@ -122,7 +122,7 @@ class TracebackReader:
         if header is not None and (header.start() == 0 or line.text.endswith("last):")):
             block.frames.clear()
             block.is_open, block.code_expected, block.others = True, False, 0
-            # Text before it, such as "Scheduler hit an exception:", is a line of its own.
+            # Text before it, such as "Scheduler hit an exception:", counts as a separate line.
             return header.start() == 0
         if block.is_open and line.text.startswith(("    ", "\t")):
             self._quote(block, line.text)

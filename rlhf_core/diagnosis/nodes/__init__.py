@@ -1,1 +1,1 @@
-"""Fitness of nodes: checks of their facts, differences between them, their measured speed, strikes over all runs."""
+"""Fitness of nodes: checks of their facts, differences between them, measured speed, and strikes over all runs."""

@@ -1,8 +1,8 @@
 """Checks on the nodes of an attempt, and findings from the facts that the nodes report. Pure.
 
 Nodes that disagree on settings, versions or data hang in the first collective, or silently train different models
-(ms-swift #3695, #2057, #4897). So every node reports its facts before there is a process group, and the finding names
-the node that differs and the difference.
+(ms-swift #3695, #2057, #4897). So every node reports its facts before there is a process group, and a finding names the
+deviating node and the difference.
 """
 
 import fnmatch
@@ -26,7 +26,8 @@ class NodeCheck:
 
 MISSING = NodeCheck("node.missing", "A missing node makes all others wait in the rendezvous until it times out.")
 IDENTITY = NodeCheck(
-    "node.identity", "Two nodes with the same identity, or one that believes it is alone, never form one world."
+    "node.identity",
+    "Two nodes with the same identity, or a node configured as the only one, never form one world.",
 )
 LAUNCH = NodeCheck(
     "node.launch",
@@ -39,10 +40,11 @@ VERSIONS = NodeCheck(
     "node.versions", "Different package versions use different protocols or compute different results."
 )
 CONTENT = NodeCheck(
-    "node.content", "A node that reads different code, data, config or tokenizer files takes other branches, and hangs."
+    "node.content",
+    "A node that reads different code, data, config or tokenizer files takes different branches and hangs.",
 )
 TRAINER = NodeCheck(
-    "node.trainer", "A node without the environment or the program of another trainer ends every attempt at once."
+    "node.trainer", "A node without the environment or program of an external trainer ends every attempt at once."
 )
 HARDWARE = NodeCheck(
     "node.hardware", "A node with 7 GPUs among nodes with 8, or with slower GPUs, holds up all the others."
@@ -122,7 +124,7 @@ MAY_DIFFER = (
     "UCX_NET_DEVICES",
     "HF_TOKEN",
 )
-"""Those of them that name a device of the node: a difference is a warning."""
+"""Variables among them that name a device of the node: a difference is a warning."""
 
 CORE_PACKAGES = _words(
     """
@@ -160,7 +162,7 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
         plan: Expected configuration of the nodes.
 
     Returns:
-        All findings. One that is blocked names its node, unless no single node is to blame.
+        All findings. A blocking finding names its node, unless no single node is responsible.
     """
     found = missing({one.node for one in facts.values()}, plan)
     found += [complaint for index in sorted(facts) for complaint in facts[index].complaints]
@@ -183,7 +185,7 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
 
 
 def blocked(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
-    """Report a finding with which the node, or without a node the run, cannot work."""
+    """Report a problem that prevents the use of the node, or of all nodes if it names none."""
     return CheckResult(
         id=check.id, status=CheckStatus.BLOCKED, found=found, expected=expected, advice=advice, node=node
     )
@@ -260,19 +262,19 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 # One check each
 
 _CONTENT_ADVICE = (
-    "put the same files on all nodes, best on a shared file system; a file system that caches may need a moment after "
-    "a change"
+    "put the same files on all nodes, preferably on a shared file system; a file system with a cache may need a moment "
+    "after a change"
 )
 
 
 def missing(known: Collection[str], plan: Plan) -> list[CheckResult]:
-    """Findings about planned nodes that are not among those known."""
+    """Findings about planned nodes that have not reported."""
     return [
         blocked(
             MISSING,
             f"{name} did not report; {len(known)} of {len(plan.names)} nodes did",
             "the agents of all nodes",
-            f"read the job's own log of {name}: its interpreter, container or shared folder may be missing",
+            f"read the job's log of {name}: its interpreter, container or shared folder may be missing",
             name,
         )
         for name in plan.names
@@ -302,7 +304,7 @@ def _variables(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
         strict = {name for name in own if _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER)}
         hard[one.node] = {name: own[name] for name in strict}
         soft[one.node] = {name: own[name] for name in own if name not in strict}
-    advice = "set it to the same value on all nodes (slurm.environment), or name it in preflight.per_node_variables"
+    advice = "set it to the same value on all nodes (slurm.environment), or add it to preflight.per_node_variables"
     return [
         *_differing(VARIABLES, hard, CheckStatus.BLOCKED, advice),
         *_differing(VARIABLES, soft, CheckStatus.WARNING, advice),
@@ -318,7 +320,7 @@ def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
         both = {**ours, **theirs}
         core[one.node] = {key: held for key, (name, held) in both.items() if _matches(name, CORE_PACKAGES)}
         other[one.node] = {key: held for key, (name, held) in both.items() if key not in core[one.node]}
-    advice = "install the same environment on all nodes, best one on a shared file system or in one image"
+    advice = "install the same environment on all nodes, preferably on a shared file system or in one image"
     return [
         *_differing(VERSIONS, core, CheckStatus.BLOCKED, advice),
         *_differing(VERSIONS, other, CheckStatus.WARNING, advice),
@@ -333,15 +335,15 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
             found.append(
                 blocked(
                     HARDWARE,
-                    f"{one.node} has {there} GPUs that work",
+                    f"{one.node} has {there} working GPUs",
                     f"{plan.gpus_per_node}, as planned",
-                    "ask the administrators; `nvidia-smi -L` and the kernel's log (Xid) on the node show it",
+                    "ask the administrators; see `nvidia-smi -L` and the kernel log (Xid) on the node",
                     one.node,
                 )
             )
     short = {result.node for result in found}
     rest = {one.node: one.hardware for one in facts.values() if one.node not in short}
-    advice = "ask for one kind of node (slurm.constraint, slurm.gpu_type): the slowest sets the pace"
+    advice = "request one kind of node (slurm.constraint, slurm.gpu_type): the slowest sets the pace"
     hard = {node: {key: value for key, value in own.items() if key == "gpu_types"} for node, own in rest.items()}
     soft = {node: {key: value for key, value in own.items() if key != "gpu_types"} for node, own in rest.items()}
     found += _differing(HARDWARE, hard, CheckStatus.BLOCKED, advice)
@@ -350,7 +352,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
 
 
 def _clocks(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
-    """Compare each clock with the median of all: node 0 itself may be wrong."""
+    """Compare each clock with the median of all, because node 0 itself may be wrong."""
     if len(facts) < 2:
         return []
     behind = {index: ahead_s.get(index, 0.0) for index in facts}

@@ -1,4 +1,4 @@
-"""Keys on which nodes disagree, and the value that most of them have."""
+"""Keys on which nodes disagree, and the value of the majority."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ class Difference:
     usual: str | None
     """Value that more than half of the nodes have; None if there is none."""
     odd: Mapping[str, str]
-    """Values by node, of those that differ from it; without a majority of all nodes."""
+    """Values of the deviating nodes, by node; of all nodes without a majority."""
     num_usual: int
-    """Number of nodes that have the usual value."""
+    """Number of nodes with the usual value."""
 
 
 def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
@@ -43,7 +43,7 @@ def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
 
 
 def by_value(held: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group nodes by the value that they have."""
+    """Group nodes by value."""
     found: dict[str, list[str]] = {}
     for node, value in held.items():
         found.setdefault(value, []).append(node)

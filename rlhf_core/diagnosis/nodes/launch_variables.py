@@ -1,8 +1,8 @@
-"""Comparison of the variables from which launchers build their world with the plan of the run. Pure.
+"""Comparison of launchers' environment variables with the plan of the run. Pure.
 
-None of them is needed here: the agents assign the ranks. A launcher in user code or in the job's set-up reads them, and
-a node that contradicts the plan then waits for ranks that do not exist, or trains alone (ms-swift #3695). A variable
-that is set nowhere, or unset where a launcher would take the right value by itself, is no contradiction.
+rlhf-flows does not need them, because the agents assign the ranks. But a launcher in user code or in the job's set-up
+reads them, and a node that contradicts the plan then waits for ranks that do not exist, or trains alone (ms-swift
+#3695). A variable that is set nowhere, or unset where the launcher's default is right, is not a contradiction.
 """
 
 from collections import Counter
@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
-"""Variables of each node's own number, from 0."""
+"""Variables with each node's number, from 0."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables of the rendezvous address; they are not in the plan and only have to agree."""
+"""Variables of the rendezvous address; they are not planned and only have to agree."""
 TAKEN_WHERE_UNSET = "1"
 """Default of launchers for unset numbers of nodes and ranks."""
 
-_ALONE = "a launcher there starts a world of its own, and the node trains alone"
-_NEVER_WHOLE = "the world is never complete, and all wait for ranks that do not exist"
+_ALONE = "a launcher there starts a separate world, and the node trains alone"
+_NEVER_WHOLE = "the world is never complete, and all ranks wait for others that do not exist"
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Contradiction:
     expected: str
     advice: str
     node: str = ""
-    """The node to blame; empty when it is the run's own, or none is the odd one."""
+    """The responsible node; empty if the run itself is, or no single node is."""
     is_grave: bool = True
-    """True if the run cannot work with it."""
+    """True if it prevents the run."""
 
 
 @dataclass(frozen=True)
 class NodeVariables:
-    """The variables of one node that came."""
+    """Variables of one node that reported."""
 
     node: str
     index: int
@@ -46,10 +46,11 @@ class NodeVariables:
 def contradictions(
     nodes: Sequence[NodeVariables], planned: Sequence[str], ranks_per_node: int, num_ranks: int
 ) -> list[Contradiction]:
-    """Find variables of launchers that contradict the plan. Each node is blamed for its own, the run for those of most.
+    """Find launcher variables that contradict the plan. Each node is responsible for its own, the run for those of a
+    majority.
 
     Args:
-        nodes: Those that came.
+        nodes: Nodes that reported.
         planned: Names of all nodes, in the order of the allocation.
         ranks_per_node: As planned.
         num_ranks: Likewise.
@@ -60,12 +61,12 @@ def contradictions(
 
 
 def planned_numbers(num_nodes: int, ranks_per_node: int, num_ranks: int) -> dict[str, tuple[str, ...]]:
-    """Every variable whose value follows from the plan, and the values that are right.
+    """Correct values of every variable that follows from the plan.
 
     Args:
         num_nodes: Nodes of the allocation.
-        ranks_per_node: Trainer ranks on each of those that train.
-        num_ranks: All of them.
+        ranks_per_node: Trainer ranks on each training node.
+        num_ranks: Trainer ranks on all nodes.
     """
     nodes, ranks = str(num_nodes), str(ranks_per_node)
     return {
@@ -74,7 +75,7 @@ def planned_numbers(num_nodes: int, ranks_per_node: int, num_ranks: int) -> dict
         "NPROC_PER_NODE": (ranks,),
         "PET_NPROC_PER_NODE": (ranks,),
         "LOCAL_WORLD_SIZE": (ranks,),
-        # Kubernetes calls the number of nodes so.
+        # On Kubernetes, this is the number of nodes.
         "WORLD_SIZE": tuple(dict.fromkeys((str(num_ranks), nodes))),
     }
 
@@ -93,7 +94,7 @@ def _of_number(name: str, nodes: Sequence[NodeVariables], right: Collection[str]
     advice = f"set {name} in one place for all nodes, or unset it: rlhf-flows does not need it ({follows})"
     value, count = Counter(wrong.values()).most_common(1)[0] if wrong else ("", 0)
     if 2 * count > len(nodes):
-        # What most nodes share comes from one place: without these nodes the mistake would still be there.
+        # A value on most nodes comes from one place: excluding these nodes would not remove the mistake.
         where = "all nodes" if count == len(nodes) else f"{count} of {len(nodes)} nodes"
         yield Contradiction(f"{name} = {value} on {where}", expected, advice)
         return
@@ -107,11 +108,11 @@ def _of_number(name: str, nodes: Sequence[NodeVariables], right: Collection[str]
 
 
 def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]) -> Iterator[Contradiction]:
-    """A permutation where all nodes have a number; otherwise each number is the place of its node."""
+    """Check node numbers: a permutation if all nodes have one, otherwise each must be the node's place."""
     held = {one.index: one.variables[name] for one in nodes if name in one.variables}
     if not held:
         return
-    # A launcher without the variable takes 0, which is right on the first node.
+    # A launcher's default is 0, which is right on the first node.
     unset = [one for one in nodes if one.index not in held and one.index != 0]
     places = {index: int(value) for index, value in held.items() if value.isdigit()}
     advice = f"give each node its own {name}, or unset it: rlhf-flows does not need it"
@@ -124,7 +125,7 @@ def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]
     yield from found
     if sum(place == index for index, place in places.items()) > len(unset):
         for one in unset:
-            problem = f"on {one.node}: {name} absent; a launcher takes 0, like the first node"
+            problem = f"on {one.node}: {name} absent; a launcher's default is 0, the number of the first node"
             yield Contradiction(problem, f"{name} = {one.index} on {one.node}", advice, one.node)
     elif unset and not found:
         yield _set_on_few(name, [one.node for one in unset], f"{name} on all nodes, or on none", advice)
@@ -133,10 +134,10 @@ def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]
 def _wrong_place(
     name: str, one: NodeVariables, places: Mapping[int, int], planned: Sequence[str], *, is_whole: bool
 ) -> str:
-    """Problem with the number of a node, in a sentence; empty when there is none."""
+    """Problem with the number of a node, in a sentence; empty if there is none."""
     place = places.get(one.index)
     if place is None:
-        return f"on {one.node}: {name} = {one.variables[name]}, which is no number"
+        return f"on {one.node}: {name} = {one.variables[name]}, which is not a number"
     if place == one.index:
         return ""
     twins = [planned[index] for index, other in places.items() if other == place]
@@ -148,6 +149,6 @@ def _wrong_place(
 
 
 def _set_on_few(name: str, unset: Sequence[str], expected: str, advice: str) -> Contradiction:
-    """A variable that is right where it is set, and unset on so many nodes that none of them is the odd one."""
+    """Report a variable that is right where it is set, but unset on too many nodes to name a deviating one."""
     shown = ", ".join(unset[:4]) + (f" and {len(unset) - 4} more" if len(unset) > 4 else "")
     return Contradiction(f"{name} absent on {shown}, and as planned elsewhere", expected, advice, is_grave=False)

@@ -1,7 +1,8 @@
 """Findings from the measurements of an attempt's nodes: slow or broken devices, nodes and links. Pure.
 
-Every node exchanges data with two others. A node that is slow with both is to blame itself; if both ends of a slow link
-are fast with another node, the link is to blame. Medians, not means: one slow node must not make the others look fast.
+Every node exchanges data with two others. A node that is slow with both is the cause; if both ends of a slow link are
+fast with another node, the link is. Medians are used instead of means, so one slow node does not make the others look
+fast.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ class Floors:
     """Thresholds below which a measurement counts as slow."""
 
     relative: float = 0.5
-    """Share of the median below which a node is slow; 0 for none."""
+    """Share of the median below which a node counts as slow; 0 for no threshold."""
     bandwidth_gb_s: float = 0.0
     """0 for no floor."""
     latency_ms: float = 0.0
@@ -61,7 +62,7 @@ def judge_speed(
         usual: Node to reading to the median of its earlier readings on the same kind of device.
     """
     links = _links(speeds, floors, usual)
-    # A dead link blocks the rendezvous of all ranks; the finding about the link covers it.
+    # A dead link blocks the rendezvous of all ranks, which the finding about the link covers.
     dead = any(result.status is CheckStatus.BLOCKED for result in links)
     answers = [result for result in _answers(speeds) if result.node or not dead or result.status is CheckStatus.PASSED]
     found = [*answers, *_matmul(speeds, floors, usual), *links]
@@ -105,7 +106,7 @@ def better(first: NodeSpeed, second: NodeSpeed) -> NodeSpeed:
 
 
 def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
-    """List the measured links; of the measurements of the two ends, the worse one counts."""
+    """List the measured links, each with the worse of its two ends' measurements."""
     by_ends: dict[tuple[int, int], list[PairSpeed]] = {}
     for index, one in speeds.items():
         for pair in one.pairs:
@@ -122,7 +123,7 @@ def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
 
 
 def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
-    """Findings about ranks that did not finish. Those that stopped earliest are to blame; the others only waited for
+    """Findings about ranks that did not finish. Those that stopped earliest are the cause; the others only waited for
     them."""
     places = {
         (one.node, local): STEPS.index(step) if step else -1
@@ -155,7 +156,7 @@ def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
             continue
         said = next((one.problems[local] for local in behind if one.problems[local]), "no answer in time")
         following = STEPS[least + 1]
-        reached = f"came no further than {STEPS[least]}" if least >= 0 else "did not start"
+        reached = f"got no further than {STEPS[least]}" if least >= 0 else "did not start"
         ranks = ", ".join(map(str, behind))
         found.append(
             blocked(
@@ -222,7 +223,7 @@ def _links(
     if not links:
         return []
     best = {node: max(edge.gb_s for edge in links if node in edge.ends) for edge in links for node in edge.ends}
-    # Each node with its best partner: a slow node slows both its links, but not its partners' other ones.
+    # Each node with its best partner: a slow node slows both of its links, but not its partners' other links.
     floor = max(floors.bandwidth_gb_s, floors.relative * median(best.values()))
     slow = [edge for edge in links if edge.problem or edge.gb_s < floor]
     found = [*_blame_links(slow, best, floor)]
@@ -234,7 +235,7 @@ def _links(
                     BANDWIDTH,
                     f"{node}: {_gb_s(speed)} to its fastest neighbour",
                     f"about the {_gb_s(earlier)} that this node had before",
-                    "have its network checked: link width, cable, congestion",
+                    "check its network: link width, cable, congestion",
                     node,
                 )
             )
@@ -273,14 +274,14 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
             continue
         both_well = all(end in cleared for end in edge.ends)
         if both_well and edge.problem:
-            # Training needs the link. Without one of the two it does not; which one makes no difference.
+            # Training needs the link unless one of the two nodes is excluded; it does not matter which.
             kept, left_out = edge.ends
             found.append(
                 blocked(
                     BANDWIDTH,
                     f"nothing gets through between {kept} and {left_out}: {edge.problem}",
                     "nodes that reach each other",
-                    f"both reach other nodes, so {left_out} is left out: check the path between them",
+                    f"both reach other nodes, so {left_out} is excluded: check the path between them",
                     left_out,
                 )
             )
@@ -294,7 +295,8 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                 f"at least {_gb_s(floor)}",
                 "both are fast with other nodes: check the switches between them"
                 if both_well
-                else "too few nodes to tell which of the two is slow: exclude one with slurm.exclude and try again",
+                else "too few nodes to determine which of the two is slow: exclude one with slurm.exclude and "
+                "try again",
             )
         )
     return found

@@ -1,7 +1,7 @@
-"""Strikes against nodes over all runs: they fade, and a node with too many is excluded for a while. Pure.
+"""Strikes against nodes over all runs: they decay, and a node with too many is excluded for a while. Pure.
 
-A strike is one incident that suspects a node. It weighs 1 when it is new and half of that three days later, so a node
-that was repaired, or failed once by chance, recovers its standing by itself.
+A strike is one incident that suspects a node. Its weight is 1 at first and halves every three days, so a node that was
+repaired, or failed once by chance, recovers by itself.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from rlhf_core.schemas.failures import FailureKind
 
 HALF_LIFE = timedelta(days=3)
 REMEMBERED = timedelta(days=30)
-"""Age after which a strike weighs a thousandth and need not be queried."""
+"""Age after which a strike has a weight of a thousandth and need not be queried."""
 BROKEN_FOR = timedelta(hours=24)
 """Time for which a node is excluded after a hardware failure or after it was lost."""
 SUSPECT_FOR = timedelta(hours=6)
 """Time for which a node is excluded after repeated strikes."""
 SUSPECT_SCORE = 1.75
 """Weight of strikes above which a node is excluded: two, if the first is not older than about 30 hours. Not 2, which
-two strikes never reach: the older one has always faded a little."""
+two strikes never reach, because the older one has always decayed a little."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NodeStanding:
     last_kind: FailureKind
     last_at: datetime
     excluded_until: datetime | None
-    """No new attempt goes there before; None where it may be used."""
+    """Time before which no new attempt uses the node; None if it may be used."""
 
 
 def standings(strikes: Iterable[Strike], now: datetime) -> list[NodeStanding]:

@@ -1,2 +1,2 @@
-"""Reconciliation of runs, Prefect and the scheduler's queue: the facts, and the decisions from them.
-``control.reconcile`` carries them out."""
+"""Reconciliation of runs, Prefect and the scheduler's queue: facts and decisions. ``control.reconcile`` executes
+them."""

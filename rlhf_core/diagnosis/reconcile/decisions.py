@@ -1,8 +1,8 @@
-"""Reconciliation of run directories (with the history made from them), Prefect and the scheduler's queue.
+"""Reconciliation of run directories (and the history built from them), Prefect and the scheduler's queue.
 
-:func:`decide` takes the state of each and returns the actions after which they agree. Pure: the same facts give the
-same actions, and once these are carried out, the next round finds nothing to do. A state that a source does not give is
-unknown, and unknown never counts as dead.
+:func:`decide` takes the state of each and returns the actions that make them agree. Pure: the same facts give the same
+actions, and after their execution, the next round has nothing to do. A state missing from a source is unknown, and
+unknown never counts as dead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,42 +24,40 @@ from rlhf_core.schemas.attempts import RunState, StageState
 from rlhf_core.text.formatting import THROUGH_PREFECT
 
 ADOPT_AFTER_S = 30.0
-"""Time that a run must be without a controller before it is adopted; one whose controller is proven dead is adopted at
-once."""
+"""Time without a controller after which a run is adopted; a run with a dead controller is adopted at once."""
 
 NEW_RUN_S = 120.0
-"""Time that a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
+"""Time that a new run may wait for its first controller: `rlhf run` may have to start a Prefect server first."""
 
 RETRY_INTERVAL_S = 15.0
-"""Pause before a run is adopted that had two controllers within an hour; doubled with each further one."""
+"""Pause before the adoption of a run that had two controllers within an hour; doubled with each further one."""
 
 RECENT_S = 3600.0
-"""Period over which controllers and flow runs are counted for that."""
+"""Period over which controllers and flow runs are counted for this pause."""
 
 LONGEST_PAUSE_S = 600.0
-"""The longest such pause."""
+"""Maximum of this pause."""
 
 PREFECT_TIMEOUT_S = 120.0
-"""Time that Prefect must be away before a run is adopted without it: usually its server is only restarting."""
+"""Time that Prefect must be unreachable before a run is adopted without it: usually its server is only restarting."""
 
 CANCEL_TIMEOUT_S = 60.0
 """Time that Prefect has to cancel a flow run before the run is ended without it."""
 
 UNATTENDED_S = 5.0
-"""The same if no worker holds its process: its worker was killed, or it was started in a terminal."""
+"""The same if no worker manages its process: its worker was killed, or it was started in a terminal."""
 
 JOB_GRACE_S = 60.0
 """Time that the job of an ended run has to disappear."""
 
 PUBLISH_AFTER_S = 30.0
-"""Time after the end of a run before its end is published for its controller, which may still be doing so."""
+"""Time after the end of a run before its end is published instead of its controller, which may still do so."""
 
 TASK_GRACE_S = 30.0
-"""Time after the end of a flow run until the ends of its task runs are known: Prefect learns them from events, which
-are late."""
+"""Time after the end of a flow run until the ends of its task runs are known: Prefect gets them from delayed events."""
 
 MISSING_S = 600.0
-"""Absence of a run directory after which the run is closed and its jobs are ended."""
+"""Time that a run directory must be missing before the run is closed and its jobs are ended."""
 
 
 class ActionKind(StrEnum):
@@ -72,19 +70,19 @@ class ActionKind(StrEnum):
     CANCEL_RUN = "cancel_run"
     """End a run and its job on request."""
     CLOSE_RUN = "close_run"
-    """Close a run in the history whose directory is gone."""
+    """Close a run in the history after its directory has disappeared."""
     CANCEL_JOB = "cancel_job"
-    """End a job that no run needs."""
+    """Cancel a job that no run needs."""
     END_FLOW_RUN = "end_flow_run"
     """Set the final state of a flow run without a process."""
     END_TASK_RUN = "end_task_run"
     """Set the final state of a task run whose flow run has ended."""
     TELL = "tell"
-    """Publish to Prefect what its controller could not publish any more."""
+    """Publish to Prefect what its controller could no longer publish."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
-    """Remove a checkpoint that the site's retention does not keep."""
+    """Remove a checkpoint that the site's retention does not retain."""
     REMOVE_PUT_ASIDE = "remove_put_aside"
-    """Remove checkpoints that were put aside, damaged or given up."""
+    """Remove checkpoints that were put aside because they were damaged or discarded."""
     NOTE = "note"
     """Report something without acting on it."""
 
@@ -101,7 +99,7 @@ class ReconcileAction:
     flow_run_id: str = ""
     task_run_id: str = ""
     flow_state: FlowState | None = None
-    """State that the flow run, or the task run, gets."""
+    """New state of the flow run or task run."""
     step: int = 0
     """Step of the checkpoint."""
     folder: str = ""
@@ -120,7 +118,7 @@ def decide(world: World) -> list[ReconcileAction]:
         actions += _about_task_run(task_run, world.flow_runs, ends)
     for job in world.jobs:
         run_of_job = world.runs.get(job.run_id)
-        if run_of_job is not None:  # otherwise it belongs to a run of another site
+        if run_of_job is not None:  # otherwise it belongs to another site
             actions += _about_job(job, run_of_job, world.jobs)
     return actions
 
@@ -131,15 +129,15 @@ def decide(world: World) -> list[ReconcileAction]:
 
 def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[ReconcileAction]:
     if run.missing_s:
-        # A running controller finds out by itself, much sooner.
+        # A running controller detects it itself, much sooner.
         if run.missing_s > MISSING_S and not run.ended and run.holder is not LeaseState.LIVING:
             yield ReconcileAction(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
     if run.recorded != run.state:
-        found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
+        found = f"its state is {run.recorded or 'missing'} in the history, {run.state.value} in its journal"
         yield ReconcileAction(ActionKind.INGEST, run.run_id, found)
     if run.unpublished and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
-        said = f"its controller ended before Prefect had {run.unpublished} of its events and pages"
+        said = f"its controller ended before it had published {run.unpublished} of its events and pages to Prefect"
         yield ReconcileAction(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
@@ -149,20 +147,22 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
         yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
     elif run.holder is LeaseState.LIVING:
         if newest is not None and newest.state in FLOW_ENDS and not run.ended:
-            said = f"Prefect calls its flow run {newest.state.value.lower()}, but its controller {run.owner} is running"
+            said = f"its flow run is {newest.state.value.lower()} in Prefect, but its controller {run.owner} is running"
             yield ReconcileAction(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
     elif run.trial_of:
         parent = world.runs.get(run.trial_of)
         if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
-            yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, whose trial it is, has ended")
+            yield ReconcileAction(
+                ActionKind.CANCEL_RUN, run.run_id, f"it is a trial of {run.trial_of}, which has ended"
+            )
     elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
         yield ReconcileAction(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
 
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
-    """Reason why an active run is to be ended by the reconciler; empty if it is not."""
+    """Reason why the reconciler is to end an active run; empty if it is not."""
     if run.cancel_asked and run.holder is not LeaseState.LIVING:
-        return run.cancel_asked  # a living controller sees the request by itself
+        return run.cancel_asked  # a running controller reads the request itself
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
         return ""
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
@@ -176,7 +176,7 @@ def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
 def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> bool:
     if 0 < world.prefect_away_s < PREFECT_TIMEOUT_S:
         return False
-    # Also flow runs that ended before they were controllers count: they would end so again at once.
+    # Flow runs that ended before they became controllers also count: new ones would end in the same way.
     tried_s = [one.state_s for one in flow_runs if one.state in FLOW_ENDS and one.state_s < RECENT_S]
     if min([run.undriven_s, *tried_s]) < _pause(max(run.num_controllers, len(tried_s))):
         return False
@@ -190,7 +190,7 @@ def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: W
 
 
 def _pause(num_controllers: int) -> float:
-    """Pause before the next adoption. The run itself may kill its controllers, so the pause grows with their number."""
+    """Pause before the next adoption. It grows with the number of controllers, because the run itself may kill them."""
     return 0.0 if num_controllers < 2 else min(RETRY_INTERVAL_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
 
 
@@ -221,7 +221,7 @@ def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) 
             ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state
         )
     elif run is not None and _ended_unheard(flow_run, run):
-        why = f"Prefect did not learn how it ended; its run is {run.state.value}"
+        why = f"its end was not reported to Prefect; its run is {run.state.value}"
         end = _ENDS_AS[run.state]
         yield ReconcileAction(
             ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end
@@ -229,8 +229,8 @@ def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) 
 
 
 def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
-    """Return True if it drove its run to an end, could not report it, and counts as crashed: Prefect's worker
-    reports that if the server was away when the process ended."""
+    """Return True if it drove its run to the end, could not report that, and counts as crashed: Prefect's worker
+    reports a crash if the server was unreachable when the process ended."""
     if flow_run.state is not FlowState.CRASHED or flow_run.process is ProcessState.ALIVE:
         return False
     return (
@@ -242,26 +242,26 @@ def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
 
 
 def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple[FlowState, str]:
-    """Final state of a flow run without a process, with the reason: the end of its run if it drove it to its end,
+    """Final state of a flow run without a process, with the reason: that of its run if it drove it to its end,
     otherwise its own."""
     if run is not None and run.ended and not run.promotion_due:
         end = _ENDS_AS[run.state]
         later = (one for one in world.flow_runs if one.run_id == run.run_id and one.created_at > flow_run.created_at)
         if any(one.state is end for one in later):
             return FlowState.CRASHED, f"its process is gone; another flow run brought run {run.run_id} to its end"
-        return end, f"it has no controller any more; run {run.run_id} is {run.state.value}"
+        return end, f"it no longer has a controller; run {run.run_id} is {run.state.value}"
     if flow_run.state is FlowState.CANCELLING:
-        return FlowState.CANCELLED, "it was cancelled, and its process is gone"
+        return FlowState.CANCELLED, "it was cancelled and its process is gone"
     if run is None:
-        return FlowState.CRASHED, "its process is gone, and it had not started a run that is known here"
+        return FlowState.CRASHED, "its process is gone, and it had not started a known run"
     what = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
     if run.holder is LeaseState.LIVING:
-        return FlowState.CRASHED, f"its process is gone; {what} goes on under {run.owner}"
+        return FlowState.CRASHED, f"its process is gone; {what} continues under {run.owner}"
     return FlowState.CRASHED, f"its process is gone; {what} gets another controller"
 
 
 def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
-    """Return True if it is paused with a question that was answered elsewhere, and no other machine drives it."""
+    """Return True if it is paused for a decision that was made elsewhere, and no other machine drives it."""
     if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
         return False
     return run is not None and run.ended and not run.promotion_due and run.holder is not LeaseState.LIVING
@@ -280,7 +280,7 @@ _STAGE_ENDS_AS = {
 def _about_task_run(
     task_run: TaskRunFacts, flow_runs: Sequence[FlowRunFacts], ends: Mapping[str, FlowState | None]
 ) -> Iterator[ReconcileAction]:
-    """End a task run as its stage ended; if the journal has no end of the stage, as its flow run ended."""
+    """End a task run in the final state of its stage, or of its flow run if the journal has no end of the stage."""
     flow_run = next((one for one in flow_runs if one.flow_run_id == task_run.flow_run_id), None)
     if flow_run is None or flow_run.state not in FLOW_ENDS or flow_run.process is ProcessState.ALIVE:
         return
@@ -290,7 +290,7 @@ def _about_task_run(
     yield ReconcileAction(
         ActionKind.END_TASK_RUN,
         flow_run.run_id,
-        "Prefect did not learn how it ended",
+        "its end was not reported to Prefect",
         flow_run_id=flow_run.flow_run_id,
         task_run_id=task_run.task_run_id,
         flow_state=known or ends.get(flow_run.flow_run_id) or flow_run.state,
@@ -313,7 +313,7 @@ def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterat
     elif not run.ended and job.attempt < run.attempt:
         why = f"attempt {job.attempt} was replaced by attempt {run.attempt}"
     elif not run.ended and is_second:
-        why = f"attempt {job.attempt} has job {recorded} already"
+        why = f"attempt {job.attempt} already has job {recorded}"
     else:
         return
     yield ReconcileAction(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)

@@ -1,4 +1,4 @@
-"""Facts about runs, flow runs, task runs and jobs from which the reconciler decides."""
+"""Facts about runs, flow runs, task runs and jobs: input of the reconciler's decisions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,20 +8,20 @@ from enum import StrEnum
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState, StageState
 
 START_S = 300.0
-"""Time that a flow run may count as starting or running while no process is known for it."""
+"""Time that a flow run may count as starting or running without a known process."""
 
 
 class LeaseState(StrEnum):
     """State of the lease of a run."""
 
     FREE = "free"
-    """Never taken, or given back."""
+    """Never taken, or released."""
     DEAD = "dead"
-    """A process of this machine that is gone."""
+    """Held by a process of this machine that is gone."""
     SILENT = "silent"
-    """A process of another machine, which has not renewed it in time."""
+    """Held by a process of another machine that has not renewed it in time."""
     LIVING = "living"
-    """A running controller."""
+    """Held by a running controller."""
 
 
 class ProcessState(StrEnum):
@@ -58,44 +58,45 @@ class RunFacts:
     state: RunState
     """State in its journal."""
     recorded: str
-    """State in the history; empty if it does not know the run."""
+    """State in the history; empty if the history lacks the run."""
     holder: LeaseState = LeaseState.FREE
     owner: str = ""
     """Name of the controller, for display."""
     undriven_s: float = 0.0
-    """Time without a controller, at least; in seconds."""
+    """Minimum time without a controller, in seconds."""
     num_controllers: int = 0
     """Number of controllers that took it within the last hour."""
     controller_started_at: datetime | None = None
     """Start of the newest of its controllers."""
     flow_run_id: str = ""
-    """Flow run of that controller; empty where it was none."""
+    """Flow run of that controller; empty if it was none."""
     attempt: int = 0
     """Newest attempt; 0 before the first."""
     jobs: Mapping[int, str] = field(default_factory=dict)
-    """Scheduler's id of the job of each attempt, where the scheduler's answer is known."""
+    """Scheduler's job id of each attempt, if the scheduler's answer is known."""
     ended_s: float = 0.0
     """Time since its end, in seconds."""
     cancel_asked: str = ""
     """Reason given to `rlhf cancel`; empty if cancellation was not requested."""
     trial_of: str = ""
-    """Run whose trial it is; empty if it is not a trial."""
+    """Run that it is a trial of; empty if it is not a trial."""
     promotion_due: bool = False
-    """True if the run is completed and a controller has to act on its promotion: begin it, wait for the answer, or
-    write the model."""
+    """True if the run is completed and its promotion needs a controller: to start it, wait for approval, or write the
+    model."""
     unpublished: int = 0
-    """Number of events and artifacts of an ended run that Prefect lacks because its server was away at the end."""
+    """Number of events and artifacts of an ended run that Prefect lacks because its server was unreachable at the
+    end."""
     missing_s: float = 0.0
-    """Time for which its directory has been known to be gone, in seconds; 0 if it is there or nothing is known."""
+    """Time that its directory has been missing, in seconds; 0 if it exists or nothing is known."""
 
     @property
     def ended(self) -> bool:
-        """True if nothing of it is active."""
+        """True if it is in a final state."""
         return self.state in RUN_ENDS
 
     @property
     def wants_controller(self) -> bool:
-        """True if a controller has something left to do; a promotion may come after the end."""
+        """True if it still needs a controller; a promotion may follow the end."""
         return not self.ended or self.promotion_due
 
 
@@ -105,7 +106,7 @@ class FlowRunFacts:
 
     flow_run_id: str
     run_id: str
-    """Run that it drives; empty if unknown (it may never have made one)."""
+    """Run that it drives; empty if unknown (it may never have created one)."""
     state: FlowState
     changed_at: datetime
     """Time of the last change of state."""
@@ -114,13 +115,13 @@ class FlowRunFacts:
     created_at: datetime
     process: ProcessState = ProcessState.UNKNOWN
     suspended: bool = False
-    """True if it waits without a process, as Prefect allows."""
+    """True if it is suspended in Prefect and waits without a process."""
     attended: bool = True
-    """True if a Prefect worker holds its process and cancels it on request, or if that is unknown."""
+    """True if a Prefect worker manages its process and cancels it on request, or if that is unknown."""
 
     @property
     def is_lost(self) -> bool:
-        """True if Prefect takes it for alive although nothing of it is."""
+        """True if it is active in Prefect but has no process."""
         if self.state in FLOW_ENDS or self.state is FlowState.SCHEDULED or self.suspended:
             return False
         if self.process is ProcessState.UNKNOWN:
@@ -133,13 +134,13 @@ class FlowRunFacts:
         if self.state in FLOW_ENDS or self.is_lost:
             return False
         waits = self.state in (FlowState.SCHEDULED, FlowState.PENDING) or self.suspended
-        # On another machine only the lease tells: a controller takes it soon after it starts.
+        # On another machine, only the lease is known: a controller takes it soon after its start.
         return waits or self.process is not ProcessState.UNKNOWN or self.state_s <= START_S
 
 
 @dataclass(frozen=True)
 class TaskRunFacts:
-    """Task run that Prefect takes for alive although its flow run has ended."""
+    """Task run that is active in Prefect although its flow run has ended."""
 
     task_run_id: str
     flow_run_id: str
@@ -165,9 +166,9 @@ class World:
     flow_runs: Sequence[FlowRunFacts] = ()
     task_runs: Sequence[TaskRunFacts] = ()
     jobs: Sequence[JobFacts] = ()
-    """Empty also if the scheduler does not answer: then nothing is known, and nothing is done."""
+    """Also empty if the scheduler does not respond: then nothing is known, and nothing is done."""
     prefect_away_s: float = 0.0
-    """Time since Prefect last answered, in seconds; infinite if the site has no Prefect."""
+    """Time since Prefect last responded, in seconds; infinite if the site has no Prefect."""
     watched_s: float = 0.0
-    """Time for which the history has answered without a break: after an outage, leases have expired that are still
+    """Time that the history has responded without interruption: after an outage, leases have expired that are still
     renewed."""

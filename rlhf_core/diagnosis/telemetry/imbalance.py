@@ -1,11 +1,11 @@
 """Anomalies in the telemetry of all nodes: a lagging node, a hot or broken GPU, a spinning collective.
 
-Findings are sentences for the user. They neither stop nor restart anything: hangs are found by heartbeats
+Findings are sentences for the user and have no further effect: hangs are detected by heartbeats
 (``hangs/liveness.py``). Pure: telemetry and seconds in, sentences out.
 
-Two rules suppress healthy jitter. Figures are means over minutes (a median over time would jump between two nodes
-whose GPUs are busy half of the time), and a finding begins or ends only after several equal judgements in a row, with
-a lower threshold for its end than for its beginning.
+Two rules suppress healthy jitter. Figures are means over minutes (a median over time would jump between two nodes with
+GPUs that are busy half of the time), and a finding begins or ends only after several equal judgements in a row, with a
+lower threshold for its end than for its start.
 """
 
 import math
@@ -30,10 +30,10 @@ MIN_SAMPLES = 15
 """Minimum number of readings of a unit."""
 
 MIN_UNITS = 3
-"""Minimum number of units: of two, neither can be called the outlier."""
+"""Minimum number of units: of two, neither can be identified as the outlier."""
 
 STEPS_QUIET_S = 60.0
-"""Minimum time without progress before a collective is called spinning."""
+"""Minimum time without progress before a collective counts as spinning."""
 
 STEPS_QUIET_FACTOR = 3.0
 """Minimum of the same as a multiple of the longest wait for progress seen before."""
@@ -42,10 +42,10 @@ BUSY_PERCENT = 95.0
 """Utilisation of a GPU that counts as busy all the time."""
 
 LOW_POWER_OF_WORK = 0.6
-"""A kernel that only waits draws less than this share of the GPU's power while steps advanced."""
+"""Share of the GPU's power under load below which a kernel counts as waiting."""
 
 LOW_POWER_OF_LIMIT = 0.35
-"""The same as a share of its power limit, before any step has advanced."""
+"""The same as a share of its power limit, before the first step."""
 
 HOT_MARGIN_C = 3.0
 """Distance to the throttling temperature below which a GPU counts as hot."""
@@ -57,7 +57,7 @@ CORRECTED_ECC = 100.0
 """Corrected memory errors within the window above which they are reported."""
 
 PROGRAM_XIDS = {13, 31, 43, 45}
-"""XIDs that a faulty program can cause too (NVIDIA, "XID Errors"): illegal access, page fault, channel ended."""
+"""XIDs that a faulty program can also cause (NVIDIA, "XID Errors"): illegal access, page fault, channel ended."""
 
 _GPU = re.compile(r"gpu(\d+)_(\w+)")
 
@@ -83,7 +83,7 @@ class _Sample:
 
 @dataclass
 class _ImbalanceFinding:
-    """Possible finding, with the number of consecutive judgements against its present state."""
+    """Possible finding, with the number of consecutive judgements against its current state."""
 
     text: str = ""
     active: bool = False
@@ -116,11 +116,11 @@ class ImbalanceWatch:
         Args:
             node: Name of the node.
             telemetry: Its figures, as in ``AgentStatus.telemetry``.
-            step: Training step its workers are at.
+            step: Current training step of its workers.
             now_s: Time on the caller's monotonic clock, in seconds; the same clock for all nodes.
-            beats: Total number of heartbeats of its workers so far; they count as progress where there are no steps.
-            work: Work of the node: it is compared with nodes of the same work alone. A node of rollout engines is idle
-                while trainers are busy, and the other way round.
+            beats: Total number of heartbeats of its workers so far; they count as progress if there are no steps.
+            work: Work of the node: it is compared only with nodes of the same work. A node of rollout engines is idle
+                while trainers are busy, and vice versa.
         """
         self._now_s = max(self._now_s, now_s)
         self._work[node] = work
@@ -183,7 +183,7 @@ class ImbalanceWatch:
             for unit, mean in means.items():
                 others = [other.value for key, other in means.items() if key != unit]
                 found[f"{kind} {unit} {comparison.name}"] = deviation(unit, comparison, mean, others)
-            # If half of the units differ from the other half, there is no outlier: they do different work.
+            # If half of the units differ from the other half, they do different work and there is no outlier.
             if sum(sign.begins for sign in found.values()) * 2 < len(found):
                 signs |= found
         return signs
@@ -227,14 +227,16 @@ class ImbalanceWatch:
         errors = last.get("ecc_uncorrected", 0.0) - self._ecc_at_first.get(gpu, 0.0)
         if errors > 0:
             found[f"ecc {gpu}"] = (
-                f"{gpu} had {errors:.0f} memory errors that ECC could not correct since this job began. "
+                f"{gpu} had {errors:.0f} memory errors that ECC could not correct since the start of this job. "
                 f"Its results cannot be trusted: exclude the node and have the GPU reset or replaced"
             )
         if last.get("lost"):
-            found[f"lost {gpu}"] = f"{gpu} no longer answers: it has fallen off the bus. The node must be restarted"
+            found[f"lost {gpu}"] = f"{gpu} no longer responds: it has fallen off the bus. The node must be restarted"
         xid = int(last.get("xid", 0))
         if xid:
-            cause = "which a faulty program causes too" if xid in PROGRAM_XIDS else "a fault of the hardware or driver"
+            cause = (
+                "which a faulty program can also cause" if xid in PROGRAM_XIDS else "a fault of the hardware or driver"
+            )
             found[f"xid {gpu} {xid}"] = f"{gpu} reported XID {xid}, {cause}. See dmesg on {gpu.node}"
         return {key: Sign(text, begins=True, stays=True, at_once=True) for key, text in found.items()}
 
@@ -247,7 +249,7 @@ class ImbalanceWatch:
         before = self._progress.get(node)
         self._progress[node] = progress
         if before is not None and progress != before:
-            # The wait for the first heartbeat is part of the start, and no measure of later waits.
+            # The wait for the first heartbeat is part of the start and does not predict later waits.
             if self._has_progressed:
                 self._longest_wait_s = max(self._longest_wait_s, now_s - self._progressed_at_s)
             self._progressed_at_s = now_s
@@ -259,7 +261,7 @@ class ImbalanceWatch:
         return 0.0 if self._progressed_at_s is None else self._now_s - self._progressed_at_s
 
     def _learn_power(self) -> None:
-        """Learn the power that a GPU draws under load: the highest mean of the window while training advances."""
+        """Learn the power draw of a GPU under load: the highest mean of the window while training advances."""
         if not self._has_progressed or self._quiet_s > STEPS_QUIET_S / 2:
             return
         for gpu, samples in self._gpus.items():
@@ -277,8 +279,9 @@ class ImbalanceWatch:
         others = sorted(str(gpu) for gpu in self._gpus if gpu not in spinning)
         last = max(step for step, _ in self._progress.values())
         text = (
-            f"{len(spinning)} of {len(self._gpus)} GPUs are 100 % busy but draw the power of waiting, and nothing has "
-            f"advanced for {self._quiet_s:.0f} s (step {last}): they spin in a collective that does not end. "
+            f"{len(spinning)} of {len(self._gpus)} GPUs are 100 % busy but draw the power of an idle wait, and "
+            "nothing has "
+            f"advanced for {self._quiet_s:.0f} s (step {last}): they spin in a collective that does not complete. "
             + (f"Not waiting: {', '.join(others)}" if others else f"All of them wait: {_nodes(spinning)}")
         )
         return {"spinning": Sign(text, begins=True, stays=True)}
@@ -324,7 +327,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, Sign]
     if heat and limit is not None:
         mean = statistics.fmean(heat)
         signs[f"heat {gpu}"] = Sign(
-            f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Check the cooling of {gpu.node}",
+            f"{gpu} has {mean:.0f} °C and throttles at {limit:.0f} °C. Check the cooling of {gpu.node}",
             begins=mean >= limit - HOT_MARGIN_C,
             stays=mean >= limit - COOLED_MARGIN_C,
         )
@@ -333,7 +336,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, Sign]
         if flags:
             share = statistics.fmean(flags)
             signs[f"{name} {gpu}"] = Sign(
-                f"{gpu} is slowed down by {cause} {share:.0%} of the time. The whole job waits for it: "
+                f"{gpu} is throttled because of {cause} {share:.0%} of the time. The whole job waits for it: "
                 f"check {'the cooling' if name == 'throttle_thermal' else 'the power supply'} of {gpu.node}",
                 begins=share >= 0.5,
                 stays=share >= 0.25,

@@ -1,4 +1,4 @@
-"""Figures that are about equal on all nodes and GPUs of a healthy job, and the deviation of one from the others."""
+"""Figures that are about equal on all nodes and GPUs of a healthy job, and deviations from them."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -11,10 +11,10 @@ MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, of a normal distribution."""
 
 NOISE_FACTOR = 6.0
-"""Threshold in standard errors of the unit's own mean, which fluctuates if its figure comes in bursts."""
+"""Threshold in standard errors of the unit's own mean, which fluctuates if the figure is bursty."""
 
 STAYS_AT = 0.7
-"""Share of a threshold above which a finding stays."""
+"""Share of a threshold above which a finding persists."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Comparison:
     """Figure that is about equal on all nodes of a healthy job."""
 
     name: str
-    """Noun for the figure that is compared."""
+    """Name of the compared figure."""
     unit: str
     floor: float
-    """Smallest difference that is reported, in ``unit``."""
+    """Minimum difference that is reported, in ``unit``."""
     share: float
-    """Smallest difference that is reported, as a share of the median."""
+    """Minimum difference that is reported, as a share of the median."""
     read: Callable[[Mapping[str, float]], float | None]
     """Extract the figure from one reading; None if it is missing."""
     advice: str
@@ -54,7 +54,7 @@ NODES = (
         floor=25.0,
         share=0.3,
         read=_sum_of("cpu_percent"),
-        advice="Look for foreign processes there, or for work that only this node does",
+        advice="Check for other processes there, or for work that only this node does",
     ),
     Comparison(
         name="processor use by its workers",
@@ -62,7 +62,7 @@ NODES = (
         floor=25.0,
         share=0.3,
         read=_per_core,
-        advice="Look for workers that wait for data, or that do more than their share",
+        advice="Check for workers that wait for data, or that do more than their share",
     ),
     Comparison(
         name="network traffic",
@@ -75,10 +75,10 @@ NODES = (
             "infiniband_received_mb_per_s",
             "infiniband_sent_mb_per_s",
         ),
-        advice="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
+        advice="Check for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for other transfers",
     ),
 )
-"""Figures compared between nodes. Loopback is excluded: nodes that share a machine share that figure too."""
+"""Figures compared between nodes. Loopback is excluded: nodes on one machine share that figure."""
 
 GPUS = (
     Comparison(
@@ -87,7 +87,7 @@ GPUS = (
         floor=25.0,
         share=0.3,
         read=_sum_of("util_percent"),
-        advice="Look for a slow data source, uneven batches, or a foreign process on it",
+        advice="Check for a slow data source, uneven batches, or another process on it",
     ),
     Comparison(
         name="power",
@@ -95,7 +95,7 @@ GPUS = (
         floor=80.0,
         share=0.3,
         read=_sum_of("power_w"),
-        advice="Look at its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
+        advice="Check its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
     ),
     Comparison(
         name="clock",
@@ -103,7 +103,7 @@ GPUS = (
         floor=200.0,
         share=0.15,
         read=_sum_of("sm_clock_mhz"),
-        advice="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
+        advice="Check its clock limits and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE)",
     ),
 )
 """Figures compared between GPUs, over all nodes."""
@@ -111,7 +111,7 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Mean:
-    """A figure of one unit over the window."""
+    """Mean of a figure of one unit over the window."""
 
     value: float
     standard_error: float
@@ -139,8 +139,8 @@ def deviation(unit: str, comparison: Comparison, mean: Mean, others: list[float]
     )
     off = abs(mean.value - middle)
     text = (
-        f"{unit} stands out: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
-        f"{len(others)} is {middle:.0f} {comparison.unit} (up to {limit:.0f} {comparison.unit} apart is usual). "
+        f"{unit} is an outlier: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
+        f"{len(others)} is {middle:.0f} {comparison.unit} (differences up to {limit:.0f} {comparison.unit} are usual). "
         f"{comparison.advice}"
     )
     return Sign(text, begins=off > limit, stays=off > STAYS_AT * limit)

@@ -1,9 +1,9 @@
-"""Reads of the history: one function per query. Plain data comes back, dictionaries and lists that are ready for JSON.
+"""Reads of the history: one function per query. They return plain data: dictionaries and lists, ready for JSON.
 
-Times are ISO 8601 text in UTC. A metric that is not finite is the text ``NaN``, ``Infinity`` or ``-Infinity``, as in
-the files; only :func:`curve`, which is for plotting, returns it as a float.
+Times are ISO 8601 text in UTC. A non-finite metric is the text ``NaN``, ``Infinity`` or ``-Infinity``, as in the files;
+only :func:`curve`, which is for plotting, returns a float.
 
-Reads with one user each are modules beside these: ``controllers``, ``exports``, ``open_runs``.
+Reads with a single caller are in separate modules: ``controllers``, ``exports``, ``open_runs``.
 """
 
 from rlhf_core.history.queries.baselines import (

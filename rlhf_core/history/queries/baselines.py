@@ -15,7 +15,7 @@ from rlhf_core.schemas.failures import Action
 
 
 def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, datetime]]:
-    """Read the incidents that count against nodes: node, kind of failure, time; oldest first."""
+    """Read the strikes against nodes: node, kind of failure, time; oldest first."""
     query = (
         select(STRIKES.c.node, STRIKES.c.failure_kind, STRIKES.c.struck_at)
         .where(STRIKES.c.struck_at >= since)
@@ -26,7 +26,7 @@ def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, d
 
 
 def restarts_since(store: HistoryStore, since: datetime) -> int:
-    """Count the restarts in place and new attempts that were decided on, over all runs."""
+    """Count the decisions for restarts in place and new attempts, over all runs."""
     again = (Action.RESTART_IN_PLACE.value, Action.NEW_ATTEMPT.value)
     query = select(func.count()).where(DECISIONS.c.decided_at >= since, DECISIONS.c.action.in_(again))
     with store.reading() as connection:
@@ -39,9 +39,9 @@ def usual_speeds(
     """Read the medians of the newest probes of every node: node to device to ``matmul_tflops`` and ``bandwidth_gb_s``.
 
     Args:
-        since: time from which probes count.
-        min_earlier: number of probes of a node and device below which it has no median.
-        num_newest: number of probes that count.
+        since: start of the period.
+        min_earlier: minimum number of probes of a node and device for a median.
+        num_newest: maximum number of newest probes to use.
     """
     query = (
         select(SPEEDS.c.node, SPEEDS.c.device, SPEEDS.c.matmul_tflops, SPEEDS.c.bandwidth_gb_s)
@@ -78,8 +78,8 @@ def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str
 
 
 def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> float | None:
-    """Estimate the duration of a step: the median over the newest completed runs of a shape of the mean of their steps.
-    None where there is no such run. Trials do not count: their few steps are mostly warming up."""
+    """Estimate the duration of a step: the median over the newest completed runs of a shape of their mean step time.
+    None if there are no such runs. Trials are excluded, because their few steps are mostly warm-up."""
     newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
     means = (
         select(func.avg(METRICS.c.value))
@@ -94,12 +94,12 @@ def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> floa
 
 def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
     """Find the last completed run of a name: ``run_id, spec, basis`` (the result of its check ``trial.basis``). A trial
-    counts, but not for the run that it was made for (``run_id``), which knows its trials itself."""
+    counts, except for its own run (``run_id``), which handles its trials itself."""
     newest = (
         select(RUNS.c.run_id, RUNS.c.spec)
         .where(RUNS.c.name == name, RUNS.c.state == RunState.COMPLETED.value)
         .where((RUNS.c.trial_of == "") | (RUNS.c.trial_of != run_id))
-        .order_by(RUNS.c.ended_at.desc())  # a trial is made later than its run, and ends before it
+        .order_by(RUNS.c.ended_at.desc())  # a trial is created after its run and ends before it
         .limit(1)
     )
     with store.reading() as connection:

@@ -1,4 +1,4 @@
-"""Controllers of a run, and the Prefect flow runs that they were."""
+"""Controllers of a run, and their Prefect flow runs."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,7 +10,7 @@ from rlhf_core.history.tables.sqlalchemy_core import CONTROLLERS, LEASES
 
 
 def run_of_flow_run(store: HistoryStore, flow_run_id: str) -> str | None:
-    """Find the run that a Prefect flow run drove last; None when it drove none."""
+    """Find the run that a Prefect flow run drove last; None if it drove none."""
     query = (
         select(CONTROLLERS.c.run_id)
         .where(CONTROLLERS.c.flow_run_id == flow_run_id, CONTROLLERS.c.flow_run_id != "")
@@ -24,22 +24,22 @@ def run_of_flow_run(store: HistoryStore, flow_run_id: str) -> str | None:
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """The controller that holds the lease of a run, by the history."""
+    """The controller that holds the lease of a run, according to the history."""
 
     controller: str
-    """Text in the lease: user, machine, process."""
+    """Its name in the lease: user, machine, process."""
     expires_at: datetime
     """End of the lease unless it is renewed."""
     left_s: float
-    """Seconds until then, by the clock that leases are measured with."""
+    """Seconds until then, by the clock for leases."""
     since: datetime | None
-    """Time at which it acquired the run; None where that has not been read from the journal yet."""
+    """Time at which it acquired the run; None if not ingested from the journal yet."""
     flow_run_url: str
     """Page of its Prefect flow run; empty without one."""
 
 
 def lease_holder(store: HistoryStore, run_id: str) -> LeaseHolder | None:
-    """Find the controller that holds the lease of a run; None where none does, or the lease expired."""
+    """Find the controller that holds the lease of a run; None if there is none or the lease has expired."""
     with store.reading() as connection:
         lease = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
         left_s = 0.0 if lease is None else (lease.expires_at - store.time(connection)).total_seconds()

@@ -1,4 +1,4 @@
-"""Everything about one run."""
+"""Details of one run."""
 
 from typing import Any
 
@@ -38,18 +38,18 @@ _ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
 
 
 def show_run(store: HistoryStore, run_id: str) -> Facts:
-    """Read everything about a run, in the shape of ``rlhf show --json``, as of one moment.
+    """Read all details of a run, in the format of ``rlhf show --json``, as of one moment.
 
     Returns:
         ``run`` (with ``spec``), ``stages``, ``checks`` (the newest result of each), ``attempts``, ``restarts``,
-        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that fell:
-        ``name, metric, before, after``), ``controllers`` (with their pages in Prefect, the newest last),
+        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that decreased:
+            ``name, metric, before, after``), ``controllers`` (with their pages in Prefect, newest last),
         ``promotion`` (its state; empty without one), ``metrics`` (newest value of each), ``metric_keys``, ``goodput``
         (view ``run_goodput``), ``weight_syncs`` (:func:`weight_sync_facts`) and ``lost_time`` (view
         ``run_lost_time``).
 
     Raises:
-        UnknownRun: there is no such run.
+        UnknownRun: the run does not exist.
     """
     with store.reading() as connection:
         run = connection.execute(select(RUNS).where(RUNS.c.run_id == run_id)).one_or_none()
@@ -106,7 +106,7 @@ def _checks(connection: Connection, run_id: str) -> list[Facts]:
         identity = facts.pop("check_id")
         for internal in ("round", "check_index"):
             del facts[internal]
-        newest.pop((identity, row.node), None)  # so that the order is that of the newest round
+        newest.pop((identity, row.node), None)  # to keep the order of the newest round
         newest[identity, row.node] = {"id": identity, **facts}
     return list(newest.values())
 
@@ -123,14 +123,14 @@ def _attempts(connection: Connection, run_id: str) -> list[Facts]:
     found = []
     for row in rows:
         facts = without_run(row)
-        # An attempt that was lost left no outcome: its state is then the one that its controller found.
+        # A lost attempt has no outcome: its state is then the one found by its controller.
         ended_as = row.state if row.state in _ENDED_ATTEMPTS else None
         found.append({**facts, "nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as})
     return found
 
 
 def _restarts(connection: Connection, run_id: str) -> list[Facts]:
-    """Read the restarts, with ``first_step_at``, the end of the first step: null where there is none."""
+    """Read the restarts, with ``first_step_at``, the end of the first step; null if there is none."""
     first = (
         select(METRICS.c.attempt, METRICS.c.restart, func.min(METRICS.c.time).label("first_step_at"))
         .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
@@ -152,7 +152,7 @@ def _evaluations(connection: Connection, run_id: str) -> list[Facts]:
 
 
 def _goodput(connection: Connection, run_id: str) -> Facts:
-    """Read view ``run_goodput``, or its cache: PostgreSQL takes longer to plan the view than to answer it."""
+    """Read view ``run_goodput`` or its cache: PostgreSQL takes longer to plan the view than to run it."""
     columns = [column for column in GOODPUT_CACHE.c if column.name != "ingest_stamp"]
     cached = (
         select(*columns)
@@ -167,7 +167,7 @@ def _goodput(connection: Connection, run_id: str) -> Facts:
 
 
 def events(store: HistoryStore, run_id: str) -> list[Facts]:
-    """Read the events of a run, in the order of time."""
+    """Read the events of a run, by time."""
     with store.reading() as connection:
         return parts(connection, EVENTS, run_id, "time", "source", "position")
 

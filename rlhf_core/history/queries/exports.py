@@ -1,4 +1,4 @@
-"""Reads for export: whole tables in batches, so that a large history needs no more memory than a small one."""
+"""Reads for export: whole tables in batches, with memory use independent of the size of the history."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,13 +29,13 @@ BATCH_ROWS = 10_000
 """Maximum number of rows in memory."""
 
 _INTERNAL = frozenset({"leases", "ingest_offsets", "goodput_cache"})
-"""Tables that are not about a run, or that a view repeats."""
+"""Tables that are not about a run, or duplicated by a view."""
 
 _VIEWS = ("run_curve", "run_goodput", "run_lost_time")
-"""Views that are exported."""
+"""Exported views."""
 
 _TWICE = {"run_goodput": ("name", "state")}
-"""Columns of views that table ``runs`` has as well."""
+"""Columns of views that are also in table ``runs``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ExportTable:
-    """A table or view with the rows of some runs. Valid inside of :func:`reading_tables`."""
+    """A table or view with the rows of some runs. Valid inside :func:`reading_tables`."""
 
     name: str
     columns: tuple[Column, ...]
@@ -57,14 +57,14 @@ class ExportTable:
     _query: Select[Any]
 
     def batches(self, num_rows: int = BATCH_ROWS) -> Iterator[Sequence[Sequence[Any]]]:
-        """Yield the rows, at most ``num_rows`` at a time, in the order of their keys."""
+        """Yield the rows, at most ``num_rows`` at a time, by key."""
         with self._connection.execute(self._query, execution_options={"yield_per": num_rows}) as result:
             yield from result.partitions()
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A value of a metric that counts."""
+    """A valid value of a metric."""
 
     key: str
     step: int
@@ -74,9 +74,9 @@ class CurvePoint:
 
 @contextmanager
 def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list[ExportTable]]:
-    """Read every table and view that has rows of runs, all as of one moment; metrics have their names in ``key``.
+    """Read every table and view with rows of runs, all as of one moment; column ``key`` has the names of metrics.
 
-    ``metrics`` has every value, also those that a rewind superseded; ``run_curve`` those that count.
+    ``metrics`` has every value, including those superseded by a rewind; ``run_curve`` only the valid ones.
     """
     keys = metadata.tables["metric_keys"]
     with store.reading() as connection:
@@ -100,7 +100,7 @@ def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list
 def curve_points(
     store: HistoryStore, run_id: str, num_rows: int = BATCH_ROWS, *, by_step: bool = False
 ) -> Iterator[CurvePoint]:
-    """Read the metrics of a run that count; by key and step, or by step and key."""
+    """Read the valid metrics of a run, by key and step, or by step and key."""
     order = (CURVE.c.step, CURVE.c.key) if by_step else (CURVE.c.key, CURVE.c.step)
     query = (
         select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite, CURVE.c.time)

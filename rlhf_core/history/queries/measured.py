@@ -1,4 +1,4 @@
-"""Step time and memory that earlier runs of a shape took, for comparison with predictions."""
+"""Step time and memory of earlier runs of a shape, for comparison with predictions."""
 
 from collections import defaultdict
 from statistics import median
@@ -15,16 +15,16 @@ _MEMORY = ("workers_rss_gb", "gpu0_memory_used_gb", "gpu1_memory_used_gb", "gpu2
 
 
 def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5, engine_nodes: int = 0) -> Facts:
-    """Read what the newest completed runs of a shape took; trials do not count.
+    """Read step time and memory of the newest completed runs of a shape, without trials.
 
     Args:
-        engine_nodes: last nodes of each attempt that have rollout engines alone (``rollout.nodes`` of the shape): their
-            memory is not that of trainers.
+        engine_nodes: number of last nodes of each attempt with only rollout engines (``rollout.nodes`` of the shape),
+            which are excluded from the memory of trainers.
 
     Returns:
         ``runs`` (their ids, newest first), ``seconds`` (``time/...`` metric to the median over the runs of the median
-        of their steps of the main loop), ``workers_gb`` (most of the main memory of a node that its workers took
-        together, GiB) and ``gpu_gb`` (most of a GPU, GiB): means of some seconds, null where none was measured.
+            of their steps of the main loop), ``workers_gb`` (peak main memory of the workers of a node, GiB) and
+            ``gpu_gb`` (peak memory of a GPU, GiB): from means over some seconds, null if not measured.
     """
     with store.reading() as connection:
         newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")

@@ -9,7 +9,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST, TELEMETRY
 
 STEP_SECONDS = "time/step_s"
-"""The metric that every step has."""
+"""Metric of every step."""
 
 
 def latest_metrics(store: HistoryStore, run_id: str) -> dict[str, Facts]:
@@ -39,13 +39,13 @@ def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
 
 
 def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[tuple[int, float]]]:
-    """Read the metrics that count, by step: where a step was made more than once, the value of the last time.
+    """Read the valid metrics by step: for a repeated step, the last value.
 
     Args:
         keys: names of metrics; None for all.
 
     Returns:
-        Name -> (step, value) in the order of steps; values that are not finite are NaN or infinite floats.
+        Name -> (step, value), by step; non-finite values are NaN or infinite floats.
     """
     query = select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite).where(CURVE.c.run_id == run_id)
     wanted = None if keys is None else list(keys)
@@ -59,8 +59,7 @@ def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -
 
 
 def telemetry(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[Facts]]:
-    """Read the telemetry of the nodes: node -> readings in the order of time, each ``time, seconds, attempt, restart,
-    figures``.
+    """Read the telemetry of the nodes: node -> readings by time, each ``time, seconds, attempt, restart, figures``.
 
     Args:
         keys: names of values; None for all.

@@ -1,4 +1,4 @@
-"""Reads for the site daemon: runs that are not ended, wait for a promotion, or have checkpoints to retain."""
+"""Reads for the site daemon: runs that have not ended, wait for a promotion, or have checkpoints to retain."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, CONTROLLERS, L
 from rlhf_core.schemas.attempts import PromotionState, RunState
 
 _CHUNK = 500
-"""Ids in one statement: SQLite bounds the number of its parameters."""
+"""Number of ids in a statement, because SQLite limits the number of parameters."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ControllerRow:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """One run, by the history."""
+    """One run, according to the history."""
 
     run_id: str
     run_dir: str
@@ -33,22 +33,22 @@ class OpenRun:
     created_at: datetime
     ended_at: datetime | None
     holder: str
-    """Controller that holds its lease, or held it last; empty where it was released or never taken."""
+    """Controller that holds its lease or held it last; empty if it was released or never taken."""
     token: int
-    """Fencing token of the lease; 0 where there never was one."""
+    """Fencing token of the lease; 0 if there never was one."""
     expired_s: float | None
-    """Seconds since the lease expired, by the clock of the database; negative while it holds, None without one."""
+    """Seconds since the lease expired, by the clock of the database; negative while it is valid, None without one."""
     promotion: str
     """State of the promotion of its model; empty without one."""
     promoted_step: int
     controllers: Sequence[ControllerRow]
-    """Those of the last hour, and always the newest; in their order."""
+    """Controllers of the last hour, and always the newest; in order."""
 
 
 def find(
     store: HistoryStore, now: datetime, *, since: datetime | None = None, run_ids: Collection[str] = ()
 ) -> dict[str, OpenRun]:
-    """Find the runs that are not ended, wait for a promotion, ended after ``since``, or are named; by id."""
+    """Find the runs that have not ended, wait for a promotion, ended after ``since``, or are named; by id."""
     waiting = [PromotionState.WAITING.value, PromotionState.APPROVED.value]
     wanted: list[ColumnElement[bool]] = [RUNS.c.ended_at.is_(None), PROMOTIONS.c.state.in_(waiting)]
     if since is not None:
@@ -120,7 +120,7 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
 
 
 def runs_of_flow_runs(store: HistoryStore, flow_run_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Find the run and controller of each flow run that drove one; by the id of the flow run."""
+    """Find the run and controller of each flow run that drove one, by the flow run's id."""
     found: dict[str, tuple[str, str]] = {}
     ids = sorted(flow_run_ids)
     with store.reading() as connection:
@@ -130,13 +130,13 @@ def runs_of_flow_runs(store: HistoryStore, flow_run_ids: Collection[str]) -> dic
                 .where(CONTROLLERS.c.flow_run_id.in_(ids[start : start + _CHUNK]))
                 .order_by(CONTROLLERS.c.position)
             )
-            # A flow run that was retried had several processes: the newest counts.
+            # A retried flow run had several processes: the newest counts.
             found |= {row.flow_run_id: (row.run_id, row.controller) for row in rows}
     return found
 
 
 def with_checkpoints(store: HistoryStore, ended_before: datetime) -> dict[str, tuple[str, datetime]]:
-    """Find the directory and end of every run that ended before a time and has checkpoints; by id."""
+    """Find the directory and end of every run with checkpoints that ended before a time, by id."""
     with store.reading() as connection:
         rows = connection.execute(
             select(RUNS.c.run_id, RUNS.c.run_dir, RUNS.c.ended_at)

@@ -11,13 +11,13 @@ Facts = dict[str, Any]
 
 
 def parts(connection: Connection, part: FromClause, run_id: str, *order: str) -> list[Facts]:
-    """Read the rows of a run from a table or view, in the order of some columns."""
+    """Read the rows of a run from a table or view, ordered by some columns."""
     query = select(part).where(part.c.run_id == run_id).order_by(*(part.c[name] for name in order))
     return [without_run(row) for row in connection.execute(query)]
 
 
 def without_run(row: Any) -> Facts:
-    """Convert a row, and drop its ``run_id``."""
+    """Convert a row and drop its ``run_id``."""
     facts = plain(row._mapping)
     del facts["run_id"]
     return facts
@@ -29,7 +29,7 @@ def plain(mapping: Mapping[str, Any]) -> Facts:
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a value of a row to one that JSON has."""
+    """Convert a value of a row to a JSON value."""
     match value:
         case datetime() | date() | time():
             return value.isoformat()

@@ -1,4 +1,4 @@
-"""Reads about the list of runs."""
+"""Reads of the list of runs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -37,11 +37,11 @@ def list_runs(
 
     Returns:
         For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
-        total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is from the request to the end, or to
-        the newest sign of it; ``missing_steps`` names the steps without metrics of a run that has ended;
-        ``regressed`` has the held-out scores that fell (``name, metric, before, after``).
+        total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is the time from the request to the end,
+            or to the newest ingested line; ``missing_steps`` lists the steps without metrics of an ended run;
+            ``regressed`` has the held-out scores that decreased (``name, metric, before, after``).
     """
-    # First the ids, from narrow indexes; counts only for those.
+    # First the ids, from narrow indexes, then counts only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
     wanted = select(RUNS.c.run_id).order_by(*newest_first).limit(limit)
     for value, condition in (
@@ -90,12 +90,12 @@ def list_runs(
 
 
 def _step_times() -> ColumnElement[bool]:
-    """Condition for rows of the one metric that every step of our trainers has."""
+    """Condition for rows of the metric that every step of the native trainers has."""
     return METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == STEP_SECONDS).scalar_subquery()
 
 
 def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
-    """Find the runs that have a metric of each step, counted by the database for a whole list at once."""
+    """Find the runs that have metrics for each step, counted by the database for the whole list at once."""
     counted = (
         select(METRICS.c.run_id)
         .join(chosen, chosen.c.run_id == METRICS.c.run_id)
@@ -108,14 +108,14 @@ def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
 
 
 def missing_steps_of(connection: Connection, row: Any) -> str:
-    """Name the steps without metrics of a run that has ended; see :func:`missing_steps`. Of another program none are
-    named: it may log every tenth step, or none."""
+    """List the steps without metrics of an ended run; see :func:`missing_steps`. Empty for external trainers, which may
+    log only every tenth step, or none."""
     if row.state not in {state.value for state in RUN_ENDS}:
         return ""
     kind = select(RUNS.c.spec["trainer"]["kind"].as_string()).where(RUNS.c.run_id == row.run_id)
     if connection.execute(kind).scalar() == "command":
         return ""
-    # From the index of that one metric; from all metrics where it is not there.
+    # From the index of that metric, or from all metrics if it is missing.
     known: set[int] = set()
     for condition in (_step_times(), true()):
         known = known or set(
@@ -134,16 +134,16 @@ def _listed_run(row: Any, missing: str, evaluations: Sequence[Facts]) -> Facts:
 
 
 def regressed_scores(evaluations: Iterable[Facts]) -> list[Facts]:
-    """Find the held-out scores that fell, ready for JSON."""
+    """Find the held-out scores that decreased, ready for JSON."""
     return [one.model_dump() for one in regressions(evaluations)]
 
 
 def resolve_run(store: HistoryStore, text: str) -> str:
-    """Find the run that a user names: by its id, ``last`` for the newest, a name for the newest of that name, or the
-    beginning of one id. A trial is found only by its id.
+    """Find a run by its id, ``last`` for the newest, a name for the newest of that name, or a unique prefix of an id. A
+    trial is found only by its id.
 
     Raises:
-        UnknownRun: no run, or several runs fit.
+        UnknownRun: no run or several runs match.
     """
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
     own = select(RUNS.c.run_id).where(RUNS.c.trial_of == "").order_by(*newest_first).limit(1)
@@ -162,7 +162,7 @@ def resolve_run(store: HistoryStore, text: str) -> str:
         return str(fitting[0])
     if fitting:
         listed = ", ".join(fitting[:5]) + (" ..." if len(fitting) > 5 else "")
-        raise UnknownRun(f"{text!r} fits several runs: {listed}. Give more of the id.")
+        raise UnknownRun(f"{text!r} matches several runs: {listed}. Give more characters of the id.")
     raise UnknownRun(f"the history has no run {text!r}. `rlhf runs` lists them; `last` is the newest.")
 
 
@@ -170,7 +170,7 @@ def run_dir_of(store: HistoryStore, run_id: str) -> str:
     """Find the directory of a run, as of its last ingestion.
 
     Raises:
-        UnknownRun: there is no such run.
+        UnknownRun: the run does not exist.
     """
     with store.reading() as connection:
         found = connection.execute(select(RUNS.c.run_dir).where(RUNS.c.run_id == run_id)).scalar()

@@ -1,4 +1,4 @@
-"""Any SQL statement, read-only."""
+"""Read-only execution of SQL statements."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class SqlStream:
     columns: list[str]
     """Names of the columns."""
     rows: Iterator[list[Any]]
-    """Rows, read one by one; raises what :func:`stream_sql` raises."""
+    """Rows, read one by one; raises the errors of :func:`stream_sql`."""
 
 
 def run_sql(
@@ -45,13 +45,13 @@ def run_sql(
     shipped: bool = False,
     clock: WorkClock | None = None,
 ) -> SqlResult:
-    """Run one SQL statement of a user and read its result into memory; see :func:`stream_sql`.
+    """Run one SQL statement of a user and load its result into memory; see :func:`stream_sql`.
 
     Args:
         limit: maximum number of rows; None for all.
 
     Raises:
-        BadInput: as :func:`stream_sql`; or the result is larger than 256 MiB.
+        BadInput: as :func:`stream_sql`, or the result is larger than 256 MiB.
     """
     rows: list[list[Any]] = []
     size = 0
@@ -80,24 +80,24 @@ def stream_sql(
     clock: WorkClock | None = None,
 ) -> Iterator[SqlStream]:
     """Run one SQL statement of a user and read its result row by row. It cannot change anything: the database itself
-    refuses that (:mod:`rlhf_core.history.read_only`).
+    rejects changes (:mod:`rlhf_core.history.read_only`).
 
     Args:
-        values: values of the parameters in the text, in the form of the database's driver.
-        shipped: the text comes with this program.
-        clock: time that the database may work on it; five minutes by default.
+        values: values of the parameters in the text, in the format of the database's driver.
+        shipped: True if the text is part of this program.
+        clock: time limit of the database's work; five minutes by default.
 
     Raises:
-        BadInput: it is no SQL, would change something, names a table or column that does not exist, has too large a
-            value, or takes too long.
-        UnsafeDatabase: PostgreSQL could not be kept from changing something, as it is set up.
-        DatabaseUnavailable: the database does not answer.
+        BadInput: the text is not SQL, would change something, names a missing table or column, has too large a value,
+            or takes too long.
+        UnsafeDatabase: PostgreSQL, as configured, could not prevent changes.
+        DatabaseUnavailable: the database does not respond.
     """
     renamed.refuse_old_values(text)
     clock = clock or WorkClock(read_only.QUERY_TIMEOUT_S)
     with store.reading() as connection:
         driver: Any = connection.connection.driver_connection
-        connection.detach()  # closed afterwards: no other caller gets a connection that the statement of a user ran on
+        connection.detach()  # closed afterwards: a connection with a user's statement is not reused
         is_sqlite = connection.dialect.name == "sqlite"
         errors = connection.dialect.loaded_dbapi.Error
         try:
@@ -121,7 +121,7 @@ def stream_sql(
 def _sqlite_rows(
     driver: Any, text: str, values: Mapping[str, Any] | None, clock: WorkClock
 ) -> Iterator[Sequence[Sequence[Any]]]:
-    """Yield the names of the columns, then rows."""
+    """Yield the column names, then rows."""
     with clock.working():
         cursor = driver.execute(text, values or {})
     yield [described[0] for described in cursor.description or ()]
@@ -150,7 +150,7 @@ def _translated_errors(text: str, errors: type[Exception], clock: WorkClock) -> 
     try:
         yield
     except MemoryError:
-        raise BadInput("the database has no memory for this query: select fewer or smaller values") from None
+        raise BadInput("the database ran out of memory for this query: select fewer or smaller values") from None
     except errors as error:
         if "interrupted" in str(error) and clock.left_s > 0:
             raise KeyboardInterrupt from None
@@ -183,15 +183,15 @@ _NO_QUERY = re.compile(
     r'|VACUUM)"',
     re.IGNORECASE,
 )
-"""Errors of PostgreSQL's parser for statements that are no query; only for the message."""
+"""Errors of PostgreSQL's parser for statements other than queries; only for the message."""
 
 
 def _refusal(text: str, error: Exception) -> BadInput:
     said = " ".join(str(error).split())
     if any(sign in said for sign in _FORBIDDEN) or _NO_QUERY.search(said):
         return BadInput(
-            f"refused: {text.strip()!r}. `rlhf sql` answers one reading statement (SELECT) at a time and changes "
-            f"nothing. (The database says: {said})"
+            f"refused: {text.strip()!r}. `rlhf sql` runs one read-only statement (SELECT) at a time. "
+            f"(The database reports: {said})"
         )
     if any(sign in said for sign in _TOO_LONG):
         return BadInput(
@@ -200,13 +200,14 @@ def _refusal(text: str, error: Exception) -> BadInput:
         )
     if "too big" in said:
         return BadInput(
-            f"a value of the query or of its result is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, which "
-            f"`rlhf sql` does not read: leave its column out"
+            f"a value of the query or of its result is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, the "
+            "limit of `rlhf sql`: omit its "
+            "column"
         )
     if any(sign in said for sign in _NOT_THERE):
         names = sorted([*metadata.tables, *VIEWS])
         advice = renamed.advice(text, said)
         if advice:
-            return BadInput(f"{advice} (The database says: {said})")
-        return BadInput(f"the query does not fit the tables: {said}. Tables and views: {', '.join(names)}.")
-    return BadInput(f"the database did not understand the query: {said}")
+            return BadInput(f"{advice} (The database reports: {said})")
+        return BadInput(f"the query names a missing table or column: {said}. Tables and views: {', '.join(names)}.")
+    return BadInput(f"the database rejected the query: {said}")

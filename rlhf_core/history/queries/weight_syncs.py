@@ -1,4 +1,4 @@
-"""Syncs of weights into rollout engines, in a few numbers."""
+"""Summary of the weight syncs into rollout engines."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -13,15 +13,15 @@ _MEDIANS = ("seconds", "wire_s", "apply_s", "gb_per_s", "share_of_limit", "bytes
 
 
 def weight_sync_facts(connection: Connection, run_id: str, *, is_active: bool) -> Facts:
-    """Summarise the syncs of a run; empty where its engines have no weights of their own.
+    """Summarise the syncs of a run; empty if its engines have no weights of their own.
 
     Args:
-        is_active: True while the run goes on: its newest sync may still be on its way then.
+        is_active: True while the run is active, when its newest sync may be incomplete.
 
     Returns:
-        ``num_syncs``, ``num_versions`` (different ones), ``engines`` (of the newest sync), ``transports``, medians over
-        the syncs that ended (``seconds``, ``wire_s``, ``apply_s``, ``gb_per_s``, ``share_of_limit``, ``bytes``; null
-        where none has it), and ``unacknowledged``: attempt, restart, version, engines and acknowledged of each sync
+        ``num_syncs``, ``num_versions`` (distinct ones), ``engines`` (of the newest sync), ``transports``, medians over
+            the completed syncs (``seconds``, ``wire_s``, ``apply_s``, ``gb_per_s``, ``share_of_limit``, ``bytes``; null
+            if none has it), and ``unacknowledged``: attempt, restart, version, engines and acknowledged of each sync
         that not all engines have acknowledged.
     """
     c = WEIGHT_SYNCS.c

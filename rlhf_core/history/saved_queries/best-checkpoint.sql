@@ -1,12 +1,12 @@
 /*
-Which checkpoints were evaluated best
+Best evaluated checkpoints
 
-Only those that are still there. A checkpoint may come twice: measured in training, and by the evaluation stage, which
-alone gives an interval.
+Only checkpoints that still exist. A checkpoint may appear twice: measured during training, and by the evaluation stage,
+which also gives a confidence interval.
 
-evaluation (text) = greedy: which evaluation
+evaluation (text) = greedy: evaluation
 name (text) = '': only runs of this name
-limit (number) = 10: at most so many
+limit (number) = 10: maximum number
 */
 WITH present AS (
     SELECT c.run_id, c.step, c.path

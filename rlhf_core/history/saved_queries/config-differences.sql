@@ -1,10 +1,10 @@
 /*
-Which settings differ between two runs
+Settings that differ between two runs
 
-Every setting of the resolved config counts, also those that had their default. Empty where a run does not have it.
+Every setting of the resolved config counts, including defaults. Empty if a run does not have the setting.
 
 a (run): one run
-b (run) = last: the other
+b (run) = last: the other run
 */
 WITH setting AS (
     SELECT r.run_id, @leaf_name(leaf) AS setting, @leaf_value(leaf) AS value

@@ -1,10 +1,10 @@
 /*
-Which checkpoint each evaluation used
+Checkpoint of each evaluation
 
-weights is the beginning of their hash: two evaluations with the same one measured the same model. checkpoint is empty
-where it was never complete, for instance for the model before the first step.
+weights: start of their hash; evaluations with the same hash measured the same model. checkpoint: empty if it was never
+complete, for instance for the model before the first step.
 
-run (run) = last: which run
+run (run) = last: run
 */
 SELECT e.when_made, e.name, e.metric, e.value, e.checkpoint_step, c.path AS checkpoint,
        CASE WHEN c.path IS NULL THEN '' WHEN c.removed_at IS NULL THEN 'there' ELSE 'removed' END AS now,

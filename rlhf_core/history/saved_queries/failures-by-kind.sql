@@ -1,9 +1,9 @@
 /*
-How often each kind of failure happened
+Number of failures by kind
 
-num_stopped counts the incidents that ended their run: nothing could be done about them.
+num_stopped: incidents that ended their run, without a possible recovery.
 
-days (number) = 30: how far back to look
+days (number) = 30: length of the period
 */
 SELECT i.failure_kind, COUNT(*) AS num_incidents, COUNT(DISTINCT i.run_id) AS num_runs,
        SUM(CASE WHEN d.action = 'stop' THEN 1 ELSE 0 END) AS num_stopped, MAX(i.seen_at) AS last_seen_at

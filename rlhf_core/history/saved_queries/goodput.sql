@@ -1,10 +1,10 @@
 /*
-Which share of its time each run spent on steps that count
+Share of its time that each run spent on valid steps
 
-ettr is productive_s / (wall_s - queue_s); the worst run comes first. repeated_s: steps made again after a rewind.
-lost_s: from the last good step to the first new one, over all incidents, steps made again included.
+ettr is productive_s / (wall_s - queue_s); the worst run is first. repeated_s: steps repeated after a rewind.
+lost_s: from the last good step to the first new one, over all incidents, including repeated steps.
 
-days (number) = 30: how far back to look
+days (number) = 30: length of the period
 name (text) = '': only runs of this name
 */
 SELECT g.run_id, g.state, g.ettr, g.wall_s, g.queue_s, g.productive_s, g.repeated_s, g.lost_s

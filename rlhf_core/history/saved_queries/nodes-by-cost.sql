@@ -1,10 +1,10 @@
 /*
-Which nodes cost most
+Nodes by cost of their incidents
 
-An incident costs what `time-lost` counts for it: lost_s, from the last good step to the first new one and the steps that
-had to be made again; node_hours is that time on all nodes of its attempt. It counts for every node that was blamed.
+lost_s: cost of an incident as in `time-lost`, from the last good step to the first new one, plus repeated steps;
+node_hours: that time on all nodes of the attempt. An incident counts for every suspected node.
 
-days (number) = 30: how far back to look, by the time of the incident
+days (number) = 30: length of the period, by the time of the incident
 */
 SELECT s.node, COUNT(*) AS num_strikes, COUNT(DISTINCT s.run_id) AS num_runs, SUM(l.lost_s) AS lost_s,
        SUM(l.lost_s * a.num_nodes) / 3600.0 AS node_hours, MAX(i.seen_at) AS last_seen_at

@@ -1,10 +1,10 @@
 /*
-How fast the nodes of a run were in the probes of its attempts
+Speeds of a run's nodes in the probes of its attempts
 
-matmul_tflops is that of the slowest device of a node; compute_share compares it with the mean of the nodes in the same
-probe. bandwidth_gb_s is that to the fastest neighbour.
+matmul_tflops: of the slowest device of a node; compute_share: relative to the mean of the nodes in the same probe.
+bandwidth_gb_s: to the fastest neighbour.
 
-run (run) = last: which run
+run (run) = last: run
 */
 SELECT s.attempt, s.node, s.device, s.matmul_tflops,
        s.matmul_tflops / NULLIF(AVG(s.matmul_tflops) OVER (PARTITION BY s.attempt, s.device), 0) AS compute_share,

@@ -1,9 +1,9 @@
 /*
-How long attempts wait in the queue, by week
+Queue time of attempts by week
 
-From submission to start; attempts that never started are counted to their end. A week begins on Monday (UTC).
+From submission to start; for attempts that never started, to their end. Weeks start on Monday (UTC).
 
-days (number) = 90: how far back to look
+days (number) = 90: length of the period
 */
 SELECT @week(a.submitted_at) AS week, COUNT(*) AS num_attempts,
        AVG(@seconds(a.submitted_at, COALESCE(a.started_at, a.ended_at))) AS mean_s,

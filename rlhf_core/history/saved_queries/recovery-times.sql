@@ -1,10 +1,10 @@
 /*
-How long it takes from an incident to the next step
+Time from an incident to the next step
 
-To the end of the first step of a later start, by kind of failure. num_without: no step was made afterwards; those have
-no time.
+To the end of the first step of a later start, by kind of failure. num_without: incidents without a later step, which
+have no time.
 
-days (number) = 30: how far back to look
+days (number) = 30: length of the period
 */
 WITH ranked AS (
     SELECT failure_kind, recovery_s, COUNT(recovery_s) OVER (PARTITION BY failure_kind) AS num,

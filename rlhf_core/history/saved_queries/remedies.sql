@@ -1,9 +1,9 @@
 /*
-Which settings were changed to get a run going again
+Settings changed for recovery
 
-One row for each setting that a decision changed. run_state tells whether it helped.
+One row for each setting changed by a decision. run_state shows whether it helped.
 
-days (number) = 30: how far back to look
+days (number) = 30: length of the period
 */
 SELECT d.decided_at, d.run_id, d.attempt, i.failure_kind, @leaf_name(leaf) AS setting, @leaf_value(leaf) AS new_value,
        d.action, r.state AS run_state

@@ -1,13 +1,13 @@
 /*
-Which runs lost their reward, after a resume or because training learned nothing
+Runs that lost their reward after a resume or because training learned nothing
 
-After they went back to a checkpoint it compares the mean reward of the steps before it with that of the steps after it: a sign that the resume
-did not bring back what it should have (weights, optimizer state, data position). Where training was ended because it
-learned nothing (degenerate_rl) it compares the best step of that start of the workers with its last ones.
+After a resume, it compares the mean reward of the steps before the checkpoint with that of the steps after it: a drop
+suggests that the resume did not restore something (weights, optimizer state, data position). If training was ended
+because it learned nothing (degenerate_rl), it compares the best step of that start of the workers with its last ones.
 
-days (number) = 30: how far back to look
-steps (number) = 10: so many steps on either side are compared
-share (number) = 0.5: this share of the reward must be gone after a resume
+days (number) = 30: length of the period
+steps (number) = 10: number of steps to compare on either side
+share (number) = 0.5: minimum share of the reward lost after a resume
 */
 WITH resumed AS (
     SELECT s.run_id, s.attempt, s.restart, s.first_step AS step, s.started_at AS found_at,

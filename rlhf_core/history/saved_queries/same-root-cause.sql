@@ -1,11 +1,11 @@
 /*
-Which fault came back: attempts whose incidents have the same fingerprint
+Recurring faults: attempts with incidents of the same fingerprint
 
-A fingerprint is a hash of the error without its numbers. One that comes back in several runs is a bug or a bad node, and
-no chance.
+A fingerprint is a hash of the error without its numbers. One that recurs in several runs is a bug or a bad node, not
+chance.
 
-days (number) = 30: how far back to look
-at_least (number) = 2: in so many attempts
+days (number) = 30: length of the period
+at_least (number) = 2: minimum number of attempts
 */
 SELECT i.fingerprint, MIN(i.failure_kind) AS failure_kind, COUNT(DISTINCT i.run_id || '/' || i.attempt) AS num_attempts,
        COUNT(DISTINCT i.run_id) AS num_runs, MIN(i.seen_at) AS first_seen_at, MAX(i.seen_at) AS last_seen_at,

@@ -1,10 +1,10 @@
 /*
-Which nodes were slow in their probes
+Slow nodes in probes
 
-Means over the probes of a node, and how they compare with the mean over all nodes with the same device: 1 is as fast as
-the others. The node whose worse share is lowest comes first.
+Means over the probes of a node, also relative to the mean over all nodes with the same device: 1 is as fast as the
+others. Sorted by the lower of both shares.
 
-days (number) = 90: how far back to look
+days (number) = 90: length of the period
 */
 WITH measured AS (
     SELECT s.node, s.device, COUNT(*) AS num_probes, AVG(s.matmul_tflops) AS matmul_tflops,

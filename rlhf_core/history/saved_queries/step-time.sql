@@ -1,10 +1,10 @@
 /*
-Where a step's time goes
+Time of a step by part
 
-Means over the steps that count. "other" is what of a step no part explains; a checkpoint is written between two steps
-and is no part of either.
+Means over valid steps. "other": time of a step outside all parts. Checkpoints are written between two steps and are not
+part of either.
 
-run (run) = last: which run
+run (run) = last: run
 */
 WITH part AS (
     SELECT v.step, v.key AS part, v.value AS seconds

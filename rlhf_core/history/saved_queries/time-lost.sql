@@ -1,10 +1,10 @@
 /*
-What failures cost, by kind
+Cost of failures by kind
 
-downtime_s: from the last good step to the first new one. repeated_s: steps that had to be made again. share: of all that
-was lost to failures.
+downtime_s: from the last good step to the first new one. repeated_s: repeated steps. share: of all time lost to
+failures.
 
-days (number) = 30: how far back to look, by the time at which a run was asked for
+days (number) = 30: length of the period, by the time of a run's request
 */
 SELECT l.failure_kind, COUNT(*) AS num_incidents, COUNT(DISTINCT l.run_id) AS num_runs,
        SUM(l.downtime_s) AS downtime_s, SUM(l.repeated_s) AS repeated_s, SUM(l.lost_s) AS lost_s,

@@ -1,9 +1,9 @@
 /*
-Trials, what they said and what they cost
+Trials with results and costs
 
-A trial tries a run out before it starts. node_hours: from start to end of its attempts, times their nodes.
+A trial tests a run before it starts. node_hours: from start to end of its attempts, times their nodes.
 
-days (number) = 90: how far back to look
+days (number) = 90: length of the period
 */
 SELECT r.run_id AS trial, r.trial_of, r.state, r.message, g.wall_s,
        COALESCE((SELECT SUM(@seconds(a.started_at, COALESCE(a.ended_at, r.progress_at)) * a.num_nodes)

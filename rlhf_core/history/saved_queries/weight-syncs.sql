@@ -1,10 +1,10 @@
 /*
-Syncs of weights into rollout engines
+Weight syncs to rollout engines
 
-One row for each start of the workers and way of transport. Seconds are means over the syncs that ended; missing are
-those that not every engine has acknowledged, of which the newest of a run that goes on may still be on its way.
+One row for each start of the workers and transport. Seconds: means over completed syncs. missing: syncs that not every
+engine has acknowledged; the newest of an active run may still be in progress.
 
-run (run) = last: which run
+run (run) = last: run
 */
 SELECT attempt, restart, transport, COUNT(*) AS num_syncs, MIN(version) AS first_version, MAX(version) AS last_version,
        MAX(engines) AS engines, SUM(CASE WHEN acknowledged < engines THEN 1 ELSE 0 END) AS missing,

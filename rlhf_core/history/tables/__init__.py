@@ -1,12 +1,12 @@
 """Tables and views of the history.
 
 Conventions: ids are text; times are UTC and aware (:class:`UtcDateTime`); units are in names. ``attempt`` counts from
-1, ``restart`` from 0. Every key comes from the run directory (a step, a position in a file, the number of an attempt)
-and never from a counter of the database, so that reading the same file twice cannot make two rows.
-``metric_keys.key_id`` is the one exception: names of metrics are stored once.
+1, ``restart`` from 0. Every key comes from the run directory (a step, a position in a file, the number of an attempt),
+never from a counter of the database, so reading the same file twice cannot create two rows. The only exception is
+``metric_keys.key_id``: names of metrics are stored once.
 
 ``docs/database.md`` is generated from the docstrings of these classes and their columns. Views are declared here for
-queries and for that page; the migrations create them.
+queries and that page; the migrations create them.
 """
 
 from rlhf_core.history.tables import attempts, incidents, metrics, results, runs  # noqa: F401 - registers the tables
@@ -14,7 +14,7 @@ from rlhf_core.history.tables.base import Base, CleanJson, CleanText, UtcDateTim
 from rlhf_core.history.tables.views import ViewBase
 
 SCHEMA_REVISION = "0011"
-"""The newest migration: the schema that this program reads and writes."""
+"""The newest migration, which is the schema that this program reads and writes."""
 
 metadata = Base.metadata
 """All tables."""

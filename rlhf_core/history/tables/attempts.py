@@ -23,7 +23,7 @@ class Attempt(Base):
     message: Mapped[str]
     """Cause of the last change of state."""
     failure_kind: Mapped[str | None]
-    """Kind of failure, by the controller; null where it did not fail."""
+    """Kind of failure, determined by the controller; null if it did not fail."""
     scheduler: Mapped[str]
     """``slurm`` or ``local``; empty before submission."""
     scheduler_job_id: Mapped[str | None]
@@ -31,7 +31,7 @@ class Attempt(Base):
     submission: Mapped[dict[str, Any] | None]
     """Content of ``submission.json``; null before submission."""
     placement: Mapped[dict[str, Any] | None]
-    """Content of ``placement.json``: nodes, roles, GPUs; null where its journal line was torn."""
+    """Content of ``placement.json``: nodes, roles, GPUs; null if its journal line was torn."""
     num_nodes: Mapped[int]
     """Nodes requested."""
     resume_checkpoint: Mapped[str]
@@ -47,7 +47,7 @@ class Attempt(Base):
     ended_at: Mapped[datetime | None]
     """End; null before it."""
     outcome_state: Mapped[str | None]
-    """State in ``outcome.json``; null where the attempt left none."""
+    """State in ``outcome.json``; null if the attempt left none."""
     outcome_failure_kind: Mapped[str | None]
     """Kind of failure in ``outcome.json``."""
     outcome_message: Mapped[str | None]
@@ -74,14 +74,14 @@ class Restart(Base):
     restart: Mapped[int] = mapped_column(primary_key=True)
     """Number, from 0."""
     role: Mapped[str | None]
-    """Role of the workers: numbers go on when the trainer is done and the evaluator starts."""
+    """Role of the workers; the count continues when the evaluator starts after the trainer."""
     started_at: Mapped[datetime | None]
     """Earliest time in its files."""
     ended_at: Mapped[datetime | None]
     """Latest time in its files so far."""
     first_step: Mapped[int | None]
-    """Lowest optimizer step it made; null before the first. It began by going back to before this one: steps of
-    earlier restarts from here on no longer count (view ``run_curve``)."""
+    """Lowest optimizer step it made; null before the first. It started from the step before it, so steps of earlier
+    restarts from here on no longer count (view ``run_curve``)."""
     last_step: Mapped[int | None]
     """Highest optimizer step it made; null before the first."""
 
@@ -108,7 +108,7 @@ class AttemptNode(Base):
     role: Mapped[str]
     """Role of its workers."""
     sequence: Mapped[int] = mapped_column(BigInteger)
-    """Number of the status, growing."""
+    """Increasing number of the status."""
     ranks: Mapped[list[Any]]
     """Its workers, as in ``RankStatus``."""
     telemetry: Mapped[dict[str, Any]]
@@ -136,13 +136,13 @@ class NodeSpeed(Base):
     device: Mapped[str]
     """Kind of its devices, for instance ``cpu x 2 threads`` or the name of a GPU."""
     matmul_tflops: Mapped[float]
-    """Matrix products on its slowest device."""
+    """Speed of matrix products on its slowest device."""
     core_share: Mapped[float]
     """Share of its processor cores that it got."""
     bandwidth_gb_s: Mapped[float]
-    """Bandwidth to its fastest neighbour; 0 where it had none."""
+    """Bandwidth to its fastest neighbour; 0 without a neighbour."""
     latency_ms: Mapped[float]
-    """Latency to its nearest neighbour; 0 where it had none."""
+    """Latency to its nearest neighbour; 0 without a neighbour."""
     measured_at: Mapped[datetime]
     """Time of the probe."""
 
@@ -150,8 +150,8 @@ class NodeSpeed(Base):
 
 
 class NodeTelemetry(Base):
-    """One telemetry reading of a node: means over some seconds. From ``telemetry-<node>.jsonl``. One row per reading
-    and not per value, which would take several times the space; view ``node_figures`` has a row per value."""
+    """One telemetry reading of a node: means over some seconds. From ``telemetry-<node>.jsonl``. One row per reading,
+    because rows per value would take several times the space; view ``node_figures`` has those."""
 
     __tablename__ = "node_telemetry"
 
@@ -164,12 +164,12 @@ class NodeTelemetry(Base):
     node: Mapped[str] = mapped_column(primary_key=True)
     """Node."""
     position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """Byte at which its line begins."""
+    """Byte offset of its line."""
     time: Mapped[datetime]
     """End of the interval, by the clock of the node."""
     seconds: Mapped[float]
     """Length of the interval."""
     figures: Mapped[dict[str, Any]]
-    """Mean of each value by its name, finite ones only; units are in the names."""
+    """Mean of each finite value, by name; units are in the names."""
 
     __table_args__ = (Index(None, "node", "time"),)

@@ -12,17 +12,17 @@ from rlhf_core.schemas.base import storable_text
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware UTC time. SQLite has no time zones: there it is stored without one and read back with UTC."""
+    """An aware UTC time. In SQLite, which has no time zones, it is stored without one and read as UTC."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to the stored form; a naive time is an error, because the moment it means is unknown."""
+        """Convert to the stored form; a naive time is an error, because it is ambiguous."""
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError(f"found the time {value} without a time zone; give an aware time")
+            raise ValueError(f"found the time {value} without a time zone, expected an aware time")
         moment = value.astimezone(UTC)
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
@@ -34,8 +34,8 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class CleanText(TypeDecorator[str]):
-    """Text from any source. Characters that a database or a reader of UTF-8 cannot hold (NUL, lone surrogates) are
-    replaced on the way in, on both databases alike."""
+    """Text from any source. Characters that a database or UTF-8 reader cannot process (NUL, lone surrogates) are
+    replaced when it is stored, on both databases."""
 
     impl = Text
     cache_ok = True
@@ -52,7 +52,7 @@ class CleanJson(TypeDecorator[Any]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """Choose the type that the database has for it."""
+        """Choose the type of the database."""
         if dialect.name == "postgresql":
             return dialect.type_descriptor(JSONB(none_as_null=True))
         return dialect.type_descriptor(JSON(none_as_null=True))
@@ -97,5 +97,5 @@ class Base(DeclarativeBase):
 
 
 def run_key() -> Mapped[str]:
-    """Column ``run_id``: part of the primary key; a row goes with its run."""
+    """Column ``run_id``: part of the primary key; a row is deleted with its run."""
     return mapped_column(ForeignKey("runs.run_id", ondelete="CASCADE"), primary_key=True)

@@ -1,4 +1,4 @@
-"""Tables of incidents, of the decisions about them, and of the nodes they count against."""
+"""Tables of incidents, the decisions about them, and the strikes against nodes."""
 
 from datetime import datetime
 from typing import Any
@@ -17,8 +17,8 @@ class Incident(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     incident_id: Mapped[str] = mapped_column(primary_key=True)
-    """``<attempt>.<restart>.<number>`` for the agents' own (``<attempt>.<restart>`` for those of version 0.1),
-    ``control-<position>`` for one in the journal."""
+    """``<attempt>.<restart>.<number>`` for those of agents (``<attempt>.<restart>`` in version 0.1),
+    ``control-<position>`` for those in the journal."""
     attempt: Mapped[int]
     """Attempt, from 1."""
     restart: Mapped[int]
@@ -30,29 +30,29 @@ class Incident(Base):
     phase: Mapped[str]
     """Phase of the suspect workers, for instance ``rollout``."""
     step: Mapped[int | None]
-    """Optimizer step they had reached; null before the first."""
+    """Last optimizer step of these workers; null before the first."""
     suspect_ranks: Mapped[list[Any]]
-    """Ranks to blame; empty where none is known."""
+    """Suspected ranks; empty if none is known."""
     suspect_nodes: Mapped[list[Any]]
-    """Nodes to blame; empty where none is known."""
+    """Suspected nodes; empty if none is known."""
     detected_after_s: Mapped[float | None]
-    """Time from the last sign of life to the detection; null where it does not apply."""
+    """Time from the last heartbeat to the detection; null if not applicable."""
     seen_at: Mapped[datetime]
     """Time of the detection."""
     fingerprint: Mapped[str]
-    """Hash of the error without its numbers: equal for equal causes; empty without an error."""
+    """Hash of the error without its numbers, equal for equal causes; empty without an error."""
     evidence_dir: Mapped[str]
     """Folder of stacks, logs and dumps, relative to the run directory."""
     message: Mapped[str]
-    """One sentence."""
+    """Description in one sentence."""
     collective: Mapped[str] = mapped_column(server_default=text("''"))
-    """Collective operation that it hung in or disagreed about; empty when none is known."""
+    """Collective in which ranks hung or disagreed; empty if none is known."""
     collective_sequence: Mapped[int | None] = mapped_column(BigInteger)
-    """Number of that operation in its process group; null when none is known."""
+    """Number of that collective in its process group; null if none is known."""
     number: Mapped[int] = mapped_column(server_default=text("0"))
-    """Number among the attempt's incidents, from 1; 0 where the controller found it, and in those of version 0.1."""
+    """Number among the attempt's incidents, from 1; 0 if the controller found it, and in version 0.1."""
     role: Mapped[str | None]
-    """Role of the group of workers it happened in; null where it is about a node or the whole attempt."""
+    """Role of the affected group of workers; null if it concerns a node or the whole attempt."""
 
     __table_args__ = (Index(None, "failure_kind", "seen_at"), Index(None, "fingerprint"))
 
@@ -65,7 +65,7 @@ class Decision(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     decision_id: Mapped[str] = mapped_column(primary_key=True)
-    """``incidents.incident_id`` that it is about."""
+    """``incidents.incident_id`` of the incident."""
     attempt: Mapped[int]
     """Attempt, from 1."""
     restart: Mapped[int]
@@ -81,13 +81,13 @@ class Decision(Base):
     delay_s: Mapped[float]
     """Wait before the action."""
     excluded_nodes: Mapped[list[Any]]
-    """Nodes that the next attempt does without."""
+    """Nodes excluded from the next attempt."""
     config_diff: Mapped[dict[str, Any]]
-    """Settings that the next attempt changes."""
+    """Settings changed for the next attempt."""
     resume_checkpoint: Mapped[str]
     """Checkpoint to start from; empty for the newest."""
     number: Mapped[int] = mapped_column(server_default=text("0"))
-    """Number of the incident it is about; 0 for one without."""
+    """Number of the incident; 0 for an incident without one."""
 
     __table_args__ = (Index(None, "decided_at"),)
 

@@ -20,15 +20,15 @@ class MetricKey(Base):
 
 
 class Metric(Base):
-    """One value of one optimizer step. Append-only: a step made again after a rewind is another row, told apart by
-    attempt and restart; view ``run_curve`` has those that count.
+    """One value of one optimizer step. Append-only: a step repeated after a rewind is another row with a different
+    attempt or restart; view ``run_curve`` has the valid ones.
 
-    A value that is not finite has ``value`` null and is named in ``non_finite``: SQLite cannot hold NaN at all, and
-    in sums and means it would make everything NaN.
+    A non-finite value has ``value`` null and is named in ``non_finite``, because SQLite cannot store NaN, and it would
+    turn sums and means into NaN.
 
-    Without foreign keys, whose check was half of the cost of a row: the transaction that writes it has claimed the row
-    of its run and has written the names of metrics, none of which is ever removed. The trigger ``metrics_follow_runs``
-    removes the metrics of a run that is removed; a migration that makes the table ``runs`` again must make it too.
+    Without foreign keys, because their check was half of the cost of a row: the writing transaction has claimed the row
+    of its run and written the names of metrics, which are never removed. The trigger ``metrics_follow_runs`` removes
+    the metrics of a removed run; a migration that recreates the table ``runs`` must recreate the trigger.
     """
 
     __tablename__ = "metrics"
@@ -44,7 +44,7 @@ class Metric(Base):
     restart: Mapped[int] = mapped_column(primary_key=True)
     """Restart, from 0."""
     value: Mapped[float | None]
-    """Value; null where it is not finite."""
+    """Value; null if it is not finite."""
     non_finite: Mapped[str | None]
     """``NaN``, ``Infinity`` or ``-Infinity``; null for a finite value."""
     time: Mapped[datetime]
@@ -72,7 +72,7 @@ class LatestMetric(Base):
     restart: Mapped[int]
     """Restart, from 0."""
     value: Mapped[float | None]
-    """Value; null where it is not finite."""
+    """Value; null if it is not finite."""
     non_finite: Mapped[str | None]
     """``NaN``, ``Infinity`` or ``-Infinity``; null for a finite value."""
     time: Mapped[datetime]

@@ -9,7 +9,7 @@ from rlhf_core.history.tables.base import Base, run_key
 
 
 class Checkpoint(Base):
-    """One complete checkpoint. From its ``COMPLETE``. The row stays when retention removes the checkpoint."""
+    """One complete checkpoint. From its ``COMPLETE``. The row remains when retention removes the checkpoint."""
 
     __tablename__ = "checkpoints"
 
@@ -26,15 +26,15 @@ class Checkpoint(Base):
     num_ranks: Mapped[int]
     """Ranks that wrote it."""
     spec_hash: Mapped[str]
-    """Hash of the settings that training depends on."""
+    """Hash of the settings that affect training."""
     num_files: Mapped[int]
     """Files."""
     bytes: Mapped[int] = mapped_column(BigInteger)
     """Size of all files."""
     completed_at: Mapped[datetime]
-    """Time at which it was complete."""
+    """Time of its completion."""
     removed_at: Mapped[datetime | None]
-    """Time at which it was first found to be gone; null while it exists."""
+    """Time at which it was first found missing; null while it exists."""
 
 
 class WeightVersion(Base):
@@ -47,17 +47,17 @@ class WeightVersion(Base):
     version: Mapped[int] = mapped_column(primary_key=True)
     """Version: the step of the checkpoint."""
     sha256: Mapped[str]
-    """Hash of the weight file; of the lines ``<sha256>  <path>`` in path order where there are several."""
+    """Hash of the weight file; with several files, of the lines ``<sha256>  <path>`` in path order."""
     num_files: Mapped[int]
     """Weight files."""
     checkpoint_step: Mapped[int]
     """Step of the checkpoint."""
     made_at: Mapped[datetime]
-    """Time at which the checkpoint was complete."""
+    """Time of the checkpoint's completion."""
 
 
 class WeightSync(Base):
-    """One sync: a version of the weights on its way into the rollout engines. From ``weight-syncs.jsonl``."""
+    """One sync of a version of the weights to the rollout engines. From ``weight-syncs.jsonl``."""
 
     __tablename__ = "weight_syncs"
 
@@ -70,28 +70,28 @@ class WeightSync(Base):
     number: Mapped[int] = mapped_column(primary_key=True)
     """Number in its restart, from 0."""
     version: Mapped[int]
-    """Optimizer steps that the weights have behind them."""
+    """Number of optimizer steps of the weights."""
     transport: Mapped[str]
-    """Way that the weights went, for instance ``in_process``; empty where the sync did not end."""
+    """Transport, for instance ``in_process``; empty if the sync did not complete."""
     bytes: Mapped[int] = mapped_column(BigInteger)
-    """Bytes that were moved, over all senders."""
+    """Bytes sent, over all senders."""
     seconds: Mapped[float | None]
-    """From the request to the last answer; null where the sync did not end."""
+    """Time from the request to the last acknowledgement; null if the sync did not complete."""
     wire_s: Mapped[float]
-    """Part of it on the wire; 0 where the weights stay in the process."""
+    """Part of it on the wire; 0 if the weights stay in the process."""
     apply_s: Mapped[float]
-    """Part of it in which engines took the weights over."""
+    """Part of it in which engines loaded the weights."""
     gb_per_s: Mapped[float | None]
-    """Rate: bytes over all seconds; null where the sync did not end."""
+    """Rate, as bytes over all seconds; null if the sync did not complete."""
     share_of_limit: Mapped[float | None]
-    """Rate on the wire over the limit of the links; null where there is no wire or no known limit."""
+    """Rate on the wire over the limit of the links; null without a wire or a known limit."""
     engines: Mapped[int]
-    """Engines that were to take it over."""
+    """Engines to update."""
     acknowledged: Mapped[int]
-    """Engines that have told that it is in force. The others of a group were lost or left out; in the processes of
-    trainers all have to, or nothing is sampled with it."""
+    """Engines that have acknowledged the version. The others of a group were lost or skipped; in the processes of
+    trainers, nothing is sampled before all have."""
     time: Mapped[datetime]
-    """Time of the answers, or of the request where there are none."""
+    """Time of the acknowledgements, or of the request without any."""
 
 
 class Evaluation(Base):
@@ -108,7 +108,7 @@ class Evaluation(Base):
     metric: Mapped[str]
     """Name of the score."""
     value: Mapped[float | None]
-    """Mean score; null where it is not finite."""
+    """Mean score; null if it is not finite."""
     ci_low: Mapped[float | None]
     """Lower end of the confidence interval; ``evaluate.confidence`` sets its level."""
     ci_high: Mapped[float | None]
@@ -149,7 +149,7 @@ class EvaluationSample(Base):
     answer: Mapped[str]
     """Reference answer."""
     score: Mapped[float | None]
-    """Score; null where it is not finite."""
+    """Score; null if it is not finite."""
 
     __table_args__ = (
         ForeignKeyConstraint(

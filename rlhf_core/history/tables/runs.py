@@ -1,4 +1,4 @@
-"""Tables of a run as a whole: its request, stages, controllers, checks, promotion and events."""
+"""Tables of a run: its request, stages, controllers, checks, promotion and events."""
 
 from datetime import datetime
 from typing import Any
@@ -32,23 +32,23 @@ class Run(Base):
     algorithm: Mapped[str]
     """Main algorithm."""
     total_steps: Mapped[int]
-    """Optimizer steps requested, warm start included."""
+    """Optimizer steps requested, including the warm start."""
     config_source: Mapped[str]
     """Config file or preset."""
     overrides: Mapped[list[Any]]
     """Settings given with ``--set``."""
     spec: Mapped[dict[str, Any]]
-    """Resolved ``RunSpec``: every setting, defaults included."""
+    """Resolved ``RunSpec``: every setting, including defaults."""
     shape: Mapped[str] = mapped_column(server_default=text("''"))
-    """Key of runs that take about as long in every phase; see ``shape_key``."""
+    """Key shared by runs with about equal durations in every phase; see ``shape_key``."""
     trial_of: Mapped[str] = mapped_column(server_default=text("''"))
-    """Run that this one is a trial of; empty for any other run. Not a reference: either may be removed alone."""
+    """Run that this one is a trial of; empty for any other run. Not a foreign key: either may be removed alone."""
     tags: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
     """Tags; table ``run_tags`` has them for searches."""
     package_version: Mapped[str]
     """Version of rlhf-flows."""
     code_revision: Mapped[str]
-    """Git revision of the folder that the run was started from, with ``-dirty`` if it had changes; empty without a
+    """Git revision of the folder in which the run was started, with ``-dirty`` if it had changes; empty without a
     repository."""
     run_dir: Mapped[str]
     """Run directory, absolute."""
@@ -57,13 +57,13 @@ class Run(Base):
     started_at: Mapped[datetime | None]
     """First change of state."""
     ended_at: Mapped[datetime | None]
-    """End; null while the run is active, also after it was resumed."""
+    """End; null while the run is active, including after a resume."""
     progress_at: Mapped[datetime]
     """Newest time in any ingested line of the run."""
     journal_token: Mapped[int] = mapped_column(BigInteger)
-    """Highest fencing token ingested: later journal lines with lower tokens do not count."""
+    """Highest fencing token ingested; later journal lines with lower tokens are ignored."""
     ingest_stamp: Mapped[int] = mapped_column(BigInteger)
-    """Random number that changes with every ingested batch: a batch made from an older state is refused."""
+    """Random number that changes with every ingested batch; a batch built from an older state is rejected."""
 
     __table_args__ = (
         Index(None, "created_at"),
@@ -88,15 +88,15 @@ class RunTag(Base):
 
 
 class GoodputCache(Base):
-    """``run_goodput`` of a run that has ended, as of its newest batch. View ``all_goodput`` uses a row while its
-    ``ingest_stamp`` is the run's, and ``run_goodput`` otherwise: a row can be missing, but not out of date."""
+    """``run_goodput`` of a run that has ended, as of its newest batch. View ``all_goodput`` uses a row only if its
+    ``ingest_stamp`` equals the run's, and ``run_goodput`` otherwise: a row may be missing, but is never out of date."""
 
     __tablename__ = "goodput_cache"
 
     run_id: Mapped[str] = run_key()
     """Run."""
     ingest_stamp: Mapped[int] = mapped_column(BigInteger)
-    """``runs.ingest_stamp`` that the row was computed at."""
+    """``runs.ingest_stamp`` at the time of computation."""
     wall_s: Mapped[float]
     """As in ``run_goodput``."""
     queue_s: Mapped[float]
@@ -112,17 +112,17 @@ class GoodputCache(Base):
 
 
 class RunLease(Base):
-    """The lease of a run: its one controller, and until when. The only table that is not made from files; it refers to
-    no run, and ``rlhf db rebuild`` leaves it alone."""
+    """The lease of a run: its only controller, and the expiry. The only table that is not built from files; it
+    references no run, and ``rlhf db rebuild`` keeps it."""
 
     __tablename__ = "leases"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     """Run."""
     holder: Mapped[str]
-    """Controller that holds the lease: user, machine, process; empty when it is free."""
+    """Controller that holds the lease: user, machine, process; empty if it is free."""
     token: Mapped[int] = mapped_column(BigInteger)
-    """Fencing token: grows with every new holder and never goes back."""
+    """Fencing token: increases with every new holder, never decreases."""
     expires_at: Mapped[datetime]
     """End of the lease unless it is renewed."""
 
@@ -137,7 +137,7 @@ class IngestOffset(Base):
     path: Mapped[str] = mapped_column(primary_key=True)
     """File, relative to the run directory."""
     position: Mapped[int] = mapped_column(BigInteger)
-    """Appended files: bytes read. Whole files: a fingerprint of the version read."""
+    """Bytes read, for appended files; fingerprint of the version read, for whole files."""
 
 
 class Stage(Base):
@@ -148,7 +148,7 @@ class Stage(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     stage_index: Mapped[int] = mapped_column(primary_key=True)
-    """Order in the run, from 0; a stage that is repeated gets a new one."""
+    """Order in the run, from 0; a repeated stage gets a new one."""
     name: Mapped[str]
     """``preflight``, ``allocate``, ``train``, ``evaluate`` or ``promote``."""
     state: Mapped[str]
@@ -162,7 +162,7 @@ class Stage(Base):
     seconds: Mapped[float | None]
     """Duration; null while it runs."""
     message: Mapped[str]
-    """Cause of a failure; else empty."""
+    """Cause of a failure; otherwise empty."""
 
 
 class RunController(Base):
@@ -173,7 +173,7 @@ class RunController(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """Byte at which its journal line begins."""
+    """Byte offset of its journal line."""
     controller: Mapped[str]
     """User, machine, process."""
     flow_run_id: Mapped[str]
@@ -217,7 +217,7 @@ class CheckResult(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     round: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """Byte at which the journal line of these checks begins: a resumed run is checked again. For a probe, minus its
+    """Byte offset of the journal line of these checks, because a resumed run is checked again. For a probe, minus its
     attempt."""
     check_index: Mapped[int] = mapped_column(primary_key=True)
     """Order in the round, from 0."""
@@ -228,11 +228,11 @@ class CheckResult(Base):
     found: Mapped[str]
     """Value found."""
     expected: Mapped[str]
-    """Value expected; empty where the check passed."""
+    """Value expected; empty if the check passed."""
     advice: Mapped[str]
-    """Remedy; empty where the check passed."""
+    """Remedy; empty if the check passed."""
     node: Mapped[str]
-    """Node the result is about; empty for the run as a whole."""
+    """Node of the result; empty for the whole run."""
     seconds: Mapped[float]
     """Duration of the check."""
     made_at: Mapped[datetime]
@@ -249,26 +249,26 @@ class RunEvent(Base):
     run_id: Mapped[str] = run_key()
     """Run."""
     source: Mapped[str] = mapped_column(primary_key=True)
-    """File it came from, relative to the run directory."""
+    """Source file, relative to the run directory."""
     position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """Byte at which its line begins."""
+    """Byte offset of its line."""
     time: Mapped[datetime]
     """Time of the event."""
     kind: Mapped[str]
     """Kind; ``run_moved`` is a change of state of the run, ``reconcile_...`` an action of the site daemon,
     ``set_aside`` something that could not be stored."""
     attempt: Mapped[int | None]
-    """Attempt, from 1; null where it concerns none."""
+    """Attempt, from 1; null if it concerns none."""
     restart: Mapped[int | None]
-    """Restart, from 0; null where it concerns none."""
+    """Restart, from 0; null if it concerns none."""
     node: Mapped[str]
-    """Node; empty where it concerns none."""
+    """Node; empty if it concerns none."""
     role: Mapped[str | None]
-    """Role of the workers; null where it concerns none."""
+    """Role of the workers; null if it concerns none."""
     state: Mapped[str | None]
     """New state, for changes of state."""
     message: Mapped[str]
-    """One sentence."""
+    """Description in one sentence."""
     data: Mapped[dict[str, Any]]
     """Further facts, by name."""
 

@@ -9,7 +9,7 @@ from rlhf_core.history.tables.base import CleanText, UtcDateTime
 
 
 class ViewBase(DeclarativeBase):
-    """Base class of the views. Their primary keys are declared for SQLAlchemy alone."""
+    """Base class of the views. Their primary keys are declared only for SQLAlchemy."""
 
     metadata = MetaData()
     type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it from the class
@@ -21,8 +21,8 @@ class ViewBase(DeclarativeBase):
 
 
 class RunCurve(ViewBase):
-    """Metrics that count, by step. A restart goes back to before the first step it makes; values of earlier restarts
-    from that step on were made on weights that no longer exist, and are left out."""
+    """Valid metrics, by step. A restart rewinds to before its first step; values of earlier restarts from that step on
+    belong to discarded weights and are omitted."""
 
     __tablename__ = "run_curve"
 
@@ -33,11 +33,11 @@ class RunCurve(ViewBase):
     step: Mapped[int] = mapped_column(primary_key=True)
     """Optimizer step, from 1."""
     attempt: Mapped[int]
-    """Attempt that made it, from 1."""
+    """Attempt that ran it, from 1."""
     restart: Mapped[int]
-    """Restart that made it, from 0."""
+    """Restart that ran it, from 0."""
     value: Mapped[float | None]
-    """Value; null where it is not finite."""
+    """Value; null if it is not finite."""
     non_finite: Mapped[str | None]
     """``NaN``, ``Infinity`` or ``-Infinity``; null for a finite value."""
     time: Mapped[datetime]
@@ -45,7 +45,7 @@ class RunCurve(ViewBase):
 
 
 class RunGoodput(ViewBase):
-    """Goodput of each run: the share of its time that went into steps that count."""
+    """Goodput of each run: the share of its time spent on valid steps."""
 
     __tablename__ = "run_goodput"
 
@@ -56,19 +56,19 @@ class RunGoodput(ViewBase):
     state: Mapped[str]
     """As in ``runs``."""
     wall_s: Mapped[float]
-    """From the request to the end (while it is active: to the newest sign of it), without the time between an end and a
-    resume."""
+    """From the request to the end (of an active run: to its newest ingested line), without the time between an end and
+    a resume."""
     queue_s: Mapped[float]
     """From submission to start, over all attempts."""
     productive_s: Mapped[float]
-    """``time/step_s`` of the steps that count."""
+    """``time/step_s`` of valid steps."""
     repeated_s: Mapped[float]
-    """``time/step_s`` of steps that were made again."""
+    """``time/step_s`` of repeated steps."""
     lost_s: Mapped[float]
     """Time lost to incidents, as in ``run_lost_time``."""
     ettr: Mapped[float | None]
     """Effective training time ratio: productive_s / (wall_s - queue_s), 0 to 1; preflight, setup, waits and evaluation
-    lower it too. Null for a run without any time."""
+    also lower it. Null for a run without any time."""
 
 
 class AllGoodput(ViewBase):
@@ -99,7 +99,7 @@ class AllGoodput(ViewBase):
 
 
 class Interruption(ViewBase):
-    """Incidents that ended all workers: those that the run outlived are left out."""
+    """Incidents that ended all workers; those that the run survived are omitted."""
 
     __tablename__ = "interruptions"
 
@@ -120,7 +120,7 @@ class Interruption(ViewBase):
 
 
 class IncidentLostTime(ViewBase):
-    """Time lost to each interruption. Times of two interruptions of a run never overlap."""
+    """Time lost to each interruption. The times of two interruptions of a run never overlap."""
 
     __tablename__ = "incident_lost_time"
 
@@ -131,10 +131,10 @@ class IncidentLostTime(ViewBase):
     failure_kind: Mapped[str]
     """Kind of failure."""
     downtime_s: Mapped[float]
-    """From the last step finished before the incident to the beginning of the first step of a later restart, the wait
-    for a new attempt included; or to the next interruption, or to the end of the run, whichever came first."""
+    """From the last step finished before the incident to the start of the first step of a later restart, including the
+    wait for a new attempt; or to the next interruption or the end of the run, whichever came first."""
     repeated_s: Mapped[float]
-    """``time/step_s`` of those steps of its restart that were made again later."""
+    """``time/step_s`` of the steps of its restart that were repeated later."""
     lost_s: Mapped[float]
     """downtime_s + repeated_s."""
 
@@ -159,7 +159,7 @@ class RunLostTime(ViewBase):
 
 
 class RunStepTime(ViewBase):
-    """Parts of the time of the steps that count, by run."""
+    """Parts of the time of valid steps, by run."""
 
     __tablename__ = "run_step_time"
 
@@ -168,7 +168,7 @@ class RunStepTime(ViewBase):
     key: Mapped[str] = mapped_column(primary_key=True)
     """Metric ``time/...``; ``time/step_s`` is the whole step."""
     num_steps: Mapped[int]
-    """Steps that have it."""
+    """Number of steps with this metric."""
     total_s: Mapped[float]
     """Sum over the steps."""
     mean_s: Mapped[float]
@@ -197,11 +197,11 @@ class RunRecovery(ViewBase):
     seen_at: Mapped[datetime]
     """Time of the detection."""
     first_step_at: Mapped[datetime | None]
-    """End of the first step of a later restart; null where there is none."""
+    """End of the first step of a later restart; null if there is none."""
     recovery_s: Mapped[float | None]
     """From seen_at to first_step_at."""
     new_step_at: Mapped[datetime | None]
-    """End of the first step that had not been made before; null where there is none."""
+    """End of the first new step; null if there is none."""
     caught_up_s: Mapped[float | None]
     """From seen_at to new_step_at."""
 
@@ -220,7 +220,7 @@ class NodeHealth(ViewBase):
     num_strikes: Mapped[int]
     """Incidents that count against it."""
     last_strike_at: Mapped[datetime | None]
-    """Newest of those; null without one."""
+    """Time of the newest; null without one."""
     last_failure_kind: Mapped[str | None]
     """Kind of the newest; null without one."""
 
@@ -249,7 +249,7 @@ class NodeFigure(ViewBase):
 
 
 class NodeImbalance(ViewBase):
-    """Differences among the nodes of a restart that telemetry showed."""
+    """Differences between the nodes of a restart, found in telemetry."""
 
     __tablename__ = "node_imbalance"
 
@@ -262,6 +262,6 @@ class NodeImbalance(ViewBase):
     finding: Mapped[str] = mapped_column(primary_key=True)
     """The node and its difference, in one sentence."""
     began_at: Mapped[datetime] = mapped_column(primary_key=True)
-    """Begin."""
+    """Start."""
     ended_at: Mapped[datetime | None]
-    """End; null where it lasted as long as its restart."""
+    """End; null if it lasted until the end of its restart."""

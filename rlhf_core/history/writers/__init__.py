@@ -1,6 +1,6 @@
 """Rows of the history: :func:`write_batch` writes one batch of ingestion, inside one transaction of the store.
 
-Every statement is an upsert on a key that comes from the files, or an update that names the states it may start from.
+Every statement is an upsert on a key from the files, or an update with the states that it may start from.
 """
 
 from sqlalchemy import Connection
@@ -10,10 +10,10 @@ from rlhf_core.history.writers import attempts, checks, events, incidents, journ
 
 
 def write_batch(connection: Connection, run_id: str, batch: IngestBatch) -> None:
-    """Write the rows of a batch and the offsets that it reaches.
+    """Write the rows of a batch and the offsets after it.
 
     Raises:
-        IllegalMove: the journal has a change of state that the table of moves does not allow.
+        IllegalMove: the journal has a change of state that is not in the table of moves.
     """
     journal.write_journal(connection, run_id, batch.journal)
     events.write_notes(connection, run_id, "housekeeping.jsonl", batch.notes)

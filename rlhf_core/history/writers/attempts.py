@@ -17,7 +17,7 @@ from rlhf_core.schemas.resources import Placement, Role
 
 
 def write_placement(connection: Connection, run_id: str, placement: Placement, planned_at: datetime) -> None:
-    """Write an attempt that was planned."""
+    """Write a planned attempt."""
     row = {
         **blank_attempt(run_id, placement.attempt),
         "placement": as_json(placement),
@@ -28,12 +28,12 @@ def write_placement(connection: Connection, run_id: str, placement: Placement, p
 
 
 def write_attempts(connection: Connection, run_id: str, numbers: Iterable[int]) -> None:
-    """Write a row for each attempt that has a folder, in case the journal line that planned one is torn."""
+    """Write a row for each attempt with a folder, in case its journal line is torn."""
     insert_or_keep(connection, ATTEMPTS, [blank_attempt(run_id, number) for number in sorted(numbers)])
 
 
 def blank_attempt(run_id: str, number: int) -> Row:
-    """Make the row of an attempt that nothing but the number is known of."""
+    """Build the row of an attempt of which only the number is known."""
     return {
         "run_id": run_id,
         "number": number,
@@ -64,11 +64,11 @@ def write_outcomes(connection: Connection, run_id: str, outcomes: Sequence[Attem
 
 
 def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> None:
-    """Write the time and the steps that each restart spans, extended by those in the batch."""
+    """Write the times and steps of each restart, extended by those in the batch."""
     times: dict[tuple[int, int], list[datetime]] = {restart: [] for restart in sorted(batch.restarts)}
     steps: dict[tuple[int, int], list[int]] = {}
     roles: dict[tuple[int, int], str] = {}
-    # Workers that run beside those whose restarts are counted have a generation of their own.
+    # Workers beside those with counted restarts have their own generation.
     beside = {(event.attempt, event.event.role) for event in batch.events if "generation" in event.event.data}
     for event in batch.events:
         times.setdefault((event.attempt, event.restart), []).append(event.event.time)
@@ -125,7 +125,7 @@ def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentSta
 
 
 def _role(status: AgentStatus) -> Role:
-    """Role of the workers of a node; a node of engines alone has none of the role that its phase is named by."""
+    """Role of the workers of a node; a node with only engines has no workers in the role that names its phase."""
     roles = [rank.role for rank in status.ranks]
     return roles[0] if roles and status.role not in roles else status.role
 

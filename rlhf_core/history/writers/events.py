@@ -1,4 +1,4 @@
-"""Rows of events: of agents, of the site daemon, of the journal, and of what could not be stored."""
+"""Rows of events: of agents, the site daemon, the journal, and data that could not be stored."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -33,7 +33,7 @@ from rlhf_core.schemas.reports import ReconcileNote
 from rlhf_core.text.formatting import attributed
 
 SET_ASIDE = "set_aside"
-"""Kind of the event for something in a file of the run that could not be stored."""
+"""Kind of the event for part of a file of the run that could not be stored."""
 
 
 def write_events(connection: Connection, run_id: str, entries: Sequence[EventEntry]) -> None:
@@ -72,13 +72,13 @@ def write_notes(connection: Connection, run_id: str, source: str, notes: Sequenc
 
 
 def write_set_aside(connection: Connection, run_id: str, found: Sequence[SetAside]) -> None:
-    """Write an event for each thing that could not be stored."""
+    """Write an event for each part of a file that could not be stored."""
     rows = [_event_row(run_id, one.source, one.position, one.found_at, SET_ASIDE, one.message) for one in found]
     insert_or_keep(connection, EVENTS, rows)
 
 
 def _event_row(run_id: str, source: str, position: int, time: datetime, kind: str, message: str, **more: Any) -> Row:
-    """Make the row of an event; ``more`` are columns that its kind has something for."""
+    """Build the row of an event; ``more`` are further columns of its kind."""
     key = {"run_id": run_id, "source": source, "position": position}
     nothing: Row = {"attempt": None, "restart": None, "node": "", "role": None, "state": None, "data": {}}
     return {**key, "time": time, "kind": kind, "message": message, **nothing, **more}
@@ -94,7 +94,7 @@ class _EventText(NamedTuple):
 
 
 def journal_event_row(run_id: str, entry: JournalEntry) -> Row:
-    """Make the event of a journal line."""
+    """Build the event of a journal line."""
     line: JournalLine = entry.line
     text = _event_text(line.event)
     return _event_row(
@@ -115,19 +115,19 @@ def _event_text(event: ControlEvent) -> _EventText:
     match event:
         case RunCreated(name=name, owner=owner, owner_account=account, config_source=source):
             return _EventText(
-                f"{attributed(owner, account)} asked for {name} with {source}", state=RunState.PENDING.value
+                f"{attributed(owner, account)} requested {name} with {source}", state=RunState.PENDING.value
             )
         case RunMoved(state=run_state, cause=cause):
             return _EventText(cause, state=run_state.value)
         case StageStarted(name=stage, attempt=attempt):
-            return _EventText(f"{stage.value} began", attempt or None, state=StageState.RUNNING.value)
+            return _EventText(f"{stage.value} started", attempt or None, state=StageState.RUNNING.value)
         case StageEnded(stage_index=index, state=stage_state, message=message):
             return _EventText(message or f"stage {index}: {stage_state.value}", state=stage_state.value)
         case ChecksMade(results=results):
             counts = ((status, sum(result.status is status for result in results)) for status in CheckStatus)
             return _EventText(", ".join(f"{count} {status.value}" for status, count in counts if count) or "no checks")
         case TrialPlanned(check_id=check_id, run_id=trial):
-            return _EventText(f"{check_id} is decided by the trial {trial}")
+            return _EventText(f"the trial {trial} decides {check_id}")
         case AttemptPlanned(placement=placement):
             origin = placement.resume_checkpoint or "the beginning"
             text = f"{placement.num_nodes} node(s), from {origin}"

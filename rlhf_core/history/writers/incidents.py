@@ -22,7 +22,7 @@ NODE_FAILURES = frozenset(
         FailureKind.AGENT_KILLED,
     }
 )
-"""Failures that count against the suspect nodes. The others come from the code, the config or the user."""
+"""Failures that count against the suspected nodes. The others are caused by the code, the config or the user."""
 
 
 def write_incidents(
@@ -31,7 +31,7 @@ def write_incidents(
     """Write incidents, and their strikes against nodes.
 
     Args:
-        incident_id: empty for incidents of agents, which are known by attempt, restart and number.
+        incident_id: empty for incidents of agents, which are identified by attempt, restart and number.
     """
     rows = []
     strikes = []
@@ -51,7 +51,7 @@ def write_incidents(
                 for node in sorted(set(incident.suspect_nodes))
             ]
     insert_or_replace(connection, INCIDENTS, rows)
-    for row in rows:  # an incident that was written again may blame others
+    for row in rows:  # a rewritten incident may suspect other nodes
         connection.execute(
             delete(STRIKES).where(STRIKES.c.run_id == run_id, STRIKES.c.incident_id == row["incident_id"])
         )

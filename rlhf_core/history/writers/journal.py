@@ -47,7 +47,7 @@ def write_journal(connection: Connection, run_id: str, entries: Sequence[Journal
     """Write the rows of journal lines, in their order.
 
     Raises:
-        IllegalMove: the journal has a change of state that the table of moves does not allow.
+        IllegalMove: the journal has a change of state that is not in the table of moves.
     """
     for entry in entries:
         _write_journal_event(connection, run_id, entry)
@@ -58,7 +58,7 @@ def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntr
     line = entry.line
     match line.event:
         case RunCreated() | TrialPlanned() | CancelStarted():
-            pass  # the row of each is made from its spec.json
+            pass  # their rows are built from spec.json
         case RunMoved() as event:
             _move_run(connection, run_id, event, line.time)
         case StageStarted() as event:
@@ -124,7 +124,7 @@ def _move_attempt(connection: Connection, run_id: str, event: AttemptMoved, time
 
 
 def _refuse_move(what: str, present: str | None, target: str, sources: Sequence[str]) -> None:
-    """Raise, unless the state is the present one: a controller that was killed may repeat a line after its restart."""
+    """Raise, unless the state is the current one: a killed controller may repeat a line after its restart."""
     if present == target:
         return
     raise IllegalMove(
@@ -169,7 +169,7 @@ def _end_stage(connection: Connection, run_id: str, event: StageEnded, time: dat
     here = (STAGES.c.run_id == run_id, STAGES.c.stage_index == event.stage_index)
     started_at = connection.execute(select(STAGES.c.started_at).where(*here)).scalar_one_or_none()
     if started_at is None:
-        return  # its first line was torn; its end is still an event
+        return  # its first line was torn; its end is still recorded as an event
     connection.execute(
         update(STAGES)
         .where(*here)
@@ -183,7 +183,7 @@ def _end_stage(connection: Connection, run_id: str, event: StageEnded, time: dat
 
 
 def _submit_attempt(connection: Connection, run_id: str, event: AttemptSubmitted, time: datetime) -> None:
-    """Record a submission. A controller that adopts the job repeats the line: then only its content is renewed."""
+    """Record a submission. If a controller that adopts the job repeats the line, only the content is updated."""
     submission = event.submission
     connection.execute(
         update(ATTEMPTS)

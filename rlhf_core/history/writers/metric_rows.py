@@ -1,8 +1,8 @@
-"""Bulk inserts of metric rows, past SQLAlchemy to the driver: nearly all rows of a history are these.
+"""Bulk inserts of metric rows directly through the driver, because they are nearly all rows of a history.
 
-SQLite uses one prepared statement. PostgreSQL uses ``COPY``, which has no "on conflict":
-where a key is taken (a trainer wrote a step twice), the rows go through a temporary table instead. Both in the order
-of the primary key, so that neighbours in the table are written together.
+SQLite uses one prepared statement. PostgreSQL uses ``COPY``, which has no "on conflict": if a key is taken (a trainer
+wrote a step twice), the rows go through a temporary table instead. Both insert in the order of the primary key, so
+neighbours in the table are written together.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def stored_time(connection: Connection, moment: datetime) -> Any:
 
 
 def insert(connection: Connection, rows: list[MetricRow]) -> None:
-    """Insert rows; where the key is taken, the row that is there stays. Sorts ``rows``."""
+    """Insert rows; existing rows with the same key are kept. Sorts ``rows``."""
     if not rows:
         return
     rows.sort(key=lambda row: row[:5])
@@ -50,7 +50,7 @@ def _copy(connection: Connection, rows: Sequence[MetricRow]) -> None:
         connection.exec_driver_sql(
             f"INSERT INTO metrics ({_COLUMNS}) SELECT {_COLUMNS} FROM new_metrics ON CONFLICT DO NOTHING"
         )
-    except driver_errors.Error as error:  # the form that SQLAlchemy gives errors of its own statements
+    except driver_errors.Error as error:  # as SQLAlchemy wraps errors of its own statements
         raise DBAPIError("COPY metrics", None, error) from error
 
 

@@ -14,14 +14,14 @@ from rlhf_core.history.writers.upserts import CHUNK, Row, insert_or_keep, upsert
 
 
 def write_metric_keys(connection: Connection, names: Iterable[str]) -> dict[str, int]:
-    """Get the ids of metric names; new names get one.
+    """Get the ids of metric names, and create them for new names.
 
-    Queried in every batch rather than cached: an id from a transaction that was rolled back, or from a database that
-    was made again, would silently file values under another name.
+    Queried in every batch instead of cached: an id from a rolled-back transaction or a recreated database would
+    silently store values under another name.
     """
     wanted = sorted(set(names))
     known = _metric_key_ids(connection, wanted)
-    new = [{"name": name} for name in wanted if name not in known]  # sorted: two controllers cannot block each other
+    new = [{"name": name} for name in wanted if name not in known]  # sorted, so that two controllers cannot deadlock
     if new:
         insert_or_keep(connection, KEYS, new)
         known = _metric_key_ids(connection, wanted)
@@ -42,7 +42,7 @@ def write_metrics(
     """Write metric rows, and the newest value of each metric."""
     rows: list[metric_rows.MetricRow] = []
     latest: dict[int, tuple[MetricsEntry, float]] = {}
-    for entry in sorted(entries, key=_order):  # so that what comes later is newer
+    for entry in sorted(entries, key=_order):  # so that later entries are newer
         line = entry.line
         time = metric_rows.stored_time(connection, line.time)
         step, attempt, restart = line.step, entry.attempt, entry.restart

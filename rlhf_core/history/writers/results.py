@@ -68,7 +68,7 @@ def _combined_sha256(hashes: Mapping[str, str]) -> str:
 
 
 def write_weight_syncs(connection: Connection, run_id: str, entries: Sequence[WeightSyncEntry]) -> None:
-    """Write syncs of weights; of two lines about one the later counts."""
+    """Write weight syncs; the last line about a sync counts."""
     newest = {(entry.attempt, entry.restart, entry.line.number): entry for entry in entries}
     rows = [
         {
@@ -85,7 +85,7 @@ def write_weight_syncs(connection: Connection, run_id: str, entries: Sequence[We
 
 
 def write_removed_checkpoints(connection: Connection, run_id: str, removed: Mapping[int, datetime]) -> None:
-    """Record the time at which checkpoints were first found to be gone."""
+    """Record the time at which checkpoints were first found missing."""
     for step, seen_at in sorted(removed.items()):
         connection.execute(
             update(CHECKPOINTS)
@@ -95,7 +95,7 @@ def write_removed_checkpoints(connection: Connection, run_id: str, removed: Mapp
 
 
 def write_evaluations(connection: Connection, run_id: str, reports: Sequence[EvaluationReport]) -> None:
-    """Write evaluations and their samples; one that was made again replaces the older one."""
+    """Write evaluations and their samples; a repeated evaluation replaces the older one."""
     for report in reports:
         key = {"run_id": run_id, "when_made": report.when, "name": report.name}
         row = {**key, **columns_of(EVALUATIONS, report), "made_at": report.time}

@@ -1,4 +1,4 @@
-"""Rows of the run itself: its spec and tags, its progress, the offsets of its files, its cached goodput."""
+"""Rows of the run itself: spec and tags, progress, offsets of its files, cached goodput."""
 
 from sqlalchemy import Connection, bindparam, case, delete, insert, select, update
 
@@ -11,7 +11,7 @@ from rlhf_core.schemas.stored_spec import StoredSpec
 
 _CACHED = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
 
-# Made once: each round of ingestion executes them, and a statement takes longer to build than to execute.
+# Built once: each round of ingestion executes them, and building a statement takes longer than executing it.
 _TOKEN = update(RUNS).where(RUNS.c.run_id == bindparam("run")).values(journal_token=bindparam("token"))
 _NEWEST = bindparam("newest", type_=RUNS.c.progress_at.type)
 _PROGRESS = _TOKEN.values(progress_at=case((RUNS.c.progress_at < _NEWEST, _NEWEST), else_=RUNS.c.progress_at))
@@ -27,7 +27,7 @@ _CACHE_GOODPUT = insert(GOODPUT_CACHE).from_select(
 
 
 def insert_run(connection: Connection, run_dir: str, stored: StoredSpec, stamp: int) -> bool:
-    """Insert the row of a run that the history does not know; False when another ingester was faster."""
+    """Insert the row of a new run; return False if another ingester was faster."""
     initial = {
         "state": RunState.PENDING.value,
         "message": "",
@@ -42,7 +42,7 @@ def insert_run(connection: Connection, run_dir: str, stored: StoredSpec, stamp: 
 
 
 def update_run(connection: Connection, run_dir: str, stored: StoredSpec) -> None:
-    """Update the columns that come from ``spec.json``, because the run directory was moved; its state stays."""
+    """Update the columns from ``spec.json`` after the run directory was moved; the state is kept."""
     connection.execute(update(RUNS).where(RUNS.c.run_id == stored.run_id).values(_run_columns(run_dir, stored)))
     _write_tags(connection, stored)
 
@@ -78,8 +78,8 @@ def write_progress(connection: Connection, run_id: str, batch: IngestBatch) -> N
 
 
 def cache_goodput(connection: Connection, run_id: str) -> None:
-    """Cache the view ``run_goodput`` for a run that has ended: it will not change, and computing it from the steps is
-    slow over all runs. Does nothing for any other run."""
+    """Cache the view ``run_goodput`` for an ended run, where it no longer changes, because computing it from the steps
+    of all runs is slow. Does nothing for other runs."""
     connection.execute(_FORGET_GOODPUT, {"run": run_id})
     connection.execute(_CACHE_GOODPUT, {"run": run_id})
 

@@ -1,4 +1,4 @@
-"""Upserts, the same for both databases."""
+"""Upserts for both databases."""
 
 import json
 import math
@@ -17,16 +17,16 @@ Row = dict[str, Any]
 
 
 CHUNK = 1000
-"""Values in one list of a statement: a database takes only so many."""
+"""Maximum number of values in a list of a statement, because databases limit it."""
 
 
 def upsert(dialect: str, table: Table) -> Any:
-    """Start an ``INSERT`` that takes ``on_conflict_*``: both dialects have those methods, but no common type."""
+    """Start an ``INSERT`` with ``on_conflict_*`` methods, which both dialects have but without a common type."""
     return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
 
 
 def insert_new(connection: Connection, table: Table, row: Row) -> bool:
-    """Insert one row; False, with nothing done, where its key is taken."""
+    """Insert one row; return False, with nothing done, if its key is taken."""
     statement = upsert(connection.dialect.name, table).on_conflict_do_nothing().values(row)
     # Without the option, SQLAlchemy does not keep the count of an INSERT.
     result = connection.execute(statement.execution_options(preserve_rowcount=True))
@@ -34,18 +34,18 @@ def insert_new(connection: Connection, table: Table, row: Row) -> bool:
 
 
 def insert_or_keep(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
-    """Insert rows; where the key is taken, the row that is there stays."""
+    """Insert rows; existing rows with the same key are kept."""
     if rows:
         connection.execute(_ignoring_conflicts(connection.dialect.name, table), list(rows))
 
 
-@cache  # a statement takes longer to build than to execute, and their number is small
+@cache  # building a statement takes longer than executing it, and their number is small
 def _ignoring_conflicts(dialect: str, table: Table) -> Any:
     return upsert(dialect, table).on_conflict_do_nothing()
 
 
 def insert_or_replace(connection: Connection, table: Table, rows: Sequence[Row], keep: Iterable[str] = ()) -> None:
-    """Insert rows; where the key is taken, the given columns are replaced, but for those in ``keep``."""
+    """Insert rows; in existing rows with the same key, the given columns except ``keep`` are replaced."""
     if not rows:
         return
     connection.execute(_replacing(connection.dialect.name, table, tuple(rows[0]), frozenset(keep)), list(rows))
@@ -61,8 +61,8 @@ def _replacing(dialect: str, table: Table, columns: tuple[str, ...], keep: froze
 
 
 def columns_of(table: Table, schema: BaseModel) -> Row:
-    """Fields of a schema that a table has columns for, as the columns take them: a float that is not finite is NULL,
-    which SQLite would make of NaN alone; in JSON it is text."""
+    """Fields of a schema that are columns of a table, in stored form: a non-finite float is NULL (SQLite would convert
+    only NaN); in JSON it is text."""
     names = type(schema).model_fields.keys() & table.columns.keys()
     row = {name: _stored(value) for name, value in schema.model_dump(include=names).items()}
     in_json = [name for name in row if isinstance(table.c[name].type, CleanJson)]
@@ -76,5 +76,6 @@ def _stored(value: Any) -> Any:
 
 
 def as_json(model: BaseModel) -> Any:
-    """Convert a schema to JSON values, by way of text: only there NaN becomes a string, which JSON columns can hold."""
+    """Convert a schema to JSON values through text, because only that converts NaN to a string, which JSON columns can
+    store."""
     return json.loads(model.model_dump_json())

@@ -1,4 +1,4 @@
-"""Settings of algorithms that do not go together."""
+"""Conflicting settings of algorithms."""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,11 +16,11 @@ def minibatches(facts: Facts) -> Iterator[Finding]:
     for loop, algorithm in _sampling(facts).items():
         per_rank = algorithm.sequences_per_step // ranks
         name = f"loops.{loop}.algorithm.num_minibatches"
-        found = f"{name} = {algorithm.num_minibatches}, completions of a rank in a step: {per_rank}"
+        found = f"{name} = {algorithm.num_minibatches}, completions per rank and step: {per_rank}"
         if algorithm.num_minibatches > per_rank:
             yield blocked(
                 found,
-                "at least one completion of every rank for each mini-batch",
+                "at least one completion per rank in every mini-batch",
                 f"set {name} to at most {max(per_rank, 1)}, or raise loops.{loop}.algorithm.prompts_per_step",
             )
         else:
@@ -29,13 +29,13 @@ def minibatches(facts: Facts) -> Iterator[Finding]:
 
 @check("algorithm.clip", trainer="native")
 def clip(facts: Facts) -> Iterator[Finding]:
-    """Many updates on the same completions, with no bound on the ratio, leave the sampling policy far behind."""
+    """Several updates on the same completions, with no bound on the ratio, move far away from the sampling policy."""
     for loop, algorithm in _sampling(facts).items():
         if algorithm.updates_per_step > 1 and not algorithm.clip_low and not algorithm.clip_high:
             yield blocked(
                 f"loops.{loop}.algorithm: clip_low = clip_high = 0 with {algorithm.updates_per_step} updates per step",
-                "room for the probability ratio, which only the first update leaves at 1",
-                f"set loops.{loop}.algorithm.clip_high, for instance, to 0.2, or make one update per step",
+                "a clipping range above 0: after the first update, the probability ratio differs from 1",
+                f"set loops.{loop}.algorithm.clip_high=0.2, for instance, or make one update per step",
             )
 
 
@@ -46,9 +46,7 @@ def kl_estimator(facts: Facts) -> Iterator[Finding]:
         in_loss = algorithm.kl_coefficient > 0 and not algorithm.penalises_rewards
         if in_loss and algorithm.kl_estimator == "k1":
             name = f"loops.{loop}.algorithm.kl_estimator"
-            yield warning(
-                f'{name} = "k1" in the loss', '"k2" or "k3" where the penalty is in the loss', f"set {name}=k2"
-            )
+            yield warning(f'{name} = "k1" in the loss', '"k2" or "k3" for a penalty in the loss', f"set {name}=k2")
 
 
 @check("algorithm.correction", trainer="native")
@@ -57,12 +55,12 @@ def correction(facts: Facts) -> Iterator[Finding]:
     for loop, algorithm in _sampling(facts).items():
         if algorithm.correction != "none" and algorithm.correction_cap <= _LEAST_CAP:
             name = f"loops.{loop}.algorithm.correction_cap"
-            yield blocked(f"{name} = {algorithm.correction_cap}", "a number above 1", f"set {name}, for instance, to 3")
+            yield blocked(f"{name} = {algorithm.correction_cap}", "a number above 1", f"set {name}=3, for instance")
 
 
 @check("algorithm.overlong_buffer", trainer="native")
 def overlong_buffer(facts: Facts) -> Iterator[Finding]:
-    """A buffer longer than the longest completion punishes completions of every length."""
+    """A buffer longer than the longest completion penalises completions of every length."""
     longest = facts.spec.rollout.max_new_tokens
     for loop, algorithm in _sampling(facts).items():
         if isinstance(algorithm, DapoSpec) and algorithm.overlong_buffer >= longest:

@@ -15,7 +15,7 @@ def prompts_divide_ranks(facts: Facts) -> Iterator[Finding]:
 
 @check("batch.rows_divide_ranks", trainer="native")
 def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
-    """Ranks with different numbers of rows wait for each other forever in supervised training, too."""
+    """In supervised training, too, ranks with different numbers of rows wait for each other forever."""
     yield from _loops_divide(facts.spec, samples=False)
 
 
@@ -28,13 +28,13 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
     per_rank = ", ".join(
         f"{count} per {algorithm.name} step" for algorithm, count in zip(algorithms, sequences, strict=True)
     )
-    found = f"trainer.micro_batch_size {size}, sequences on a rank: {per_rank}"
+    found = f"trainer.micro_batch_size {size}, sequences per rank: {per_rank}"
     largest = max(sequences)
     if size > max(largest, 1):
         yield warning(
             found,
-            "a micro-batch no larger than what a rank has in a step",
-            f"set trainer.micro_batch_size={max(largest, 1)}; the result does not depend on it, the memory does",
+            "a micro-batch no larger than the sequences of a rank in a step",
+            f"set trainer.micro_batch_size={max(largest, 1)}; it affects memory, not the result",
         )
     else:
         yield passed(found)
@@ -42,26 +42,26 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
 
 @check("steps.warm_start", trainer="native")
 def warm_start(facts: Facts) -> Iterator[Finding]:
-    """A warm start with the main loop's algorithm is the same loop twice, with two learning rates."""
+    """A warm start with the main loop's algorithm is the same loop twice with two learning rates."""
     before, main = facts.spec.loops.warm_start, facts.spec.main_loop
     if before is not None and before.algorithm.name == main.algorithm.name:
         yield blocked(
-            f'loops.warm_start.num_steps = {before.num_steps} with "{main.algorithm.name}" as algorithm of both loops',
-            "a warm start by another algorithm than the main one, or none",
-            "set loops.warm_start.num_steps=0 and loops.main.num_steps to all steps wanted",
+            f'loops.warm_start.num_steps = {before.num_steps} and both loops use "{main.algorithm.name}"',
+            "a warm start with a different algorithm, or none",
+            "set loops.warm_start.num_steps=0 and loops.main.num_steps to the total number of steps",
         )
     if before is not None and before.algorithm.ranks_completions:
         yield blocked(
-            f'loops.warm_start.algorithm.name = "{before.algorithm.name}", which makes a model that writes no text',
-            "a warm start that leaves a language model",
-            "make the reward model in a run of its own, as main algorithm",
+            f'loops.warm_start.algorithm.name = "{before.algorithm.name}", which trains a model that generates no text',
+            "a warm start that produces a language model",
+            "train the reward model in a separate run, as the main algorithm",
         )
 
 
 @check("steps.learning_rate_warmup", trainer="native")
 def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
     """If the warm-up is as long as the training, the peak learning rate is never reached."""
-    # The warm start is left alone: it may end while its rate still rises, on purpose.
+    # The warm start is not checked: it may deliberately end while its rate still rises.
     warmup, steps = facts.spec.main_loop.optimizer.warmup_steps, facts.spec.main_loop.num_steps
     if warmup and warmup >= steps:
         yield warning(
@@ -78,7 +78,7 @@ def betas(facts: Facts) -> Iterator[Finding]:
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(spec.optimizer, name) >= 1:
                 setting = f"loops.{loop}.optimizer.{name}"
-                yield blocked(f"{setting} = 1", "a number below 1", f"set {setting}, for instance, to 0.95")
+                yield blocked(f"{setting} = 1", "a number below 1", f"set {setting}=0.95, for instance")
 
 
 @check("steps.checkpoints")
@@ -87,9 +87,9 @@ def checkpoints(facts: Facts) -> Iterator[Finding]:
     every, total = facts.spec.checkpoint.every_num_steps, facts.spec.total_steps
     if every >= total > 1:
         yield warning(
-            f"checkpoint.every_num_steps = {every}, {total} steps in all",
+            f"checkpoint.every_num_steps = {every}, {total} steps in total",
             "at least one checkpoint before the last step",
-            f"set checkpoint.every_num_steps to {max(total // 10, 1)} or so",
+            f"set checkpoint.every_num_steps to about {max(total // 10, 1)}",
         )
     else:
         yield passed(f"a checkpoint every {every} of {total} steps")

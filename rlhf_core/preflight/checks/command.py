@@ -1,4 +1,4 @@
-"""A trainer that is another program: its launch line, its environment, its files."""
+"""External trainers: launch line, environment and files."""
 
 import difflib
 import re
@@ -29,10 +29,10 @@ OTHER_NAMES = {
     "model_path": "model",
     "train_data": "train",
 }
-"""Names that other programs have for what a placeholder stands for."""
+"""Other programs' names for the values of placeholders."""
 
 NEEDED = {"transformers": ("transformers",), "swift": ("ms-swift",), "trl": ("trl",), "openrlhf": ("openrlhf",)}
-"""Packages that each framework is of."""
+"""Packages of each framework."""
 
 _SHELL_VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]+)")
 _OF_SHELL = {
@@ -51,7 +51,7 @@ _OF_SHELL = {
 
 @check("command.placeholders", trainer="command")
 def placeholders(facts: Facts) -> Iterator[Finding]:
-    """A misspelled placeholder stays as it is, and the program takes the braces as a value."""
+    """A misspelled placeholder is not replaced, and the program takes the braces as a value."""
     trainer = command_trainer(facts.spec)
     wrong, left = False, []
     for setting, text in _texts(trainer):
@@ -68,11 +68,11 @@ def placeholders(facts: Facts) -> Iterator[Finding]:
             wrong = True
             instead = f"{{{_OF_SHELL[name]}}}" if name in _OF_SHELL else "its value, or `bash -c` in front of the line"
             yield warning(
-                f"{setting} has ${name}, and no shell fills it in", "placeholders in braces", f"write {instead}"
+                f"{setting} has ${name}, but no shell expands it", "placeholders in braces", f"write {instead}"
             )
     yield from _empty_ones(facts, trainer)
     if not wrong:
-        as_they_are = f"; left as they are: {', '.join(dict.fromkeys(left))}" if left else ""
+        as_they_are = f"; not replaced: {', '.join(dict.fromkeys(left))}" if left else ""
         yield passed(f"every placeholder has a value{as_they_are}")
 
 
@@ -91,14 +91,14 @@ def _nearest(name: str) -> str:
 
 
 def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
-    """Placeholders of settings that are not given."""
+    """Report placeholders of settings that are not set."""
     values = values_of_spec(facts.spec)
     settings = {"model": "model.path", "train": "data.train", "eval": "data.eval"}
     used = {name: setting for setting, text in _texts(trainer) for name in named_placeholders(text)}
     for name, source in settings.items():
         if name in used and not values[name]:
             yield blocked(
-                f"{used[name]} has {{{name}}}, and {source} is not set", f"a value for {source}", f"set {source}"
+                f"{used[name]} has {{{name}}}, but {source} is not set", f"a value for {source}", f"set {source}"
             )
 
 
@@ -109,15 +109,15 @@ def environment(facts: Facts) -> Iterator[Finding]:
     if side.problem:
         yield blocked(
             side.problem,
-            "a name of `rlhf env create`, or the folder of a virtual environment",
-            "make it, or correct trainer.environment; on a cluster it must lie where the nodes see it",
+            "a name given to `rlhf env create`, or the folder of a virtual environment",
+            "create it, or correct trainer.environment; on a cluster it must be on a file system that the nodes see",
         )
     elif side.unseen:
-        yield skipped(f"{side.unseen}; the nodes' probe looks at it")
+        yield skipped(f"{side.unseen}; the probe checks it on the nodes")
     elif side.python_problem:
-        yield blocked(f"{side.python}: {side.python_problem}", "an interpreter that starts", "make it anew")
+        yield blocked(f"{side.python}: {side.python_problem}", "an interpreter that starts", "recreate it")
     elif not side.python:
-        yield skipped(f"no Python is known to run {side.program or trainer.argv[0]}; give trainer.environment")
+        yield skipped(f"the Python that runs {side.program or trainer.argv[0]} is unknown; set trainer.environment")
     else:
         yield from _packages(trainer, side)
 
@@ -142,28 +142,28 @@ def program(facts: Facts) -> Iterator[Finding]:
     """A program, module or script that is not found ends every attempt in its first second."""
     trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
     if side.problem or side.unseen:
-        return  # command.environment says so
-    where = f"{side.folder}/bin and on the PATH" if side.folder else "on the PATH"
+        return  # reported by command.environment
+    where = f"in {side.folder}/bin or on the PATH" if side.folder else "on the PATH"
     if not side.program:
-        # Where the job runs on other machines, their PATH may be another one.
+        # On the machines that run the job, the PATH may be different.
         report = blocked if side.folder or facts.scheduler == "local" else warning
         yield report(
             f"trainer.argv begins with {_first(facts)}, which is not {where}",
-            "a program that is there",
-            "correct trainer.argv, or name its environment in trainer.environment",
+            "a program that exists",
+            "correct trainer.argv, or set trainer.environment",
         )
     for name in side.missing_modules:
         yield blocked(
-            f"the module {name} is not found by {side.python}", "an installed module", f"install it, or correct {name}"
+            f"{side.python} does not find the module {name}", "an installed module", f"install it, or correct {name}"
         )
     for name in side.missing_files:
         yield blocked(
-            f"trainer.argv names {name}, which is not in {trainer.working_dir or 'the folder that the run makes'}",
-            "files by their whole path, or in the copy of your code",
-            f"write the whole path; or {{code}}/{name.rpartition('/')[2]}, with its file in code.paths",
+            f"trainer.argv names {name}, which is not in {trainer.working_dir or 'the folder that the run creates'}",
+            "files given by absolute path, or in the copy of your code",
+            f"write the absolute path, or {{code}}/{name.rpartition('/')[2]} with the file in code.paths",
         )
     if side.program and not side.missing_modules and not side.missing_files:
-        yield passed(f"{side.program} is there")
+        yield passed(f"found {side.program}")
 
 
 def _first(facts: Facts) -> str:
@@ -179,21 +179,21 @@ def output(facts: Facts) -> Iterator[Finding]:
     if not {"run_dir", "run_id"} & set(named_placeholders(folder)):
         yield blocked(
             f"trainer.output_dir = {folder}, the same for every run",
-            "a folder of each run's own",
+            "a separate folder for each run",
             "set it to {run_dir}/trainer/output, or put {run_id} into it",
         )
     told = arguments.text("output_dir", "output", "save_path")
     if told is not None and told.rstrip("/") not in ("{output_dir}", folder.rstrip("/")):
         yield blocked(
-            f"the program writes to {told}, and trainer.output_dir is {folder}",
-            "one folder: its checkpoints and logs are looked for in trainer.output_dir",
+            f"the program writes to {told}, but trainer.output_dir is {folder}",
+            "one folder: checkpoints and logs are read from trainer.output_dir",
             "write --output_dir {output_dir}",
         )
     elif told is None and not any("{output_dir}" in text for _, text in _texts(trainer)):
         yield warning(
-            "nothing tells the program trainer.output_dir",
+            "trainer.output_dir is not passed to the program",
             f"its checkpoints in {folder}",
-            "add --output_dir {output_dir}, or whatever the program has for it",
+            "add --output_dir {output_dir}, or the program's own option for it",
         )
     else:
         yield passed(f"its files are in {folder}")

@@ -1,4 +1,4 @@
-"""Arithmetic of the arguments of a trainer that is another program, as far as they can be read."""
+"""Arithmetic of an external trainer's arguments, as far as they can be read."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from rlhf_core.preflight.memory import GIB, gpu_memory_bytes
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 
 GROUPS_OF = frozenset({"grpo", "gspo", "dapo", "rloo", "dr-grpo"})
-"""Algorithms that compare completions of one prompt with each other."""
+"""Algorithms that compare several completions of one prompt."""
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "trl": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8},
@@ -19,12 +19,12 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 """Defaults of the commands `trl grpo` (1.16) and `swift rlhf --rlhf_type grpo` (4.6)."""
 
 VLLM_SHARE = {"trl": 0.3, "swift": 0.9}
-"""Default of ``vllm_gpu_memory_utilization`` there."""
+"""Default of ``vllm_gpu_memory_utilization`` in these commands."""
 
 
 @check("command.batch", trainer="command")
 def batch(facts: Facts) -> Iterator[Finding]:
-    """A generation batch that does not hold whole groups of completions ends every rank, once the model is loaded."""
+    """A generation batch that is not made of whole groups of completions ends every rank after the model has loaded."""
     arguments = arguments_of(facts)
     if arguments.trainer.framework not in TRANSFORMERS or not _has_groups(facts, arguments):
         return
@@ -33,9 +33,7 @@ def batch(facts: Facts) -> Iterator[Finding]:
         return
     found = f"{shown} = {size} completions at once, --num_generations {group}"
     if group < 2:
-        yield blocked(
-            found, "at least 2 completions of a prompt to compare", "set --num_generations, for instance, to 8"
-        )
+        yield blocked(found, "at least 2 completions per prompt", "set --num_generations to 8, for instance")
     elif size % group:
         fitting = [number for number in range(2, size + 1) if size % number == 0]
         yield blocked(
@@ -54,7 +52,7 @@ def _has_groups(facts: Facts, arguments: TrainerArguments) -> bool:
 
 
 def _whole(arguments: TrainerArguments, name: str) -> int | None:
-    """Argument as a whole number, or its default where the program's defaults are known."""
+    """Argument as an integer, or its default if the program's defaults are known."""
     given = arguments.integer(name)
     if given is not None or arguments.is_given(name):
         return given
@@ -63,7 +61,7 @@ def _whole(arguments: TrainerArguments, name: str) -> int | None:
 
 
 def _generation_batch(facts: Facts, arguments: TrainerArguments) -> tuple[int | None, str]:
-    """Completions that are generated at once, and how they come about."""
+    """Number of completions generated at once, and its calculation as text."""
     given = arguments.integer("generation_batch_size")
     if given is not None:
         return given, "--generation_batch_size"
@@ -78,7 +76,7 @@ def _generation_batch(facts: Facts, arguments: TrainerArguments) -> tuple[int | 
 
 @check("command.vllm", trainer="command")
 def vllm(facts: Facts) -> Iterator[Finding]:
-    """A vLLM that cannot get its memory, its ranks or its server ends the run after the model has loaded."""
+    """vLLM without enough memory, a fitting number of ranks or a server ends the run after the model has loaded."""
     arguments = arguments_of(facts)
     if not arguments.is_on("use_vllm"):
         return
@@ -98,7 +96,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         )
     yield from problems
     if not problems:
-        yield passed(f"vLLM: {mode or 'mode not known'}")
+        yield passed(f"vLLM: {mode or 'unknown mode'}")
 
 
 def _vllm_ranks(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterator[Finding]:
@@ -114,7 +112,7 @@ def _vllm_ranks(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterato
         )
     elif mode != "server" and per_node % size:
         yield warning(
-            f"--vllm_tensor_parallel_size {size} with {per_node} ranks on a node: a part of each layer on another node",
+            f"--vllm_tensor_parallel_size {size} with {per_node} ranks on a node: each layer is split across nodes",
             "a divisor of resources.ranks_per_node",
             f"set it to a divisor of {per_node}",
         )
@@ -135,16 +133,18 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
     if room is not None and needed is not None and share * room + needed > room:
         yield blocked(
             f"vLLM takes {share:.0%} of a GPU of {room / GIB:.0f} GiB ({share * room / GIB:.1f} GiB), and weights, "
-            f"gradients and optimizer at least {needed / GIB:.1f} GiB beside it",
+            "gradients and optimizer need at least "
+            f"{needed / GIB:.1f} GiB",
             f"at most {room / GIB:.0f} GiB together",
-            f"lower --vllm_gpu_memory_utilization below {max(1 - needed / room, 0):.2f}, or let vLLM sleep meanwhile: "
-            "--vllm_enable_sleep_mode true (TRL), --sleep_level 1 (ms-swift)",
+            f"lower --vllm_gpu_memory_utilization below {max(1 - needed / room, 0):.2f}, or enable vLLM's sleep mode: "
+            "--vllm_enable_sleep_mode true (TRL), --sleep_level 1 "
+            "(ms-swift)",
         )
     elif share > 0.7:
         yield warning(
-            f"--vllm_gpu_memory_utilization {share:g} beside the training, all the time",
+            f"--vllm_gpu_memory_utilization {share:g} during training, too",
             "room for weights, gradients, optimizer and activations",
-            "lower it, or let vLLM sleep meanwhile: --vllm_enable_sleep_mode true (TRL), --sleep_level 1 (ms-swift)",
+            "lower it, or enable vLLM's sleep mode: --vllm_enable_sleep_mode true (TRL), --sleep_level 1 (ms-swift)",
         )
 
 
@@ -155,9 +155,8 @@ def _gpu_bytes(facts: Facts) -> int | None:
 
 
 def _least_training_bytes(facts: Facts, arguments: TrainerArguments) -> int | None:
-    """Lower bound of what training holds on a GPU: weights, gradients and two moments, each as the weights are stored.
-
-    None where adapters are trained, or the state is split over the ranks.
+    """Lower bound of the training state on a GPU: weights, gradients and two moments, in the format of the stored
+    weights. None if adapters are trained or the state is split over the ranks.
     """
     folder = facts.model_folder
     split = arguments.is_given("deepspeed", "fsdp") or arguments.line.launcher in ("deepspeed", "accelerate")
@@ -171,7 +170,7 @@ def _least_training_bytes(facts: Facts, arguments: TrainerArguments) -> int | No
 
 @check("command.deepspeed", trainer="command")
 def deepspeed(facts: Facts) -> Iterator[Finding]:
-    """A DeepSpeed config that contradicts the arguments ends every rank, or trains with another batch."""
+    """A DeepSpeed config that contradicts the arguments ends every rank, or trains with a different batch size."""
     arguments = arguments_of(facts)
     config = arguments.side.deepspeed
     if not config:

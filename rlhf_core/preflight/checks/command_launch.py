@@ -1,4 +1,4 @@
-"""Ranks and nodes of a trainer that is another program: what its launcher is told, against what is planned."""
+"""Ranks and nodes of an external trainer: options of its launcher compared with the plan."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deeps
 
 @check("command.nodes", trainer="command")
 def nodes(facts: Facts) -> Iterator[Finding]:
-    """If a launcher does not know the other nodes, each node trains the same model alone, and nothing fails."""
+    """If a launcher is not configured for all nodes, each node trains the same model alone, and nothing fails."""
     num_nodes, trainer = facts.spec.resources.num_nodes, command_trainer(facts.spec)
     if trainer.launch == "per_rank":
         return
@@ -23,47 +23,48 @@ def nodes(facts: Facts) -> Iterator[Finding]:
     if num_nodes == 1:
         if shape is not None and shape.num_nodes not in (None, "1", FROM_ENVIRONMENT):
             yield blocked(
-                f"{launcher} is told of {shape.num_nodes} nodes, resources.num_nodes is 1",
-                "the same number; like this, it waits for nodes that never come",
+                f"{launcher} is configured for {shape.num_nodes} nodes, but resources.num_nodes is 1",
+                "the same number; otherwise it waits for nodes that never join",
                 "write {num_nodes} into trainer.argv",
             )
         return
     if shape is None:
         if any("{node_rank}" in word for word in (*trainer.argv, *trainer.variables.values())):
-            yield passed("the program is told the rank of each node")
+            yield passed("the program gets the rank of each node")
         else:
             yield skipped(
-                f"{trainer.argv[0]} is no launcher that is known here; it finds NNODES, NODE_RANK, NPROC_PER_NODE, "
-                "MASTER_ADDR and MASTER_PORT in its environment"
+                f"{trainer.argv[0]} is not a known launcher; NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR "
+                "and MASTER_PORT are set in its "
+                "environment"
             )
         return
     wrong = list(_wrong_nodes(shape, num_nodes))
     if wrong:
         yield blocked(
-            f"{launcher} is started on each of {num_nodes} nodes and {' and '.join(wrong)}",
-            f"one group of ranks over all {num_nodes} nodes; like this, every node trains alone or waits forever",
+            f"{launcher}, started on each of {num_nodes} nodes, {' and '.join(wrong)}",
+            f"one group of ranks over all {num_nodes} nodes; with this line, every node trains alone or waits forever",
             f"write {shape.remedy}",
         )
     elif shape.address not in (None, FROM_ENVIRONMENT) and "{master_addr}" not in shape.address:
         yield warning(
-            f"the address of the first node is {shape.address}, whichever nodes the run gets",
+            f"the address of the first node is fixed to {shape.address}",
             "the address of the first node of each attempt",
             "write {master_addr}",
         )
     else:
-        yield passed(f"{launcher} is told of {num_nodes} nodes and their order")
+        yield passed(f"{launcher} is configured for {num_nodes} nodes and their order")
 
 
 def _wrong_nodes(shape: LaunchShape, num_nodes: int) -> Iterator[str]:
     if shape.num_nodes is not None and shape.num_nodes not in (str(num_nodes), FROM_ENVIRONMENT):
-        yield f"knows of {shape.num_nodes}"
+        yield f"is configured for {shape.num_nodes}"
     if shape.needs_node_rank:
         if shape.node_rank is None:
-            yield "is not told which one it is on"
+            yield "gets no node rank"
         elif shape.node_rank != FROM_ENVIRONMENT and "{node_rank}" not in shape.node_rank:
-            yield f"is told {shape.node_rank} as its rank on every one"
+            yield f"gets {shape.node_rank} as the rank of every node"
     if shape.address is None or shape.address.rpartition(":")[0] in _ONLY_HERE or shape.address in _ONLY_HERE:
-        yield f"looks for the first one at {shape.address or 'its own address'}"
+        yield f"looks for the first node at {shape.address or 'its own address'}"
 
 
 @check("command.ranks", trainer="command")
@@ -74,9 +75,9 @@ def ranks(facts: Facts) -> Iterator[Finding]:
     if trainer.launch == "per_rank":
         if launcher in _OWN_LAUNCHERS:
             yield blocked(
-                f'trainer.launch = "per_rank" with {launcher}, which starts ranks of its own for every rank',
-                "one of them to start the ranks",
-                'set trainer.launch = "per_node", or leave the launcher out: RANK and WORLD_SIZE are set',
+                f'trainer.launch = "per_rank" with {launcher}, which itself starts several ranks for every rank',
+                "ranks started by one of the two",
+                'set trainer.launch = "per_node", or remove the launcher: RANK and WORLD_SIZE are set',
             )
         else:
             yield passed(f"{planned} ranks per node, each started with its own RANK")
@@ -84,13 +85,15 @@ def ranks(facts: Facts) -> Iterator[Finding]:
     shape = launch_shape(arguments)
     per_node = shape.per_node if shape is not None else None
     if per_node is None:
-        yield skipped(f"the number of processes that {launcher or trainer.argv[0]} starts cannot be read from its line")
+        yield skipped(
+            f"the number of processes that {launcher or trainer.argv[0]} starts cannot be read from its launch line"
+        )
     elif per_node in (str(planned), FROM_ENVIRONMENT):
         yield passed(f"{planned} processes per node, as planned")
     elif per_node in ("gpu", "auto") and facts.spec.resources.gpus_per_node == planned:
-        yield passed(f"a process per GPU: {planned} on a node")
+        yield passed(f"one process per GPU: {planned} per node")
     else:
-        # A script may start its other processes itself; a launcher does what it is told.
+        # A script may start its other processes itself; a launcher starts as many as its options say.
         report = warning if launcher == "python" else blocked
         yield report(
             f"{launcher} starts {per_node} processes on a node, resources.ranks_per_node is {planned}",
@@ -101,7 +104,7 @@ def ranks(facts: Facts) -> Iterator[Finding]:
 
 @check("command.cpu", trainer="command")
 def cpu(facts: Facts) -> Iterator[Finding]:
-    """On nodes without GPUs, ranks of transformers each train alone unless they are told to use the CPU."""
+    """On nodes without GPUs, ranks of transformers each train alone unless the CPU is selected."""
     arguments, gpus = arguments_of(facts), facts.spec.resources.gpus_per_node
     if arguments.trainer.framework not in TRANSFORMERS or facts.spec.num_ranks == 1:
         return
@@ -110,21 +113,22 @@ def cpu(facts: Facts) -> Iterator[Finding]:
     told = arguments.is_on("use_cpu") or by_variable or "cpu" in options or options.get("use_cpu") == "true"
     if gpus and told:
         yield warning(
-            f"resources.gpus_per_node = {gpus}, and the program is told to use the CPU",
-            "training on the GPUs that are asked for",
-            "take --use_cpu and ACCELERATE_USE_CPU out, or set resources.gpus_per_node=0",
+            f"resources.gpus_per_node = {gpus}, but the program is set to use the CPU",
+            "training on the requested GPUs",
+            "remove --use_cpu and ACCELERATE_USE_CPU, or set resources.gpus_per_node=0",
         )
     elif not gpus and not told and arguments.is_whole and not _is_ours(arguments):
-        # A script may say it in its own code.
+        # A script may set it in its own code.
         report = blocked if arguments.is_known_program else warning
         yield report(
-            f"{facts.spec.num_ranks} ranks without GPUs, and nothing tells the program to use the CPU: accelerate then "
-            "forms no group, and every rank believes that it is alone",
-            "ranks that know of each other",
+            f"{facts.spec.num_ranks} ranks without GPUs, but the program is not set to use the CPU: accelerate then "
+            "forms no process group, and every rank trains "
+            "alone",
+            "one process group of all ranks",
             "add --use_cpu true, or ACCELERATE_USE_CPU=true to trainer.variables",
         )
 
 
 def _is_ours(arguments: TrainerArguments) -> bool:
-    """Return True for the scripts that come with rlhf-flows, which look for GPUs themselves."""
+    """Return True for the scripts that come with rlhf-flows, which detect GPUs themselves."""
     return any(word.startswith("{drivers}/") for word in arguments.line.program)

@@ -1,4 +1,4 @@
-"""Steps, checkpoints and progress of a trainer that is another program."""
+"""Steps, checkpoints and progress of an external trainer."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,15 @@ from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_plac
 from rlhf_core.schemas.launch_values import command_trainer
 
 TELLS_THE_RANK = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
-"""Strong sources that say of each rank how far it is; the others know the job only."""
+"""Strong sources that report the progress of each rank; the others report only that of the job."""
 
 SAVE_STEPS = 500
-"""Steps between checkpoints of transformers, where it is told nothing (``TrainingArguments.save_steps``)."""
+"""Default number of steps between checkpoints of transformers (``TrainingArguments.save_steps``)."""
 
 
 @check("command.steps", trainer="command")
 def steps(facts: Facts) -> Iterator[Finding]:
-    """A program that stops at another step than planned counts as failed, or trains on after its run is complete."""
+    """A program with a different number of steps counts as failed, or trains on after its run is complete."""
     arguments, planned = arguments_of(facts), facts.spec.total_steps
     told = arguments.integer("max_steps", "max_train_steps", "num_steps", "train_steps")
     epochs = arguments.text("num_train_epochs", "num_epochs", "epochs", "max_epochs")
@@ -26,24 +26,24 @@ def steps(facts: Facts) -> Iterator[Finding]:
             yield passed(f"{told} steps, as planned")
         else:
             yield blocked(
-                f"the program is told of {told} steps, and trainer.num_steps is {planned}",
+                f"the program is set to {told} steps, but trainer.num_steps is {planned}",
                 "the same number",
                 "write {num_steps} into trainer.argv, for instance --max_steps {num_steps}",
             )
     elif _is_told(facts, "num_steps"):
-        yield passed(f"the program is told of {planned} steps")
+        yield passed(f"the program is set to {planned} steps")
     elif arguments.trainer.framework == "openrlhf":
-        yield skipped("OpenRLHF counts episodes and samples; how many steps they are is not worked out here")
+        yield skipped("OpenRLHF counts episodes and samples; the number of steps is not calculated here")
     elif epochs is not None or arguments.trainer.framework in TRANSFORMERS:
-        given = f"{epochs} epochs" if epochs is not None else "its own number of epochs"
+        given = f"{epochs} epochs" if epochs is not None else "its default number of epochs"
         yield warning(
-            f"the program trains {given}, and trainer.num_steps is {planned}",
-            "an end that is known: with fewer steps the run counts as failed",
-            "add --max_steps {num_steps}, or work out the steps of these epochs",
+            f"the program trains {given}, but trainer.num_steps is {planned}",
+            "a known number of steps: with fewer, the run counts as failed",
+            "add --max_steps {num_steps}, or calculate the steps of these epochs",
         )
     else:
         yield warning(
-            "nothing tells the program trainer.num_steps",
+            "trainer.num_steps is not passed to the program",
             f"a program that ends after {planned} steps",
             "put {num_steps} into trainer.argv or trainer.variables",
         )
@@ -70,13 +70,13 @@ def saving(facts: Facts) -> Iterator[Finding]:
     elif save_steps is None and arguments.is_whole:
         if every != SAVE_STEPS:
             yield warning(
-                f"no --save_steps: a checkpoint every {SAVE_STEPS} steps, and checkpoint.every_num_steps is {every}",
+                f"no --save_steps: a checkpoint every {SAVE_STEPS} steps, but checkpoint.every_num_steps is {every}",
                 "the same number",
                 advice,
             )
     elif save_steps is not None and save_steps != every:
         yield warning(
-            f"--save_steps {save_steps:g}, and checkpoint.every_num_steps is {every}", "the same number", advice
+            f"--save_steps {save_steps:g}, but checkpoint.every_num_steps is {every}", "the same number", advice
         )
     else:
         yield passed(f"a checkpoint every {every} steps")
@@ -92,12 +92,12 @@ def resume(facts: Facts) -> Iterator[Finding]:
     if trainer.resume == "none":
         yield warning(
             'trainer.resume = "none": every failure starts the training at step 0',
-            "a way to go on from a checkpoint",
-            'set trainer.resume to "argument" or "in_place", unless the run is that short',
+            "a way to resume from a checkpoint",
+            'set trainer.resume to "argument" or "in_place", unless the run is short',
         )
     elif not problems:
         how = f"with {' '.join(trainer.resume_argv)}" if trainer.resume == "argument" else "from its output folder"
-        yield passed(f"it goes on {how}")
+        yield passed(f"it resumes {how}")
 
 
 def _resume_problems(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
@@ -107,14 +107,14 @@ def _resume_problems(arguments: TrainerArguments) -> Iterator[tuple[str, str, st
     if trainer.framework == "openrlhf":
         if "checkpoint-{step}" in trainer.checkpoint_name:
             yield (
-                f"trainer.checkpoint_name = {trainer.checkpoint_name}, the name that transformers has",
-                "the name that OpenRLHF has",
+                f"trainer.checkpoint_name = {trainer.checkpoint_name}, the name that transformers uses",
+                "the name that OpenRLHF uses",
                 'set trainer.checkpoint_name = "ckpt/_actor/global_step{step}" with --ckpt.path {output_dir}/ckpt',
             )
         if trainer.resume == "argument" and "--resume_from_checkpoint" in trainer.resume_argv:
             yield (
-                "trainer.resume_argv has --resume_from_checkpoint, which OpenRLHF does not know",
-                "--ckpt.load_enable, with which it goes on from the newest checkpoint of --ckpt.path",
+                "trainer.resume_argv has --resume_from_checkpoint, which OpenRLHF does not have",
+                "--ckpt.load_enable, which resumes from the newest checkpoint of --ckpt.path",
                 'set trainer.resume = "in_place" and add --ckpt.load_enable to trainer.argv',
             )
 
@@ -125,35 +125,35 @@ def _resume_of_transformers(arguments: TrainerArguments) -> Iterator[tuple[str, 
         return
     if arguments.is_on("save_only_model"):
         yield (
-            "--save_only_model: checkpoints without the state of the optimizer",
-            "checkpoints to go on from",
-            "take it out",
+            "--save_only_model: checkpoints without optimizer state",
+            "checkpoints to resume from",
+            "remove it",
         )
     name = trainer.checkpoint_name.rpartition("/")[2]
     if name != "checkpoint-{step}":
         yield (
             f"trainer.checkpoint_name = {trainer.checkpoint_name}",
-            "the name that transformers has, checkpoint-{step}",
+            "the name that transformers uses, checkpoint-{step}",
             'set trainer.checkpoint_name = "checkpoint-{step}"',
         )
     elif trainer.framework == "swift" and arguments.line.launcher == "swift":
         yield from _folder_of_swift(arguments)
     if arguments.is_given("resume_from_checkpoint") and trainer.resume == "argument":
         yield (
-            "trainer.argv has --resume_from_checkpoint itself",
-            "the checkpoint of this run, which trainer.resume_argv gives",
-            "take it out of trainer.argv; a model to start from is --model",
+            "trainer.argv contains --resume_from_checkpoint",
+            "the checkpoint of this run, added by trainer.resume_argv",
+            "remove it from trainer.argv; use --model for a model to start from",
         )
 
 
 def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
-    """Check the folder between ``output_dir`` and the checkpoints, which ms-swift makes by ``--add_version`` (4.6)."""
+    """Check the folder that ms-swift creates between ``output_dir`` and the checkpoints (``--add_version``, 4.6)."""
     versioned = arguments.is_on("add_version", default=True)
     deep = "/" in arguments.trainer.checkpoint_name
     if versioned and not deep and arguments.is_whole:
         yield (
-            "ms-swift puts its checkpoints into <output_dir>/v0-<time>, trainer.checkpoint_name is checkpoint-{step}",
-            "a name under which they are found",
+            "ms-swift saves to <output_dir>/v0-<time>, but trainer.checkpoint_name is checkpoint-{step}",
+            "a name that matches these folders",
             'add --add_version false, or set trainer.checkpoint_name = "*/checkpoint-{step}"',
         )
 
@@ -163,42 +163,42 @@ def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, st
 
 @check("command.progress", trainer="command")
 def progress(facts: Facts) -> Iterator[Finding]:
-    """A hang that no source of progress sees costs the rest of the time limit."""
+    """A hang that no source of progress detects costs the rest of the time limit."""
     arguments, sources = arguments_of(facts), command_trainer(facts.spec).sources
     silent = {source: reason for source in sources if (reason := _silent(source, facts, arguments))}
     for source in sources:
         sight = SIGHTS[source]
         if source in silent:
-            yield skipped(f"{source}: sees nothing here: {silent[source]}")
+            yield skipped(f"{source}: detects nothing here: {silent[source]}")
         else:
-            weak = "" if sight.is_strong else " (counts only until another has spoken)"
-            yield passed(f"{source}{weak}: sees {sight.sees}; blind to {sight.blind}")
+            weak = "" if sight.is_strong else " (counts only until another source reports)"
+            yield passed(f"{source}{weak}: detects {sight.sees}; misses {sight.blind}")
     strong = [source for source in sources if SIGHTS[source].is_strong and source not in silent]
     if not strong:
         yield warning(
-            "no source shows steps: an endless loop is taken for progress",
+            "no source reports steps: an endless loop counts as progress",
             "trainer_log, tensorboard, stdout, checkpoints or the callback",
             "add one to trainer.progress, for instance stdout with trainer.stdout_patterns",
         )
     elif facts.spec.num_ranks > 1 and not TELLS_THE_RANK & set(strong):
         yield warning(
-            f"{', '.join(strong)} see the job as a whole: the rank to blame for a hang stays unknown",
+            f"{', '.join(strong)} see only the job as a whole: the rank that causes a hang stays unknown",
             "a source that sees each rank: collectives, or the callback",
             "leave trainer.record_collectives on and add collectives to trainer.progress",
         )
 
 
 def _silent(source: ProgressSource, facts: Facts, arguments: TrainerArguments) -> str:
-    """Reason why a source cannot say anything in this run; empty if it may."""
+    """Reason why a source cannot report anything in this run; empty if it can."""
     side, trainer = arguments.side, arguments.trainer
     if source is ProgressSource.CALLBACK:
         if trainer.framework not in TRANSFORMERS:
             return "it is for trainers of transformers"
-        return "" if side.has_callback else "the script does not name rlhf_core.callback, as far as it can be read"
+        return "" if side.has_callback else "rlhf_core.callback is not found in the script"
     if source is ProgressSource.COLLECTIVES:
         if not trainer.record_collectives:
             return "trainer.record_collectives is off"
-        return "one rank has none" if facts.spec.num_ranks == 1 else ""
+        return "a single rank has none" if facts.spec.num_ranks == 1 else ""
     if source is ProgressSource.TENSORBOARD and trainer.framework in TRANSFORMERS:
         return _no_tensorboard(arguments)
     return ""

@@ -1,4 +1,4 @@
-"""Checks of the data itself, judged from one reading in the compute interpreter
+"""Checks of the data itself, based on one pass in the compute interpreter
 (``rlhf_core/training/probes/content.py``)."""
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MANY_UNKNOWN = 0.001
 
 @check("content.columns", trainer="native")
 def columns(facts: Facts) -> Iterator[Finding]:
-    """Columns that a generator or a Parquet file lacks, or a reward function needs, end every rank at once."""
+    """A column missing from a generator or Parquet file, or needed by a reward function, ends every rank at once."""
     report = facts.content
     if report is None:
         if facts.content_problem:
@@ -26,7 +26,7 @@ def columns(facts: Facts) -> Iterator[Finding]:
             if not _is_judged_already(facts, look):
                 yield blocked(
                     f"{_source(facts, look)} cannot be used: {look.problem}",
-                    "rows with the columns that the settings of [data] name",
+                    "rows with the columns named in [data]",
                     f"correct {_setting(facts, look)}, or the settings that name its columns",
                 )
         else:
@@ -49,22 +49,22 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
         return
     if look.unknown_share > MANY_UNKNOWN:
         yield warning(
-            f"{look.unknown_share:.1%} of the tokens stand for characters that the tokenizer does not know",
-            "a token for everything in prompts and answers",
-            'take another model.tokenizer ("byte" and "bpe" know every text), or clean the data',
+            f"{look.unknown_share:.1%} of the tokens stand for characters that the tokenizer lacks",
+            "tokens for all characters in prompts and answers",
+            'use another model.tokenizer ("byte" and "bpe" encode every text), or clean the data',
         )
     if look.num_changed:
         yield warning(
             f"{look.num_changed} of {look.num_texts} texts are changed by encoding and decoding: {look.example}",
             "the same text again",
-            "where exact answers are rewarded, clean the data of these characters or take another model.tokenizer",
+            "if rewards need exact answers, remove these characters from the data or use another model.tokenizer",
         )
     else:
         yield passed(f"{look.num_texts} texts survive encoding and decoding unchanged")
     if look.chat_problem:
         yield warning(
             f"the chat template of the tokenizer {look.chat_problem}",
-            "a template that renders a conversation and ends with the beginning of the model's turn",
+            "a template that renders a conversation and ends with the start of the model's turn",
             "correct chat_template in the folder of the tokenizer; it is saved with the model that is trained",
         )
 
@@ -83,13 +83,13 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             f"{look.num_overlong} of {look.num_rows} prompts of {source} are longer than data.max_prompt_tokens = "
             f"{data.max_prompt_tokens} (the longest has {look.longest_prompt} tokens)"
         )
-        raising = f"set data.max_prompt_tokens={look.longest_prompt}, if the model has as many positions"
+        raising = f"set data.max_prompt_tokens={look.longest_prompt}, if the model has that many positions"
         if share == 1 or (share and data.overlong_prompts == "error"):
             yield blocked(found, "prompts that fit", f'{raising}, or data.overlong_prompts="drop" if some fit')
         elif share > MANY_OVERLONG:
-            yield warning(found, f"at most {MANY_OVERLONG:.0%} left out", raising)
+            yield warning(found, f"at most {MANY_OVERLONG:.0%} dropped", raising)
         else:
-            yield passed(f"{source}: the longest prompt has {look.longest_prompt} tokens, {share:.1%} are left out")
+            yield passed(f"{source}: the longest prompt has {look.longest_prompt} tokens, {share:.1%} are dropped")
         if look.num_long_completions:
             yield _long_completions(facts, look)
         if look.num_empty:
@@ -112,7 +112,7 @@ def rewards(facts: Facts) -> Iterator[Finding]:
         return
     for trial in facts.content.rewards:
         if trial.problem is TrialProblem.COLUMNS:
-            continue  # content.columns says so
+            continue  # reported by content.columns
         if trial.problem:
             yield _failed(trial)
             continue
@@ -125,18 +125,18 @@ def rewards(facts: Facts) -> Iterator[Finding]:
             )
         elif trial.right <= trial.wrong:
             yield warning(
-                f"{shown}, reference answers {trial.right:g} on the mean, wrong ones {trial.wrong:g}",
-                "more for the reference answer than for wrong ones",
+                f"{shown}, reference answers {trial.right:g} on average, wrong ones {trial.wrong:g}",
+                "a higher reward for reference answers than for wrong ones",
                 f"check {trial.function} and data.answer_column, unless this reward measures something else",
             )
         else:
-            yield passed(f"{shown}, reference answers {trial.right:g} on the mean, wrong ones {trial.wrong:g}")
+            yield passed(f"{shown}, reference answers {trial.right:g} on average, wrong ones {trial.wrong:g}")
         yield from _slow(facts, trial)
 
 
 @check("content.pipeline", trainer="native")
 def pipeline(facts: Facts) -> Iterator[Finding]:
-    """Data that takes longer to read than a start is allowed to take looks like a hang, at every start and restart."""
+    """Data that takes longer to read than the time limit of a start looks like a hang, at every start and restart."""
     if facts.content is None:
         return
     spec = facts.spec
@@ -151,13 +151,13 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
     consumed = spec.main_loop.algorithm.rows_per_step
     rate = rows / max(seconds, 1e-6)
     found = (
-        f"{rate:.0f} rows/s are read and tokenized, about {seconds:.0f} s at every start; a step takes {consumed} rows"
+        f"{rate:.0f} rows/s are read and tokenized, about {seconds:.0f} s at every start; a step uses {consumed} rows"
     )
     if seconds > spec.supervise.setup_floor_s / 2:
         yield warning(
             found,
             f"well below supervise.setup_floor_s = {spec.supervise.setup_floor_s:g} s",
-            f"raise supervise.setup_floor_s to {seconds * 4:.0f} or take fewer rows",
+            f"raise supervise.setup_floor_s to {seconds * 4:.0f} or use fewer rows",
         )
     else:
         yield passed(found)
@@ -185,25 +185,25 @@ def _long_completions(facts: Facts, look: SplitReport) -> Finding:
     raising = f"set data.max_completion_tokens={look.longest_completion}, if the memory allows it"
     if data.overlong_completions == "error" or look.num_long_completions + look.num_overlong == look.num_rows:
         return blocked(found, "completions that fit", f'{raising}, or data.overlong_completions="drop" if some fit')
-    return warning(found, "few rows left out", raising)
+    return warning(found, "few dropped rows", raising)
 
 
 def _repeated_rows(facts: Facts) -> Iterator[Finding]:
-    """Findings that the static checks make for files that they can read themselves."""
+    """Findings that the static checks report for files that they read themselves."""
     assert facts.content is not None
     for look in facts.content.splits:
         if look.num_duplicates and not _is_scanned(facts, look):
             yield warning(
                 f"{look.num_duplicates} of {look.num_rows} rows of {_source(facts, look)} repeat an earlier row",
                 "every row once",
-                "remove them, unless they are meant to weigh more",
+                "remove them, unless the extra weight is intended",
             )
     unseen = any(not _is_scanned(facts, look) for look in facts.content.splits)
     if facts.content.num_shared and unseen:
         yield warning(
-            f"{facts.content.num_shared} held-out prompts are in the training data as well",
+            f"{facts.content.num_shared} held-out prompts are also in the training data",
             "no prompt in both",
-            "remove them from one of the two; the evaluation measures memory otherwise",
+            "remove them from one of the two; otherwise the evaluation measures memorization",
         )
 
 
@@ -213,14 +213,14 @@ def _failed(trial: RewardTrial) -> Finding:
         return skipped(f"{trial.function} was not tried: {trial.message}")
     if trial.problem is TrialProblem.MEMORY:
         return warning(
-            f"{trial.function} took more memory than a trial may have: {trial.message}",
-            "a reward function that leaves the memory to the model",
+            f"{trial.function} exceeded the memory limit of a trial: {trial.message}",
+            "a reward function that needs little memory",
             f"check which objects it keeps; if it loads a model of its own, set {off}",
         )
     said = trial.message if trial.function in trial.message else f"{trial.function}: {trial.message}"
     return blocked(
         f"tried on real rows, {said}",
-        "one finite number for each completion, also for empty and odd ones",
+        "one finite number for each completion, including empty and unusual ones",
         f"correct {trial.function}; if it needs something that only the nodes have, set {off}",
     )
 
@@ -232,13 +232,13 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
         return
     count = max(sampled) // spec.num_ranks
     seconds = trial.seconds / trial.num_completions * count
-    # In the trainer's own process it has no limit of its own, and is silent.
+    # In the trainer's process it has no separate limit and reports no progress.
     setting = "reward.timeout_s" if spec.reward.timeout_s else "supervise.reward_floor_s"
     limit_s = spec.reward.timeout_s or spec.supervise.reward_floor_s
     if seconds > limit_s / 2:
         yield warning(
             f"{trial.function} would take about {seconds:.0f} s for the {count} completions of a rank in a step",
-            f"well below {setting} = {limit_s:g}; after that it is ended",
+            f"well below {setting} = {limit_s:g}, when it is terminated",
             f"make it faster, or raise {setting} to {seconds * 4:.0f}",
         )
 
@@ -253,7 +253,7 @@ def _is_scanned(facts: Facts, look: SplitReport) -> bool:
 
 
 def _is_judged_already(facts: Facts, look: SplitReport) -> bool:
-    """True if the control plane has read the file itself and reports its problems."""
+    """Return True if the control plane has read the file itself and reports its problems."""
     file = _file(facts, look)
     return file is not None and (file.scanned or bool(file.problem))
 

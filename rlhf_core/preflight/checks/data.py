@@ -17,9 +17,9 @@ def readable(facts: Facts) -> Iterator[Finding]:
         elif file.scanned:
             yield passed(f"{name}: {file.num_rows} rows in {file.path}")
         elif _is_read_elsewhere(facts, name):
-            yield passed(f"{name}: {file.path} is there; the trainer reads it")
+            yield passed(f"{name}: {file.path} exists; the trainer reads it")
         else:
-            yield skipped(f"{name}: the rows of {file.path.suffix} files are read on the nodes only")
+            yield skipped(f"{name}: the rows of {file.path.suffix} files are read only on the nodes")
 
 
 @check("data.held_out", trainer="native")
@@ -36,17 +36,17 @@ def lines(facts: Facts) -> Iterator[Finding]:
     """One malformed line in a million stops a run hours later, when it is read."""
     for name, file in _read(facts):
         if not file.num_malformed:
-            yield passed(f"{name}: every row is whole")
+            yield passed(f"{name}: every row is well-formed")
             continue
         shown = "; ".join(f"{file.path}:{problem.line}: {problem.message}" for problem in file.malformed)
         more = file.num_malformed - len(file.malformed)
         found = f"{file.num_malformed} malformed: {shown}" + (f"; and {more} more" if more else "")
         if _is_read_elsewhere(facts, name):
-            yield blocked(found, "whole rows", "correct them: data.malformed_rows says nothing to this trainer")
+            yield blocked(found, "well-formed rows", "correct them: data.malformed_rows has no effect on this trainer")
         elif facts.spec.data.malformed_rows == "drop" and file.num_rows:
-            yield warning(found, "whole rows", 'they are left out, because data.malformed_rows is "drop"')
+            yield warning(found, "well-formed rows", 'they are dropped, because data.malformed_rows is "drop"')
         else:
-            yield blocked(found, "whole rows", 'correct them, or leave such rows out with data.malformed_rows="drop"')
+            yield blocked(found, "well-formed rows", 'correct them, or drop them with data.malformed_rows="drop"')
 
 
 @check("data.rows")
@@ -62,7 +62,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
     """A template that cannot be filled stops every rank at the first row."""
     data = facts.spec.data
     if not facts.spec.is_evaluated:
-        return  # another program trains, and puts its prompts together itself
+        return  # another program trains and builds its prompts itself
     for setting, template in templates_of(data, facts.spec.data_kinds | {"answer"}).items():
         _, problem = template_columns(template)
         if problem:
@@ -100,13 +100,13 @@ def empty_prompts(facts: Facts) -> Iterator[Finding]:
         data = facts.spec.data
         if data.prompt_template != "{prompt}":
             yield warning(
-                found, "text in every prompt", "remove these rows: only the text of the template is left of them"
+                found, "text in every prompt", "remove these rows: their prompts are only the text of the template"
             )
         elif data.malformed_rows == "drop":
-            yield warning(found, "text in every prompt", 'they are left out, because data.malformed_rows is "drop"')
+            yield warning(found, "text in every prompt", 'they are dropped, because data.malformed_rows is "drop"')
         else:
             yield blocked(
-                found, "text in every prompt", 'remove these rows, or leave them out with data.malformed_rows="drop"'
+                found, "text in every prompt", 'remove these rows, or drop them with data.malformed_rows="drop"'
             )
 
 
@@ -118,7 +118,7 @@ def empty_answers(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 f"{file.num_empty_answers} rows of {name} have an empty answer: {_places(file, file.empty_answers)}",
                 "an answer in every row",
-                "remove these rows if they are not meant so",
+                "remove these rows unless they are intended",
             )
 
 
@@ -141,17 +141,17 @@ def duplicates(facts: Facts) -> Iterator[Finding]:
     for name, file in _read(facts):
         if file.num_duplicates:
             yield warning(
-                f"{file.num_duplicates} of {file.num_rows} rows of {name} hold an earlier row once more: "
+                f"{file.num_duplicates} of {file.num_rows} rows of {name} repeat an earlier row: "
                 f"{_places(file, file.duplicates)}",
                 "every row once",
-                "remove them, unless they are meant to weigh more",
+                "remove them, unless the extra weight is intended",
             )
         if file.num_contradictions:
             yield warning(
-                f"{file.num_contradictions} rows of {name} have the prompt of an earlier row with another answer: "
+                f"{file.num_contradictions} rows of {name} have the prompt of an earlier row but a different answer: "
                 f"{_places(file, file.contradictions)}",
                 "one answer for each prompt",
-                "keep one of them, unless several answers are right and the reward functions know it",
+                "keep one of them, unless several answers are right and the reward functions accept them",
             )
 
 
@@ -164,9 +164,9 @@ def overlap(facts: Facts) -> Iterator[Finding]:
     shared = len(train.prompt_hashes & held.prompt_hashes)
     if shared:
         yield warning(
-            f"{shared} of {len(held.prompt_hashes)} held-out prompts are in the training data as well",
+            f"{shared} of {len(held.prompt_hashes)} held-out prompts are also in the training data",
             "no prompt in both",
-            "remove them from one of the two files; the evaluation measures memory otherwise",
+            "remove them from one of the two files; otherwise the evaluation measures memorization",
         )
     else:
         yield passed("no prompt is in both files")
@@ -183,13 +183,13 @@ def enough_prompts(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 f"{rows} training rows, {setting} = {algorithm.rows_per_step}",
                 "at least as many rows as prompts per step",
-                f"the same prompt comes several times in one step; lower {setting} or add rows",
+                f"prompts repeat within a step; lower {setting} or add rows",
             )
     if _rows(facts.eval) and _rows(facts.eval) < spec.evaluate.num_prompts:
         yield warning(
             f"{_rows(facts.eval)} held-out rows, evaluate.num_prompts = {spec.evaluate.num_prompts}",
             "at least as many rows as prompts to evaluate",
-            f"all {_rows(facts.eval)} are used; set evaluate.num_prompts=0 to say that this is meant",
+            f"all {_rows(facts.eval)} are used; set evaluate.num_prompts=0 if that is intended",
         )
 
 
@@ -223,7 +223,7 @@ def _files(facts: Facts) -> Iterator[tuple[str, DataFile]]:
 
 
 def _is_read_elsewhere(facts: Facts, name: str) -> bool:
-    """Return True for training data of a program of its own, whose format is that program's."""
+    """Return True for training data that another program reads in its own format."""
     return name == "data.train" and facts.spec.trainer.kind == "command"
 
 

@@ -11,7 +11,7 @@ SITE = "site."
 """Prefix of the ids of a site's own node checks, which are installed on the nodes and unknown here."""
 
 RETIRED = ("environment.compiler",)
-"""Ids of checks of earlier versions that are not made any more."""
+"""Ids of checks that only earlier versions had."""
 
 
 @check(OFF)
@@ -21,25 +21,25 @@ def off(facts: Facts) -> Iterator[Finding]:
     known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *(one.id for one in NODE_CHECKS)}
     for id, reason in named.items():
         if id == OFF or id in NEVER_OFF:
-            why = "itself" if id == OFF else f"{id}: the run cannot go on without that node"
+            why = "itself" if id == OFF else f"{id}: the run cannot continue without that node"
             yield blocked(f"preflight.off names {why}", "ids of other checks", f"remove {id} from preflight.off")
         elif id in RETIRED:
             yield warning(
-                f"preflight.off names {id}, which is not checked any more",
+                f"preflight.off names {id}, a check that no longer exists",
                 "ids as `rlhf check` shows them",
                 f"remove {id} from preflight.off",
             )
         elif id not in known and not id.startswith(SITE):
             near = difflib.get_close_matches(id, sorted(known), n=3, cutoff=0.5)
             yield blocked(
-                f"preflight.off names {id}, which is no check",
+                f"preflight.off names {id}, which is not a check",
                 f"ids as `rlhf check` shows them{', for instance ' + ', '.join(near) if near else ''}",
                 f"write {near[0]} or remove it" if near else f"remove {id} from preflight.off",
             )
         elif not reason.strip():
             yield blocked(
                 f"preflight.off.{id} has no reason",
-                "a sentence that says why the check does not apply; it is kept with the run",
+                "the reason why the check does not apply; it is stored with the run",
                 f'set preflight.off = {{"{id}" = "why"}}',
             )
     if named:

@@ -1,4 +1,4 @@
-"""The interpreter on the nodes, its packages."""
+"""The interpreter on the nodes, and its packages."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, skippe
 OLDEST_PYTHON = (3, 11)
 
 NEEDED_ALWAYS = frozenset({"torch", "transformers", "deepspeed", "safetensors", "tokenizers"})
-"""Packages without which no run trains. Others of the training extra are needed by some runs only."""
+"""Packages that every training run needs. Others of the training extra are needed only by some runs."""
 NEEDED_TO_SUPERVISE = frozenset({"torch"})
-"""Those that agents and probes need where another program trains."""
+"""Packages that agents and probes need if another program trains."""
 NEEDED_TO_EVALUATE = frozenset({"transformers", "safetensors", "tokenizers"})
-"""Those that the evaluation of its checkpoints needs besides."""
+"""Packages that the evaluation of its checkpoints needs in addition."""
 
 
 @check("environment.python")
@@ -35,7 +35,7 @@ def python(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f"compute interpreter {compute.python} is Python {version}",
             "Python 3.11 or newer",
-            "make the compute environment with a newer Python",
+            "create the compute environment with a newer Python",
         )
     else:
         yield passed(f"{compute.python} is Python {version}")
@@ -70,7 +70,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
     if compute.problem:
         return
     if not facts.requirements:
-        yield skipped("rlhf-flows is not installed as a package here, so its requirements are not known")
+        yield skipped("rlhf-flows is not installed as a package here, so its requirements are unknown")
         return
     needed, wrong = _needed(facts), []
     for requirement in facts.requirements:
@@ -95,24 +95,24 @@ def versions(facts: Facts) -> Iterator[Finding]:
     installed, use = facts.training_packages, _use(facts)
     python = facts.trainer.python if facts.trainer is not None else facts.compute.python
     in_force = [row for row in KNOWN_BAD if row.is_in_force(facts.spec)]
-    # What only the commands of another project meet is not worth a word where they are not used.
+    # Problems that affect only another project's commands are reported only for runs that use them.
     found = [row for row in in_force if row.matches(installed) and (not row.launcher or row.concerns(facts.spec, use))]
     for row in found:
         shown = " with ".join(f"{name} {installed[name]}" for name in row.packages)
         concerned = row.concerns(facts.spec, use)
         report = blocked if concerned and row.certain else warning
-        meant = "" if concerned else "; this run does not come upon it"
+        meant = "" if concerned else "; this run is not affected"
         yield report(
             f"{shown}: {row.happens}{meant}",
-            f"versions without this ({row.source})",
+            f"versions without this problem ({row.source})",
             f"{python} -m pip install '{row.instead}'",
         )
     if installed and not found:
-        yield passed(f"none of {len(in_force)} combinations that are known to go wrong is installed")
+        yield passed(f"none of {len(in_force)} known bad combinations is installed")
 
 
 def _use(facts: Facts) -> Use | None:
-    """Parts that a program of its own uses; None where rlhf-flows trains itself."""
+    """Parts that an external trainer uses; None for the native trainer."""
     if facts.spec.trainer.kind == "native":
         return None
     arguments = arguments_of(facts)

@@ -1,4 +1,4 @@
-"""The variables that a job is given: secrets among them, and those that contradict the plan."""
+"""Environment variables of a job: secrets, and values that contradict the plan."""
 
 from collections.abc import Iterator
 
@@ -20,11 +20,11 @@ def secrets(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{place} looks like a secret: it is stored with the run and visible to everyone who can read the run",
             "no secret in a setting",
-            f'take it out, set slurm.pass_environment = ["{variable}"] and give the value in the environment of '
+            f'remove it, set slurm.pass_environment = ["{variable}"] and provide the value in the environment of '
             f"the user who submits the run{file}{read}. Stored copies remain: replace the secret",
         )
     if not found:
-        yield passed("no setting looks like one")
+        yield passed("no setting looks like a secret")
 
 
 @check("environment.passed")
@@ -35,7 +35,7 @@ def passed_environment(facts: Facts) -> Iterator[Finding]:
         problem, _, advice = facts.passed_problem.partition(". ")
         yield blocked(problem, "a value for every name in slurm.pass_environment", advice or "correct it")
     elif names:
-        yield passed(f"{', '.join(names)} can be handed to the job")
+        yield passed(f"{', '.join(names)} can be passed to the job")
 
 
 @check("environment.launch")
@@ -44,11 +44,11 @@ def launch(facts: Facts) -> Iterator[Finding]:
     resources = facts.spec.resources
     given = facts.spec.slurm.over(facts.site_slurm).environment
     right = planned_numbers(resources.num_nodes, resources.ranks_per_node, facts.spec.num_ranks)
-    advice = "take it out of slurm.environment: rlhf-flows does not need it"
+    advice = "remove it from slurm.environment: rlhf-flows does not need it"
     for name, values in right.items():
         if name in given and given[name] not in values:
             yield blocked(f"slurm.environment.{name} = {given[name]}", f"{' or '.join(values)}, as planned", advice)
     for name in NODE_NUMBERS:
         if name in given and resources.num_nodes > 1:
             said = f"slurm.environment.{name} = {given[name]} for all {resources.num_nodes} nodes"
-            yield blocked(said, "a number of its own for each node", advice)
+            yield blocked(said, "a different number for each node", advice)

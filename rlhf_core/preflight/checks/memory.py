@@ -1,4 +1,4 @@
-"""Memory of model, optimizer, activations and cache against the memory of a node."""
+"""Memory of model, optimizer, activations and cache compared with the memory of a node."""
 
 import json
 import math
@@ -37,9 +37,9 @@ from rlhf_core.preflight.size_estimates import num_parameters, stored_parameters
 from rlhf_core.schemas.run import RunSpec, with_changes
 
 SURELY_TOO_MUCH = 1.15
-"""An estimate beyond this share of the memory stops the run; up to it, it may be the estimate that is wrong."""
+"""Share of the memory above which an estimate blocks the run; up to it, the estimate itself may be wrong."""
 TIGHT = 0.9
-"""From this share on it is said."""
+"""Share of the memory from which a warning is reported."""
 
 
 @check("memory.trainer", trainer="native")
@@ -47,7 +47,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
     """CUDA out of memory, or the kernel's OOM killer on CPU, strikes only after loading or at the first long batch."""
     shape, room = _shape(facts), _room(facts)
     if isinstance(room, str) or shape is None:
-        yield skipped(room if isinstance(room, str) else "the model's config does not give its dimensions")
+        yield skipped(room if isinstance(room, str) else "the model's config lacks its dimensions")
         return
     scorers = _reward_models(facts)
     estimate = with_reward_models(trainer_estimate(facts.spec, shape, _gpu(facts)), facts.spec, scorers)
@@ -71,8 +71,8 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
             least = min(fits, default=facts.spec.resources.num_nodes)
             yield blocked(
                 f"on {number} of {facts.spec.resources.num_nodes} nodes a trainer rank takes about "
-                f"{_gib(estimate.peak_bytes)} GiB (estimate), it has {_gib(room)} GiB",
-                "a run that fits on every number of nodes from resources.min_nodes on",
+                f"{_gib(estimate.peak_bytes)} GiB (estimate), but has {_gib(room)} GiB",
+                "a run that fits on any number of nodes from resources.min_nodes up",
                 f"set resources.min_nodes={least if fits else 0}",
             )
             return
@@ -85,7 +85,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     """An evaluation that runs out of memory spoils the last stage of a run that has trained to the end."""
     shape, room = _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
-        return  # memory.trainer says so
+        return  # reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts))
     vllm = facts.spec.starts_vllm_in_evaluators
     setting = "rollout.vllm.gpu_memory_share" if facts.spec.resources.gpus_per_node else "rollout.vllm.cpu_cache_gb"
@@ -97,7 +97,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
     """vLLM without room for its weights and one full sequence fails at its start, on every node at once."""
     spec, shape, room = facts.spec, _shape(facts), _room(facts)
     if shape is None or isinstance(room, str):
-        return  # memory.trainer says so
+        return  # reported by memory.trainer
     if spec.rollout.engines and spec.resources.gpus_per_node:
         setting = "rollout.batch_size" if spec.rollout.engine == "transformers" else "rollout.vllm.gpu_memory_share"
         yield _finding(facts, "a rollout engine", engine_estimate(spec, shape, room), room, f"lower {setting}")
@@ -110,7 +110,7 @@ def rollout(facts: Facts) -> Iterator[Finding]:
 
 
 def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
-    """Room of vLLM's KV cache against one sequence of the full length."""
+    """Compare the room for vLLM's KV cache with one sequence of full length."""
     budget = vllm_cache_budget(spec, shape, room) or 0
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     needed = length * token_cache_bytes(shape, spec.model.dtype)
@@ -118,14 +118,14 @@ def _cache_finding(spec: RunSpec, shape: Shape, room: int) -> Finding:
     name = "rollout.vllm.gpu_memory_share" if on_gpu else "rollout.vllm.cpu_cache_gb"
     fixed = vllm_fixed_bytes(spec, shape)
     value = spec.rollout.vllm.gpu_memory_share if on_gpu else spec.rollout.vllm.cpu_cache_gb
-    of = f", of which weights and a step take {_gib(fixed)}" if on_gpu else " for its cache"
+    of = f", {_gib(fixed)} of it for weights and a step" if on_gpu else " for its cache"
     taken = _gib(vllm_share_bytes(spec, room)) if on_gpu else value
-    found = f"vLLM has {taken} GiB of a rank{of} ({name} = {value}); a sequence of {length} tokens takes {_mib(needed)}"
+    found = f"vLLM has {taken} GiB per rank{of} ({name} = {value}); a sequence of {length} tokens takes {_mib(needed)}"
     if budget < needed:
         least = math.ceil(100 * (fixed + needed) * USABLE_SHARE / room) / 100 if on_gpu else math.ceil(needed / GIB)
         fits = not on_gpu or least <= 1
-        more = f"set {name}={least} or more" if fits else "take GPUs with more memory, or a smaller model"
-        return blocked(found, "room for one sequence at least", more)
+        more = f"set {name}={least} or more" if fits else "use GPUs with more memory, or a smaller model"
+        return blocked(found, "room for at least one sequence", more)
     return passed(f"{found}: {budget // needed} of them at once")
 
 
@@ -146,10 +146,10 @@ def offload(facts: Facts) -> Iterator[Finding]:
     text = f"{resources.ranks_per_node} ranks of a node take about {_gib(needed)} GiB of its main memory ({parts} each)"
     if needed > TIGHT * node * GIB:
         yield blocked(
-            f"{text}, it has {_gib(node * GIB)} GiB",
+            f"{text}, which has {_gib(node * GIB)} GiB",
             f"at most {_gib(TIGHT * node * GIB)} GiB",
-            "take more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
-            'trainer.offload="none", reward.models.<name>.device="rank", engines of their own (rollout.engines)',
+            "use more nodes, which share the optimizer, or GPUs with more memory and nothing in main memory: "
+            'trainer.offload="none", reward.models.<name>.device="rank", separate engines (rollout.engines)',
         )
     else:
         yield passed(text)
@@ -157,43 +157,43 @@ def offload(facts: Facts) -> Iterator[Finding]:
 
 @check("memory.snapshot", trainer="native")
 def snapshot(facts: Facts) -> Iterator[Finding]:
-    """Without room for a snapshot in main memory, training stands still while a checkpoint is written."""
+    """Without room for a snapshot in main memory, training stops while a checkpoint is written."""
     known = _snapshot_and_room(facts)
     if known is None:
         return
     needed, free = known
-    text = f"a snapshot of what the ranks of a node save takes {_gib(needed)} GiB of its main memory"
+    text = f"a snapshot of the state of a node's ranks takes {_gib(needed)} GiB of main memory"
     if needed > TIGHT * free:
-        found = f"{text}, beside the ranks it has {_gib(free)} GiB: training waits for the disk instead"
-        yield warning(found, "room for it", 'take nodes with more memory, or set "checkpoint.background=false"')
+        found = f"{text}, but only {_gib(free)} GiB is free beside the ranks: training waits for the disk instead"
+        yield warning(found, "room for a snapshot", 'use nodes with more memory, or set "checkpoint.background=false"')
     else:
         yield passed(text)
 
 
 @check("memory.peer_copy", trainer="native")
 def peer_copy(facts: Facts) -> Iterator[Finding]:
-    """A copy on the next node takes as much memory again and needs a second node, or losing one loses the copy."""
+    """A copy on the next node doubles the memory and needs a second node; otherwise losing the node loses the copy."""
     known = _snapshot_and_room(facts)
     if known is None or facts.spec.checkpoint.memory != "peer":
         return
     own = 'set checkpoint.memory="own"'
     if facts.spec.num_trainer_nodes == 1:
         trains = "one node" if facts.spec.resources.num_nodes == 1 else "one node that trains"
-        text = f'checkpoint.memory is "peer", and there is {trains}: the copy of the newest checkpoint stays on it'
-        yield warning(text, "two of them or more", own)
+        text = f'checkpoint.memory is "peer", but there is only {trains}: the copy of the newest checkpoint stays on it'
+        yield warning(text, "two or more of them", own)
         return
     needed, free = known
-    text = f"a snapshot, and the copy of that of another node, take {_gib(2 * needed)} GiB of the main memory of a node"
+    text = f"a snapshot and the copy of another node's snapshot take {_gib(2 * needed)} GiB of a node's main memory"
     if 2 * needed > TIGHT * free:
-        found = f"{text}, beside the ranks it has {_gib(free)} GiB: there may be no copy on another node"
-        yield warning(found, "room for both", f"take nodes with more memory, or {own}")
+        found = f"{text}, but only {_gib(free)} GiB is free beside the ranks: there may be no copy on another node"
+        yield warning(found, "room for both", f"use nodes with more memory, or {own}")
     else:
         yield passed(text)
 
 
 def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
-    """Bytes of the snapshots of a node, and of its main memory beside its ranks; None where they are not known, or
-    where checkpoints are written without."""
+    """Bytes of a node's snapshots, and of its main memory beside its ranks; None if they are unknown, or if checkpoints
+    are written without snapshots."""
     spec, shape, resources = facts.spec, _shape(facts), facts.spec.resources
     node = (resources.memory_gb or facts.inventory.memory_gb or 0) * GIB
     if shape is None or not node or not spec.checkpoint.background:
@@ -205,15 +205,15 @@ def _snapshot_and_room(facts: Facts) -> tuple[int, float] | None:
 
 
 def _snapshot_bytes(spec: RunSpec, shape: Shape) -> int:
-    """Weights and moments of AdamW in float32 of the ranks of a node, 12 bytes a parameter over all ranks, and the
-    weights of the model that rank 0 saves; a critic, as large as the policy, again."""
+    """AdamW's float32 weights and moments of a node's ranks, 12 bytes per parameter over all ranks, and the model
+    weights that rank 0 saves; twice as much with a critic, which is as large as the policy."""
     states = 12 * shape.parameters * spec.resources.ranks_per_node // spec.num_ranks
     critic = any(loop.algorithm.critic for loop in spec.loops.named.values())
     return (states + weight_bytes(shape, spec.model.dtype)) * (2 if critic else 1)
 
 
 def _gpu(facts: Facts) -> int | None:
-    """Usable memory of the GPU of a rank; None where there is none, or it is not known."""
+    """Usable memory of a rank's GPU; None without a GPU or if it is unknown."""
     room = _room(facts)
     return room if facts.spec.resources.gpus_per_node and isinstance(room, int) else None
 
@@ -223,7 +223,7 @@ def _shape(facts: Facts) -> Shape | None:
 
 
 def _reward_models(facts: Facts) -> dict[str, Shape]:
-    """Shapes of the reward models, as far as their configs give them."""
+    """Shapes of the reward models, as far as their configs define them."""
     shapes = {
         name: shape_of(found.config, stored_parameters(found.config, found.weight_bytes), 0)
         for name, found in facts.reward_models.items()
@@ -232,30 +232,31 @@ def _reward_models(facts: Facts) -> dict[str, Shape]:
 
 
 def _room(facts: Facts) -> int | str:
-    """Memory of one rank, or why it is not known. Without GPUs, the rollout engines of its node are subtracted."""
+    """Memory of one rank, or the reason why it is unknown. Without GPUs, the rollout engines of its node are
+    subtracted."""
     resources, inventory = facts.spec.resources, facts.inventory
     if not resources.gpus_per_node:
         node = resources.memory_gb or inventory.memory_gb
         if not node:
-            return "the memory of the nodes is not known"
+            return "the memory of the nodes is unknown"
         return int(max(0, node * GIB - _engine_bytes(facts)) / resources.ranks_per_node)
     kinds = gpu_kinds(facts.spec, inventory)
     if not kinds:
-        return "the type of GPU is not known; name it in slurm.gpu_type to have its memory checked"
+        return "the type of GPU is unknown; set slurm.gpu_type to have its memory checked"
     sizes = {kind: gpu_memory_bytes(kind) for kind in kinds}
     known = [size for size in sizes.values() if size is not None]
-    # Any of them may be given; the smallest must do.
+    # The job may get any of them, so the smallest must suffice.
     return min(known) if known else f"the memory of {', '.join(sorted(sizes))} is not in the table of GPUs"
 
 
 def _engine_bytes(facts: Facts) -> int:
-    """Main memory of the rollout engines beside the ranks of a node; 0 as far as the config does not tell."""
+    """Main memory of the rollout engines beside the ranks of a node; 0 if the config does not define it."""
     shape, number = _shape(facts), facts.spec.engines_beside_trainers
     return number * engine_estimate(facts.spec, shape).peak_bytes if shape is not None and number else 0
 
 
 def _engine_room(facts: Facts) -> int:
-    """Main memory of an engine on a node of engines alone, where the memory of the nodes is known."""
+    """Main memory per engine on a node that runs only engines; 0 if the memory of the nodes is unknown."""
     node = facts.spec.resources.memory_gb or facts.inventory.memory_gb or 0
     return int(node * GIB / max(1, facts.spec.engines_per_node))
 
@@ -265,9 +266,9 @@ def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str
     peak, where = estimate.peak_bytes, "GPU" if facts.spec.resources.gpus_per_node else "rank of a node"
     found = f"{role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)} GiB"
     if estimate.resident_bytes > room or peak > SURELY_TOO_MUCH * room:
-        return blocked(found, f"at most {_gib(room)} GiB on a rank: {_gib(peak - room)} GiB too much", advice)
+        return blocked(found, f"at most {_gib(room)} GiB per rank: this is {_gib(peak - room)} GiB too much", advice)
     if peak > TIGHT * room:
-        return warning(found, f"at most {_gib(TIGHT * room)} GiB, to leave some room for what is not counted", advice)
+        return warning(found, f"at most {_gib(TIGHT * room)} GiB, to leave room for memory that is not counted", advice)
     return passed(found)
 
 
@@ -280,7 +281,7 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
         return "set " + ", or ".join(changes[:3])
     largest = estimate.largest[0][0]
     more = "more ranks would split the optimizer further; " if largest.startswith("optimizer") else ""
-    return f"{more}take GPUs with more memory or a smaller model: no setting makes it fit, most is taken by {largest}"
+    return f"{more}use GPUs with more memory or a smaller model: no setting makes it fit; {largest} takes most"
 
 
 def _set(change: Mapping[str, JsonValue]) -> str:

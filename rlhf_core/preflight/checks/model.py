@@ -1,4 +1,4 @@
-"""The model: its folder, its lengths, the room its checkpoints take."""
+"""The model: folder, lengths, and disk space of its checkpoints."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -28,7 +28,7 @@ def folder(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f"model.path = {found.path}: {found.problem}",
             "a folder with config.json and safetensors weights",
-            "correct model.path; on a cluster it must lie on a file system that the nodes see",
+            "correct model.path; on a cluster it must be on a file system that the nodes see",
         )
     else:
         yield passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights")
@@ -85,22 +85,24 @@ def lora(facts: Facts) -> Iterator[Finding]:
         )
     elif isinstance(hidden, int) and asked.rank > hidden:
         yield blocked(
-            f"model.lora.rank {asked.rank}, the model is {hidden} wide",
+            f"model.lora.rank = {asked.rank}, but the model has a hidden size of {hidden}",
             "a rank far below the width of the layers, for instance 16",
-            "lower model.lora.rank, or leave model.lora out to train all weights",
+            "lower model.lora.rank, or remove model.lora to train all weights",
         )
     elif unknown:
-        yield skipped("only the trainer knows the layers of this model, and refuses names that match none as it starts")
+        yield skipped(
+            "the layers of this model are known only to the trainer, which rejects names without a match when it starts"
+        )
     else:
-        yield passed(f"rank {asked.rank} beside {', '.join(wanted) or 'every linear layer'}")
+        yield passed(f"rank {asked.rank} on {', '.join(wanted) or 'every linear layer'}")
 
 
 _NO_TARGET = re.compile(r"embed|^(lm_head|wte|wpe|score)$")
-"""Layers that get no adapter: embeddings, output layer and heads."""
+"""Layers without an adapter: embeddings, output layer and heads."""
 
 
 def _layers(facts: Facts) -> Collection[str]:
-    """Names of the layers of the model as far as they can be known here: from its weights, or by its dimensions."""
+    """Names of the model's layers, from its weights or its dimensions; empty if neither is available."""
     if facts.model_folder is not None:
         return facts.model_folder.matrices
     shape = shape_of(facts.model_config, num_parameters(facts), vocabulary_size(facts.spec))
@@ -131,15 +133,15 @@ def heads(facts: Facts) -> Iterator[Finding]:
 
 @check("disk.writable")
 def disk_writable(facts: Facts) -> Iterator[Finding]:
-    """A run writes everything into its directory, so that must be possible."""
+    """A run writes all its files into its directory, which must be writable."""
     if facts.disk.problem:
         yield blocked(
-            f"the folder of the runs, {facts.disk.runs_dir}: {facts.disk.problem}",
-            "a folder that can be written",
+            f"the runs folder, {facts.disk.runs_dir}: {facts.disk.problem}",
+            "a writable folder",
             "set RLHF_RUNS (or RLHF_HOME) to another folder",
         )
     else:
-        yield passed(f"{facts.disk.runs_dir} can be written")
+        yield passed(f"{facts.disk.runs_dir} is writable")
 
 
 @check("disk.space")
@@ -157,12 +159,12 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
     beside = " and the merged model" if merged else ""
     if free < one + merged:
         expected = f"room for at least one checkpoint{beside}"
-        yield blocked(found, expected, "make room, or set RLHF_RUNS to another file system")
+        yield blocked(found, expected, "free some space, or set RLHF_RUNS to another file system")
     elif free < (kept + 1) * one + merged:
         yield warning(
             found,
             f"room for {kept} checkpoints kept, one being written{beside}, about {_size((kept + 1) * one + merged)}",
-            "make room, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
+            "free some space, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
         )
     else:
         yield passed(found)
@@ -175,7 +177,7 @@ def disk_files(facts: Facts) -> Iterator[Finding]:
     if facts.disk.problem or free is None:
         return
     one, kept = checkpoint_files(facts), checkpoints_kept(facts.spec)
-    found = f"{free} more files can be made in {facts.disk.runs_dir}, a checkpoint takes about {one}"
+    found = f"{free} more files can be created in {facts.disk.runs_dir}, a checkpoint takes about {one}"
     needed = (kept + 1) * one + run_files(facts.spec)
     if free < one:
         yield blocked(

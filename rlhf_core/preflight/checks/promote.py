@@ -14,16 +14,16 @@ def promote_folder(facts: Facts) -> Iterator[Finding]:
     if facts.promote_problem:
         yield blocked(
             f"the folder of promoted models, {facts.promote_folder}: {facts.promote_problem}",
-            "a folder that can be written from here",
+            "a folder that is writable from here",
             "set promote.folder to one, or promote.when=never",
         )
     else:
-        yield passed(f"{facts.promote_folder} can be written")
+        yield passed(f"{facts.promote_folder} is writable")
 
 
 @check("promote.metric")
 def promote_metric(facts: Facts) -> Iterator[Finding]:
-    """An evaluation that is never made has no best checkpoint, so nothing is promoted."""
+    """A metric that is never evaluated has no best checkpoint, so nothing is promoted."""
     spec = facts.spec
     metric, made = spec.promote.metric, spec.evaluations
     if spec.promote.when == "never" or not made:
@@ -34,7 +34,7 @@ def promote_metric(facts: Facts) -> Iterator[Finding]:
         yield passed(f"{found}; {told}")
     elif metric != "preference" and spec.data_kinds == {"pair"} and not spec.main_loop.algorithm.ranks_completions:
         yield warning(
-            f"{found}, and held-out pairs, which are also completed where they have data.answer_column",
+            f"{found}, but the held-out data are pairs, which are completed only if they have data.answer_column",
             told,
             f"set promote.metric={made[0]}, unless every held-out pair has an answer",
         )

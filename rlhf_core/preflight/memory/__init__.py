@@ -1,11 +1,11 @@
-"""Memory of each role, estimated from the run's config and the model's config alone. Pure functions; no model library.
+"""Memory of each role, estimated only from the configs of run and model. Pure functions; no model library.
 
-What must be there at all times (weights, gradients, optimizer, reference) is exact arithmetic. What comes and goes
-(activations, logits, cache) is counted tensor by tensor for decoders with gated feed-forward layers, at the longest
-prompts and completions that the config allows: good to some ten per cent, and rather too much than too little.
+Permanent memory (weights, gradients, optimizer, reference) is exact arithmetic. Temporary memory (activations, logits,
+cache) is counted tensor by tensor for decoders with gated feed-forward layers, at the longest prompts and completions
+that the config allows: accurate to about ten per cent, and rather too high than too low.
 
 ``gpus`` has the memory of each type of GPU, ``shapes`` the dimensions of a model, ``formulas`` the bytes of each part,
-``engines`` those of vLLM, ``roles`` the sums, ``remedies`` what would fit.
+``engines`` those of vLLM, ``roles`` the sums, ``remedies`` the settings that fit.
 """
 
 from rlhf_core.preflight.memory.engines import (

@@ -1,4 +1,4 @@
-"""Memory of vLLM: a share of a GPU that it fills itself, or on CPU what was measured."""
+"""Memory of vLLM: on a GPU the share that it fills itself, on CPU measured values."""
 
 from dataclasses import replace
 
@@ -11,16 +11,16 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
 
 VLLM_CPU_LIBRARIES = int(0.35 * GIB)
-"""Main memory of vLLM's own imports and of the objects of an engine, beside torch and transformers
+"""Main memory of vLLM's imports and engine objects, in addition to torch and transformers
 (``tests/benchmarks/bench_vllm_memory.py``)."""
 STEP_TOKENS = {"cpu": 4096, "gpu": 16384}
-"""Most tokens of one step of an engine in the process of its caller, vLLM's default (0.32, ``engine/arg_utils.py``)."""
+"""Maximum tokens in a step of an engine in its caller's process: vLLM's default (0.32, ``engine/arg_utils.py``)."""
 STEP_SEQUENCES = {"cpu": 256, "gpu": 1024}
-"""Most sequences of one step, likewise."""
+"""Maximum sequences in a step, likewise."""
 
 
 def vllm_adapter_bytes(spec: RunSpec, shape: Shape) -> int:
-    """Room that vLLM keeps for an adapter: of the next rank that it knows, beside every linear layer of the model."""
+    """Memory that vLLM reserves for an adapter: of the next supported rank, on every linear layer of the model."""
     lora = spec.model.lora
     if lora is None:
         return 0
@@ -33,8 +33,8 @@ def _vllm_rank(lora: LoraSpec) -> int:
 
 
 def waiting_base_bytes(spec: RunSpec, shape: Shape) -> dict[str, int]:
-    """Bytes of a trainer rank's main memory in which vLLM's base model waits between two rollouts: no version brings it
-    again. Without GPUs vLLM keeps it where it is."""
+    """Bytes of a trainer rank's main memory that hold vLLM's base model between two rollouts, because weight syncs do
+    not include it. Without GPUs vLLM keeps it in place."""
     if spec.rollout.engine != "vllm" or spec.rollout.engines or not spec.resources.gpus_per_node:
         return {}
     if spec.model.lora is None:
@@ -48,7 +48,7 @@ def token_cache_bytes(shape: Shape, dtype: str) -> int:
 
 
 def vllm_share_bytes(spec: RunSpec, gpu: int) -> int:
-    """Bytes of a GPU that vLLM may take, weights included. Its share is one of all memory.
+    """Bytes of a GPU that vLLM may take, including weights. Its share is relative to the total memory.
 
     Args:
         gpu: usable memory of the GPU in bytes.
@@ -57,22 +57,22 @@ def vllm_share_bytes(spec: RunSpec, gpu: int) -> int:
 
 
 def vllm_fixed_bytes(spec: RunSpec, shape: Shape) -> int:
-    """Bytes that vLLM needs before it can hold a single token: weights, and one step of the most tokens."""
+    """Bytes that vLLM needs before it can hold a single token: weights, and one step with the maximum number of
+    tokens."""
     return weight_bytes(shape, spec.model.dtype) + vllm_adapter_bytes(spec, shape) + step_bytes(spec, shape)
 
 
 def vllm_cache_budget(spec: RunSpec, shape: Shape, gpu: int | None) -> int | None:
-    """Bytes that vLLM has for its KV cache, 0 or less where its share is too small; None where the GPU is not known."""
+    """Bytes that vLLM has for its KV cache, 0 or less if its share is too small; None if the GPU is unknown."""
     if not spec.resources.gpus_per_node:
         return spec.rollout.vllm.cpu_cache_gb * GIB
     return None if gpu is None else vllm_share_bytes(spec, gpu) - vllm_fixed_bytes(spec, shape)
 
 
 def vllm_resident(spec: RunSpec, shape: Shape) -> dict[str, int]:
-    """Bytes that vLLM keeps at all times; on GPUs it gives everything back between two rollouts (its sleep mode).
+    """Bytes that vLLM always keeps; on GPUs it frees everything between two rollouts (sleep mode).
 
-    On CPU it packs the output layer anew: where that is tied to the embedding, and where the weights come in, this is a
-    copy.
+    On CPU it repacks the output layer: if that is tied to the embedding, or when weights are received, this is a copy.
     """
     if spec.rollout.engine != "vllm" or spec.resources.gpus_per_node:
         return {}
@@ -86,12 +86,12 @@ def vllm_resident(spec: RunSpec, shape: Shape) -> dict[str, int]:
 
 
 def vllm_moment(spec: RunSpec, shape: Shape, batch: int, length: int, gpu: int | None) -> dict[str, int]:
-    """Bytes that vLLM takes beside that while it samples.
+    """Additional bytes that vLLM takes while it samples.
 
     Args:
-        batch: sequences that it is given at a time.
-        length: tokens of the longest.
-        gpu: usable memory of the GPU in bytes; None where it is not known: then as much cache as the batch needs.
+        batch: number of sequences sampled at a time.
+        length: tokens of the longest sequence.
+        gpu: usable memory of the GPU in bytes; None if unknown: then as much cache as the batch needs.
     """
     dtype = spec.model.dtype
     given = trained_shape(shape, spec.model.lora).parameters
@@ -109,10 +109,10 @@ def vllm_moment(spec: RunSpec, shape: Shape, batch: int, length: int, gpu: int |
 
 
 def step_bytes(spec: RunSpec, shape: Shape) -> int:
-    """Bytes of one step of the most tokens and sequences: activations, and logits in float32.
+    """Bytes of one step with the maximum number of tokens and sequences: activations, and logits in float32.
 
-    On a GPU the widest point of a layer: hidden states and residual, and the gated feed-forward layer. On CPU as much
-    as all activations of a layer was measured: main memory that was freed is not given back at once.
+    On a GPU the widest point of a layer: hidden states and residual, and the gated feed-forward layer. On CPU all
+    activations of a layer, as measured: freed main memory is not returned at once.
     """
     dtype = spec.model.dtype
     if not spec.resources.gpus_per_node:

@@ -17,7 +17,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Zero:
-    """Settings of the trainer that decide what a rank has of weights, gradients and optimizer."""
+    """Settings of the trainer that determine a rank's share of weights, gradients and optimizer."""
 
     stage: int
     offload: str
@@ -25,22 +25,22 @@ class Zero:
 
 
 def weight_bytes(shape: Shape, dtype: str) -> int:
-    """The weights that are computed with, whole: parameters x 4 (float32) or 2 (bfloat16)."""
+    """The whole weights used in computation: parameters x 4 (float32) or 2 (bfloat16)."""
     return shape.parameters * BYTES[dtype]
 
 
 def own_weight_bytes(shape: Shape, dtype: str, zero: Zero) -> int:
-    """Bytes of them that a rank has at all times: all of them, or 1/N in ZeRO 3, and none where they are offloaded."""
+    """Bytes of weights that a rank always holds: all of them, 1/N in ZeRO 3, or none if they are offloaded."""
     if zero.offload == "parameters":
         return 0
     return -(-weight_bytes(shape, dtype) // (zero.num_ranks if zero.stage == 3 else 1))
 
 
 def live_weight_bytes(shape: Shape, dtype: str, zero: Zero, lora: LoraSpec | None = None) -> int:
-    """Weights that ZeRO 3 gathers in a forward or backward pass: those of some layers at once.
+    """Weights that ZeRO 3 gathers in a forward or backward pass: those of several layers at once.
 
-    Where they are frozen about four times as much was measured, and not explained (``tests/benchmarks/bench_memory.py
-    --lora-rank 16``).
+    For frozen weights, about four times as much was measured, without an explanation
+    (``tests/benchmarks/bench_memory.py --lora-rank 16``).
     """
     if zero.stage < 3:
         return 0
@@ -50,8 +50,8 @@ def live_weight_bytes(shape: Shape, dtype: str, zero: Zero, lora: LoraSpec | Non
 def gradient_bytes(shape: Shape, dtype: str, zero: Zero) -> int:
     """Gradients, summed up in float32 over micro-batches: 4 bytes a parameter; for bfloat16 also those of the pass.
 
-    ZeRO 0 and 1 do not split them; 2 and 3 keep 1/N (Rajbhandari et al. 2020, arXiv 1910.02054, section 5), or none
-    where the optimizer is offloaded, and those of the pass until a bucket is full.
+    ZeRO 0 and 1 do not split them; 2 and 3 keep 1/N (Rajbhandari et al. 2020, arXiv 1910.02054, section 5), or none if
+    the optimizer is offloaded, and those of the pass until a bucket is full.
     """
     of_the_pass = 0 if dtype == "float32" else BYTES[dtype]
     if zero.stage < 2:
@@ -69,14 +69,14 @@ def optimizer_bytes(shape: Shape, zero: Zero) -> int:
 
 
 def reduction_bytes(shape: Shape, zero: Zero) -> int:
-    """Gradients that are being reduced over the ranks, in float32: one bucket, which ZeRO 3 copies into one row."""
+    """Gradients during the reduction over the ranks, in float32: one bucket, which ZeRO 3 copies into one row."""
     return min(shape.parameters, REDUCE_BUCKET_ELEMENTS) * 4 * (2 if zero.stage == 3 else 1)
 
 
 def update_bytes(shape: Shape, zero: Zero) -> int:
-    """Bytes that an update needs for its time: the gradients of a rank as one row, and AdamW's denominators.
+    """Temporary bytes of an update: the gradients of a rank as one row, and AdamW's denominators.
 
-    In main memory where the optimizer is offloaded; the GPU has the row that is copied there, one bucket.
+    They are in main memory if the optimizer is offloaded; the GPU then holds only one bucket of the row.
     """
     if zero.stage == 0:
         return 0  # parameter by parameter
@@ -86,11 +86,11 @@ def update_bytes(shape: Shape, zero: Zero) -> int:
 
 
 def main_memory_bytes(shape: Shape, dtype: str, zero: Zero, lora: LoraSpec | None = None) -> dict[str, int]:
-    """Bytes that a rank has in main memory in place of the GPU's: optimizer, its gradients, and the split weights."""
+    """Bytes that a rank holds in main memory instead of on the GPU: optimizer, its gradients, and the split weights."""
     found = {}
     trained = trained_shape(shape, lora)
     if zero.offload != "none":
-        # With its gradients, and the row and the denominators of an update.
+        # Including its gradients, and the row and denominators of an update.
         found["offloaded optimizer"] = optimizer_bytes(trained, zero) + -(-12 * trained.parameters // zero.num_ranks)
     if zero.offload == "parameters":
         found["offloaded weights"] = -(-weight_bytes(shape, dtype) // zero.num_ranks)
@@ -98,18 +98,16 @@ def main_memory_bytes(shape: Shape, dtype: str, zero: Zero, lora: LoraSpec | Non
 
 
 def activation_bytes(shape: Shape, dtype: str, tokens: int, checkpointing: bool, lora: LoraSpec | None = None) -> int:
-    """Activations that the forward pass keeps for the backward pass, counted as in Korthikanti et al. 2022 (arXiv
-    2205.05198).
+    """Activations kept for the backward pass, counted as in Korthikanti et al. 2022 (arXiv 2205.05198).
 
     Per layer and token: two norms (input, output), queries, keys and values before and after their norm and rotation,
-    keys and values repeated for every head, the attention's output, and the two widths of the gated feed-forward layer.
-    A model whose norms and feed-forward layers have another form than ``models/lean_layers.py`` replaces also keeps
-    normalised states, those in float32, and the gate's activation and product. Scores of the attention are not kept
-    (fused kernels). With gradient checkpointing one hidden state per layer and token, and one layer in full while it is
-    computed again. The last norm comes on top.
+    keys and values repeated for every head, the attention's output, and twice the width of the gated feed-forward
+    layer. Layers that ``models/lean_layers.py`` does not replace also keep normalised states, in float32 as well, and
+    the gate's activation and the product. Attention scores are not kept (fused kernels). With gradient checkpointing,
+    one hidden state per layer and token, and one layer in full during recomputation. The last norm is added.
 
-    Under an adapter, frozen layers keep nothing for a gradient of their own: only the input of a norm, and the input of
-    a linear layer where it has an adapter, with ``rank`` values besides.
+    With an adapter, frozen layers keep nothing for gradients of their own: only the input of a norm, and the input of a
+    linear layer only if it has an adapter, plus ``rank`` values.
     """
     size = BYTES[dtype]
     elements = 4 * shape.hidden + 5 * shape.query + 4 * shape.keys + 2 * shape.feed_forward
@@ -134,16 +132,16 @@ def activation_bytes(shape: Shape, dtype: str, tokens: int, checkpointing: bool,
 
 
 def logit_bytes(shape: Shape, tokens: int) -> int:
-    """Logits of training: tokens x vocabulary x 4 bytes, three times (as the model makes them, in float32, and their
+    """Logits of training: tokens x vocabulary x 4 bytes, three times (as computed by the model, in float32, and their
     log-probabilities; in the backward pass these and the gradient).
 
-    The model wrapper makes them chunk by chunk, so it is never more than one chunk.
+    The model wrapper computes them chunk by chunk, so at most one chunk is counted.
     """
     return min(tokens * shape.vocabulary, LOGIT_CHUNK_ELEMENTS) * 4 * 3
 
 
 def cache_bytes(shape: Shape, dtype: str, sequences: int, length: int) -> int:
-    """KV cache: sequences x length x layers x (keys + values) x bytes; one layer is there twice while it grows."""
+    """KV cache: sequences x length x layers x (keys + values) x bytes; one layer exists twice while it grows."""
     layer = sequences * length * 2 * shape.keys * BYTES[dtype]
     return layer * (shape.layers + 1)
 

@@ -1,4 +1,4 @@
-"""Memory of GPUs by their names."""
+"""Memory of GPUs by name."""
 
 import re
 from collections.abc import Mapping
@@ -33,16 +33,16 @@ GPU_MEMORY_GB: Mapping[str, tuple[int, ...]] = {
     "rtx4090": (24,),
     "rtx3090": (24,),
 }
-"""Memory of each type of GPU by the vendor's data sheet, in GB; several where it was built with several."""
+"""Memory of each type of GPU in GB, from the vendor's data sheet; several values for types with several sizes."""
 
 USABLE_SHARE = 0.93
-"""The rest is taken by the driver, error correction and what the allocator cannot fill."""
+"""The rest is taken by the driver, error correction and fragmentation."""
 
 
 def gpu_memory_bytes(kind: str) -> int | None:
-    """Usable memory of a GPU by its name, as Slurm or the driver writes it; None for one that is not in the table.
+    """Usable memory of a GPU by its name in Slurm or the driver; None if it is not in the table.
 
-    Of a type with several sizes the one that the name gives is taken (``a100_80gb``), otherwise the smallest.
+    For a type with several sizes, the size in the name (``a100_80gb``), otherwise the smallest.
     """
     text = re.sub(r"[\s_-]+", " ", kind.lower()).replace("rtx ", "rtx")
     for name in sorted(GPU_MEMORY_GB, key=len, reverse=True):

@@ -1,4 +1,4 @@
-"""Changes of settings with which a trainer rank fits."""
+"""Changes of settings that make a trainer rank fit."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,12 +11,12 @@ from rlhf_core.schemas.run import RunSpec, with_changes
 
 
 def remedies(spec: RunSpec, shape: Shape, room: int, gpu: int | None = None) -> list[tuple[dict[str, JsonValue], int]]:
-    """Changes of settings with which a trainer rank fits into ``room`` bytes, and its peak then.
+    """Changes of settings that make a trainer rank fit into ``room`` bytes, each with the new peak.
 
-    Single changes that do it; where none does, several together. None changes what is learned but the number format.
+    Single changes if one suffices, otherwise combinations. Only the number format affects the training result.
 
     Args:
-        gpu: usable memory of the GPU in bytes, of which vLLM takes a share.
+        gpu: usable memory of the GPU in bytes; vLLM takes a share of it.
     """
     trainer = spec.native_trainer
     setting = "micro_batch_tokens" if trainer.micro_batch_tokens else "micro_batch_size"
@@ -52,7 +52,7 @@ def _first_that_fits(
 
 
 def _shares(spec: RunSpec, shape: Shape, gpu: int | None) -> list[dict[str, JsonValue]]:
-    """Smaller shares of the GPU for vLLM that still hold its weights and one sequence of the full length."""
+    """Smaller shares of the GPU for vLLM that still hold its weights and one sequence of full length."""
     if spec.rollout.engine != "vllm" or spec.rollout.engines or gpu is None:
         return []
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
@@ -65,13 +65,13 @@ def _shares(spec: RunSpec, shape: Shape, gpu: int | None) -> list[dict[str, Json
 
 
 def _stages(spec: RunSpec) -> list[dict[str, JsonValue]]:
-    """Later stages of ZeRO, where there is another rank to split with."""
+    """Higher stages of ZeRO, if there is another rank to split with."""
     later = range(spec.native_trainer.zero_stage + 1, 4) if spec.num_ranks > 1 else range(0)
     return [{"trainer.zero_stage": stage} for stage in later]
 
 
 def _offloads(spec: RunSpec) -> list[dict[str, JsonValue]]:
-    """Changes that move something to main memory where that is not the GPU's: the optimizer, then the weights."""
+    """Changes that move the optimizer, then the weights, to main memory; none without GPUs."""
     if not spec.resources.gpus_per_node or spec.native_trainer.zero_stage == 0:
         return []
     found: list[dict[str, JsonValue]] = []

@@ -1,4 +1,4 @@
-"""Memory of each role: a trainer rank, an evaluator rank, a rollout engine of its own."""
+"""Memory of each role: a trainer rank, an evaluator rank, a separate rollout engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,21 +29,21 @@ from rlhf_core.schemas.weight_sync import Transport
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of one rank in bytes, by what takes it."""
+    """Memory of one rank in bytes, by purpose."""
 
     resident: Mapping[str, int]
-    """There at all times."""
+    """Permanent memory."""
     moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Additional memory while a rank samples, trains and so on; only one of these at a time."""
+    """Additional memory of each phase (sampling, training and so on); only one phase at a time."""
 
     @property
     def resident_bytes(self) -> int:
-        """Sum of what is there at all times."""
+        """Sum of the permanent memory."""
         return sum(self.resident.values())
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any time."""
+        """Maximum at any time."""
         return self.resident_bytes + sum(self._worst.values())
 
     @property
@@ -57,11 +57,10 @@ class Estimate:
 
 
 def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
-    """Memory of one trainer rank: it samples and trains in turn, with optimizer and all in place.
+    """Memory of one trainer rank, which samples and trains in turn while the optimizer stays in place.
 
     Args:
-        gpu: usable memory of the GPU in bytes, of which vLLM takes a share; None where it is not known, or there is
-            none.
+        gpu: usable memory of the GPU in bytes, of which vLLM takes a share; None if unknown or without a GPU.
     """
     dtype, on_gpu = spec.model.dtype, bool(spec.resources.gpus_per_node)
     zero = zero_of(spec)
@@ -75,7 +74,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
         optimizer: optimizer_bytes(trained, zero) if zero.offload == "none" else 0,
         "reduction buffer": reduction_bytes(trained, zero),
         "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
-        # Without GPUs main memory is all there is.
+        # Without GPUs there is only main memory.
         **({} if on_gpu else main_memory_bytes(shape, dtype, zero, lora)),
         **({} if spec.rollout.engines else vllm_resident(spec, shape)),
     }
@@ -101,10 +100,10 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
             "gathered weights": weight_bytes(shape, dtype) if zero.stage == 3 else 0,
         },
     }
-    if spec.rollout.engines:  # they sample; the trainer gathers its weights for them bucket by bucket
+    if spec.rollout.engines:  # they sample, and the trainer gathers weights for them bucket by bucket
         del moments["sample"]
     if any(algorithm.reference for algorithm in algorithms):
-        # Under an adapter the reference is the policy without it, or with a second one that is frozen.
+        # With an adapter, the reference is the policy without it, or with a second, frozen one.
         resident["reference model"] = own_weight_bytes(shape, dtype, zero) if lora is None else adapter
     if any(algorithm.critic for algorithm in algorithms):
         # As large as the policy, and trained like it.
@@ -115,17 +114,17 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
 
 
 def _weights_to_send(spec: RunSpec, shape: Shape) -> int:
-    """Copies of what rank 0 gives to the engines: the base of deltas, and what lies in shared memory."""
+    """Copies of the weights that rank 0 sends to the engines: the base of deltas, and the copy in shared memory."""
     sync = spec.rollout.sync
     given = weight_bytes(trained_shape(shape, spec.model.lora), spec.model.dtype)
     return given * (sync.delta + (sync.transport is Transport.SHARED_MEMORY))
 
 
 def with_reward_models(estimate: Estimate, spec: RunSpec, shapes: Mapping[str, Shape]) -> Estimate:
-    """The estimate of a trainer rank that has a copy of each reward model beside the rest.
+    """Add a copy of each reward model to the estimate of a trainer rank.
 
     Args:
-        shapes: of the reward models, by name; those that are not known are not counted.
+        shapes: shapes of the reward models, by name; models without one are not counted.
     """
     beside = reward_model_bytes(spec, shapes, in_main_memory=False)
     if not beside:
@@ -135,8 +134,8 @@ def with_reward_models(estimate: Estimate, spec: RunSpec, shapes: Mapping[str, S
 
 
 def reward_model_bytes(spec: RunSpec, shapes: Mapping[str, Shape], *, in_main_memory: bool) -> dict[str, int]:
-    """Weights of the reward models of a rank: those in the memory that it trains in, or those in main memory beside a
-    GPU. Without GPUs main memory is all there is."""
+    """Weights of a rank's reward models: those in the memory used for training, or those in main memory beside a GPU.
+    Without GPUs there is only main memory."""
     on_gpu = bool(spec.resources.gpus_per_node)
     return {
         f"reward model {name}": weight_bytes(shape, spec.reward.models[name].dtype)
@@ -146,8 +145,8 @@ def reward_model_bytes(spec: RunSpec, shapes: Mapping[str, Shape], *, in_main_me
 
 
 def _scoring_bytes(spec: RunSpec, name: str, shape: Shape) -> int:
-    """Activations of one half of a layer, attention or feed-forward, for one batch of sequences: a forward pass alone
-    keeps no others."""
+    """Activations of one half of a layer, attention or feed-forward, for one batch of sequences: a forward pass keeps
+    no others."""
     settings = spec.reward.models[name]
     length = settings.max_tokens or spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     elements = 4 * shape.hidden + max(3 * shape.feed_forward, 3 * shape.query + 4 * shape.keys)
@@ -155,7 +154,7 @@ def _scoring_bytes(spec: RunSpec, name: str, shape: Shape) -> int:
 
 
 def micro_batch_tokens(spec: RunSpec) -> int:
-    """Most tokens of one pass, padding included: a sequence of the full length fits any bound."""
+    """Maximum tokens in one pass, including padding; one sequence of full length is always allowed."""
     trainer, length = spec.native_trainer, longest_sequence(spec)
     most = max(loop.algorithm.sequences_per_step for loop in spec.loops.named.values())
     sequences = most // spec.num_ranks
@@ -164,8 +163,8 @@ def micro_batch_tokens(spec: RunSpec) -> int:
 
 
 def longest_sequence(spec: RunSpec) -> int:
-    """Tokens of the longest sequence that is trained on: a sampled completion, or one of the data as far as its length
-    has a limit."""
+    """Tokens of the longest training sequence: with a sampled completion, or with one of the data if its length is
+    limited."""
     of_data = any(not loop.algorithm.samples for loop in spec.loops.named.values())
     sampled = any(loop.algorithm.samples for loop in spec.loops.named.values())
     completion = max(
@@ -176,14 +175,13 @@ def longest_sequence(spec: RunSpec) -> int:
 
 
 def zero_of(spec: RunSpec) -> Zero:
-    """The settings of a run's own trainer."""
+    """ZeRO settings of a run's native trainer."""
     trainer = spec.native_trainer
     return Zero(trainer.zero_stage, trainer.offload, spec.num_ranks)
 
 
 def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
-    """Memory of one evaluator rank: the weights, those of the reference where pairs are ranked against it, and what
-    sampling takes.
+    """Memory of one evaluator rank: the weights, those of the reference if pairs are ranked against it, and sampling.
 
     Args:
         gpu: as in :func:`trainer_estimate`.
@@ -206,11 +204,10 @@ def evaluator_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> E
 
 
 def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Estimate:
-    """Memory of one rollout engine of its own, the weights and what sampling takes: of each of its GPUs, or main memory
-    of all its processes.
+    """Memory of one separate rollout engine, weights and sampling: of each of its GPUs, or main memory of all its
+    processes.
 
-    The weights of the next version, or its adapter alone, are staged in main memory: they count where that is all there
-    is.
+    The weights of the next version, or only its adapter, are staged in main memory: they count if there are no GPUs.
 
     Args:
         gpu: as in :func:`trainer_estimate`.
@@ -221,7 +218,7 @@ def engine_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Esti
     own = weights if spec.model.lora is None else weights + given
     width = spec.rollout.gpus_per_engine
     part, counted = part_of(shape, width), 1 if on_gpu else width
-    processes = width + 1 if width > 1 else 1  # one leads
+    processes = width + 1 if width > 1 else 1  # one is the leader
     resident = {"libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES * processes}
     with_vllm = spec.rollout.engine == "vllm"
     if with_vllm:

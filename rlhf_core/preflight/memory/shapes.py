@@ -1,4 +1,4 @@
-"""Dimensions that determine the size of a model, and of what is trained of it."""
+"""Dimensions that determine the size of a model and of its trained part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def linear_layers(self) -> Mapping[str, int]:
-        """Inputs and outputs together of the linear layers of a decoder layer, by the name that most models give it."""
+        """Sum of inputs and outputs of each linear layer of a decoder layer, by its usual name."""
         hidden, wide = self.hidden, self.feed_forward
         return {
             "q_proj": hidden + self.query,
@@ -42,10 +42,10 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int) -> Shape | None:
-    """Read the shape of a decoder from its ``config.json``; None if it lacks the dimensions.
+    """Read the shape of a decoder from its ``config.json``; return None if it lacks the dimensions.
 
     Args:
-        vocabulary: taken where the config names none, because the tokenizer is built.
+        vocabulary: used if the config has none, because the tokenizer is built.
     """
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
@@ -62,10 +62,10 @@ def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int)
 
 
 def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:
-    """The shape with the number of parameters that are trained: all of them, or those of an adapter.
+    """The shape with the number of trained parameters: all of them, or those of an adapter.
 
     An adapter has ``rank * (inputs + outputs)`` beside each layer (Hu et al. 2021, arXiv 2106.09685, sec. 4.1). A layer
-    of another name than usual is taken for one of the widest.
+    with an unusual name counts as one of the widest.
     """
     if lora is None:
         return shape
@@ -75,9 +75,9 @@ def trained_shape(shape: Shape, lora: LoraSpec | None) -> Shape:
 
 
 def part_of(shape: Shape, width: int) -> Shape:
-    """The share of one of ``width`` GPUs, over which a model is split by heads and columns (tensor parallel).
+    """The share of one of ``width`` GPUs if the model is split by heads and columns (tensor parallel).
 
-    Key-value heads that are fewer than the GPUs are copied.
+    If there are fewer key-value heads than GPUs, they are copied.
     """
     if width == 1:
         return shape

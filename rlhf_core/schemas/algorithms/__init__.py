@@ -1,7 +1,7 @@
 """Algorithms as data.
 
-Checks, reports and the memory model ask for traits of an algorithm (:class:`base.AlgorithmSpec`), never for its name. A
-new algorithm is one file, ``rlhf_core/training/algorithms/<name>.py``, and one entry here: its settings, as a member of
+Checks, reports and the memory model use traits of an algorithm (:class:`base.AlgorithmSpec`), never its name. A new
+algorithm is one file, ``rlhf_core/training/algorithms/<name>.py``, and its settings here as a member of
 :data:`Algorithm`.
 """
 
@@ -39,10 +39,10 @@ Algorithm = Annotated[
     | PreferenceAlgorithm,
     Field(discriminator="name"),
 ]
-"""Every algorithm there is."""
+"""Settings of all algorithms."""
 
 
 def specs() -> Mapping[str, type[AlgorithmSpec]]:
-    """The settings of every algorithm, by its name."""
+    """Settings of every algorithm, by name."""
     members = get_args(get_args(Algorithm)[0])
     return {get_args(member.model_fields["name"].annotation)[0]: member for member in members}

@@ -1,4 +1,4 @@
-"""Settings that every algorithm has, and the traits that checks, reports and loops ask for."""
+"""Common settings of all algorithms, and the traits used by checks, reports and loops."""
 
 from typing import ClassVar
 
@@ -6,38 +6,40 @@ from rlhf_core.schemas.base import Schema
 
 
 class AlgorithmSpec(Schema):
-    """Settings of an algorithm, and the traits that follow from them."""
+    """Settings of an algorithm, and traits derived from them."""
 
     samples: ClassVar[bool] = False
-    """Completions are sampled from the policy and rewarded; otherwise the loop trains on the rows of the data."""
+    """True if completions are sampled from the policy and rewarded; otherwise the loop trains on the rows of the
+    data."""
     pairs: ClassVar[bool] = False
-    """Each row gives two sequences: a chosen and a rejected completion."""
+    """True if each row has two sequences: a chosen and a rejected completion."""
     labelled: ClassVar[bool] = False
-    """Each row says whether its completion is desirable."""
+    """True if each row has a label for whether its completion is desirable."""
     mismatches: ClassVar[bool] = False
-    """Each prompt is also scored with the completion of another row, before the first backward pass of a step."""
+    """True if each prompt is also scored with the completion of another row, before the first backward pass of a
+    step."""
     scores_prompt: ClassVar[bool] = False
-    """The loss is taken over the tokens of the prompt too."""
+    """True if the loss includes the tokens of the prompt."""
     ranks_completions: ClassVar[bool] = False
-    """The model is given a head with one output, and trained to rank completions: a reward model."""
+    """True if the model gets a head with one output and is trained to rank completions (a reward model)."""
     critic: ClassVar[bool] = False
-    """A value model of the policy's size is trained beside it."""
+    """True if a value model of the policy's size is trained beside it."""
     penalises_rewards: ClassVar[bool] = False
-    """The KL penalty is taken off the rewards before advantages are made of them; otherwise it is part of the loss."""
+    """True if the KL penalty is subtracted from the rewards before the advantages; otherwise it is part of the loss."""
     rows_setting: ClassVar[str] = "batch_size"
-    """Name of the setting that says how many rows one step takes."""
+    """Name of the setting with the number of rows per step."""
 
     name: str
     """Name of the algorithm."""
 
     @property
     def reference(self) -> bool:
-        """True if the loop needs a frozen copy of the policy as it was at its beginning."""
+        """True if the loop needs a frozen copy of its initial policy."""
         return False
 
     @property
     def group(self) -> int:
-        """Completions of each prompt that are compared with each other; 1 where none are."""
+        """Number of completions of each prompt that are compared with each other; 1 if none are."""
         return 1
 
     @property
@@ -47,31 +49,31 @@ class AlgorithmSpec(Schema):
 
     @property
     def updates_per_step(self) -> int:
-        """Updates of the weights in one step: more than 1 only of an algorithm that samples."""
+        """Updates of the weights in one step; more than 1 only for algorithms that sample."""
         return self.passes[0] * self.passes[1]
 
     @property
     def scores_first(self) -> bool:
-        """True if advantages are made of log-probabilities or values, which a forward pass has to give before."""
+        """True if advantages depend on log-probabilities or values from a forward pass."""
         return False
 
     @property
     def sampling_rounds(self) -> int:
-        """Times that completions may be sampled for one step, until it is full of groups with something to compare."""
+        """Maximum rounds of sampling for one step, to fill it with groups that have something to compare."""
         return 1
 
     @property
     def masks_truncated(self) -> bool:
-        """True if completions that were cut off at the longest length are left out of the loss."""
+        """True if completions truncated at the maximum length are excluded from the loss."""
         return False
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of the data that one step takes, over all ranks."""
+        """Rows of the data per step, over all ranks."""
         rows: int = getattr(self, self.rows_setting)
         return rows
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences that one step trains on, over all ranks."""
+        """Sequences trained on per step, over all ranks."""
         return self.rows_per_step * self.group * (2 if self.pairs else 1)

@@ -8,7 +8,7 @@ from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat, Share
 
 GroupSize = Annotated[int, Field(ge=2, le=2**31 - 1)]
-"""Completions per prompt of an algorithm that compares them with each other."""
+"""Completions per prompt, for algorithms that compare them with each other."""
 
 
 class PolicyGradientSpec(AlgorithmSpec):
@@ -27,9 +27,9 @@ class PolicyGradientSpec(AlgorithmSpec):
     """Updates per pass; the completions of the step are split into this many parts. With one pass in one part, the
     algorithm is strictly on-policy and saves a forward pass."""
     clip_low: Share = 0.2
-    """Greatest distance below 1 at which the probability ratio counts."""
+    """Largest distance below 1 at which the probability ratio is not clipped."""
     clip_high: NonNegativeFloat = 0.2
-    """Greatest distance above 1 at which the probability ratio counts."""
+    """Largest distance above 1 at which the probability ratio is not clipped."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty against the model at the start of the loop; at 0, no reference model is needed."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -41,14 +41,14 @@ class PolicyGradientSpec(AlgorithmSpec):
     tokens. The ratio of the two, of each token or of the whole completion, is truncated at `correction_cap`, or
     anything above it is masked."""
     correction_cap: PositiveFloat = 3.0
-    """Largest such ratio that counts."""
+    """Largest such ratio that is not truncated or masked."""
     mask_truncated: bool = False
     """Leave completions that were truncated at the maximum length out of the loss; their rewards still count in their
     groups."""
 
     @property
     def reference(self) -> bool:
-        """A reference model serves the penalty, and the measurement of the divergence."""
+        """True for the penalty or the measurement of the divergence."""
         return self.kl_coefficient > 0 or self.measure_kl
 
     @property
@@ -58,17 +58,17 @@ class PolicyGradientSpec(AlgorithmSpec):
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Settings as they are."""
+        """Values of the settings."""
         return self.num_epochs, self.num_minibatches
 
     @property
     def scores_first(self) -> bool:
-        """A penalty on the rewards, and a critic, are needed before advantages are."""
+        """True for a critic or a penalty on the rewards."""
         return self.critic or (self.penalises_rewards and self.kl_coefficient > 0)
 
     @property
     def masks_truncated(self) -> bool:
-        """Setting as it is."""
+        """Value of the setting."""
         return self.mask_truncated
 
 
@@ -101,9 +101,9 @@ class DrGrpoSpec(GroupSpec):
     """GRPO done right (Liu et al. 2025, arXiv 2503.20783)."""
 
     name: Literal["dr_grpo"]
-    """GRPO without its biases: no standard deviation in the advantage, no length of its own in the loss."""
+    """GRPO without its biases: no standard deviation in the advantage, no sequence length in the loss."""
     advantage_scale: Literal["group", "batch", "none"] = "none"
-    """Divisor of rewards after their group's mean is taken off."""
+    """Divisor of rewards after subtracting their group's mean."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "fixed_length"
     """Sum over the tokens, divided by completions x longest length."""
 
@@ -114,9 +114,9 @@ class DapoSpec(GroupSpec):
     name: Literal["dapo"]
     """GRPO with a higher upper clip, dynamic sampling, and a penalty on long completions."""
     clip_high: NonNegativeFloat = 0.28
-    """Greatest distance above 1 at which the probability ratio counts."""
+    """Largest distance above 1 at which the probability ratio is not clipped."""
     mask_truncated: bool = True
-    """Leave completions that were cut off at the longest length out of the loss (overlong filtering)."""
+    """Exclude completions truncated at the maximum length from the loss (overlong filtering)."""
     max_sampling_rounds: Positive = 4
     """Largest number of sampling rounds for one step, each with new prompts, to find as many groups with differing
     rewards as the step needs; after that, other groups fill it up. 1 turns dynamic sampling off."""
@@ -127,7 +127,7 @@ class DapoSpec(GroupSpec):
 
     @property
     def sampling_rounds(self) -> int:
-        """Setting as it is."""
+        """Value of the setting."""
         return self.max_sampling_rounds
 
 
@@ -137,9 +137,9 @@ class GspoSpec(GroupSpec):
     name: Literal["gspo"]
     """GRPO with one probability ratio for each completion."""
     clip_low: Share = 3e-4
-    """Greatest distance below 1 at which the mean probability ratio of a completion counts."""
+    """Largest distance below 1 at which the mean probability ratio of a completion is not clipped."""
     clip_high: NonNegativeFloat = 4e-4
-    """Greatest distance above 1 at which the mean probability ratio of a completion counts."""
+    """Largest distance above 1 at which the mean probability ratio of a completion is not clipped."""
     loss_aggregation: Literal["sequence_mean"] = "sequence_mean"
     """Mean over completions, each with one ratio."""
 
@@ -150,7 +150,7 @@ class CispoSpec(GroupSpec):
     name: Literal["cispo"]
     """Policy gradient weighted by the clipped probability ratio: every token keeps its gradient."""
     clip_high: NonNegativeFloat = 4.0
-    """Greatest distance above 1 at which the probability ratio counts; there is no lower bound."""
+    """Largest distance above 1 at which the probability ratio is not clipped; there is no lower bound."""
 
 
 class RlooSpec(PolicyGradientSpec):
@@ -161,12 +161,12 @@ class RlooSpec(PolicyGradientSpec):
     name: Literal["rloo"]
     """REINFORCE with the other completions of a prompt as the baseline of each."""
     samples_per_prompt: GroupSize = 8
-    """Completions per prompt, each of which has the mean reward of the others as its baseline."""
+    """Completions per prompt; the baseline of each is the mean reward of the others."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL that is summed over a completion and taken off its reward."""
+    """Estimator of the KL that is summed over a completion and subtracted from its reward."""
     correction: Literal["none", "sequence_truncate", "sequence_mask"] = "none"
-    """Importance-sampling correction where the engine that samples and the trainer give completions different
-    probabilities: the ratio of the two is cut off at `correction_cap`, or what lies above it is left out."""
+    """Importance-sampling correction if the sampling engine and the trainer give completions different
+    probabilities: the ratio of the two is truncated at `correction_cap`, or anything above it is masked."""
     normalise_advantages: bool = False
     """Normalise the advantages of the step to mean 0 and standard deviation 1."""
 
@@ -179,7 +179,7 @@ class ReinforcePlusPlusSpec(PolicyGradientSpec):
     name: Literal["reinforce_plus_plus"]
     """REINFORCE with advantages normalised over the whole batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL that is taken off the reward of every token."""
+    """Estimator of the KL that is subtracted from the reward of every token."""
     discount: Share = 1.0
     """Discount of later rewards (gamma)."""
 
@@ -206,13 +206,13 @@ class PpoSpec(PolicyGradientSpec):
     num_epochs: Positive = 4
     """Passes over the completions of each step."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL that is taken off the reward of every token."""
+    """Estimator of the KL that is subtracted from the reward of every token."""
     discount: Share = 1.0
     """Discount of later rewards (gamma)."""
     gae_lambda: Share = 0.95
     """Weight of longer returns in the advantage (arXiv 1506.02438)."""
     value_clip: PositiveFloat = 0.2
-    """Greatest distance of the new value from the one before the update."""
+    """Largest distance of the new value from the one before the update."""
     critic_learning_rate: NonNegativeFloat = 0.0
     """Peak learning rate of the value model; 0 uses that of the policy."""
     critic_warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0

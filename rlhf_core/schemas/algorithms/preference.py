@@ -8,7 +8,7 @@ from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat
 
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
-"""Chance that a pair is the wrong way round; at one half nothing could be learned."""
+"""Probability that a pair is flipped; at one half, nothing could be learned."""
 
 
 class PreferenceSpec(AlgorithmSpec):
@@ -40,7 +40,7 @@ class DpoSpec(PreferenceSpec):
 
     @property
     def reference(self) -> bool:
-        """Every variant measures the policy against its reference."""
+        """True for every variant."""
         return True
 
 
@@ -56,7 +56,7 @@ class CpoSpec(PreferenceSpec):
     nll_coefficient: NonNegativeFloat = 1.0
     """Weight of the cross-entropy of the chosen completions."""
     label_smoothing: LabelSmoothing = 0.0
-    """Share of pairs that are taken for flipped; for `sigmoid` only."""
+    """Share of pairs assumed to be flipped; for `sigmoid` only."""
 
     @model_validator(mode="after")
     def _smoothing_has_its_loss(self) -> Self:
@@ -74,7 +74,7 @@ class SimpoSpec(PreferenceSpec):
     gamma: NonNegativeFloat = 0.5
     """Margin by which the chosen completion should be better, in units of the reward (not divided by `beta`)."""
     label_smoothing: LabelSmoothing = 0.0
-    """Share of pairs that are taken for flipped."""
+    """Share of pairs assumed to be flipped."""
 
 
 class OrpoSpec(PreferenceSpec):
@@ -97,17 +97,17 @@ class KtoSpec(AlgorithmSpec):
     name: Literal["kto"]
     """Kahneman-Tversky optimisation: single completions that are desirable or not, against a reference model."""
     batch_size: Annotated[int, Field(ge=2, le=2**31 - 1)] = 32
-    """Rows per optimizer step, over all ranks; at least 2, since each is compared with another one."""
+    """Rows per optimizer step, over all ranks; at least 2, since each is compared with another."""
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference model."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of desirable rows; the paper keeps the weighted numbers of both kinds between 1:1 and 4:3."""
+    """Weight of desirable rows; the paper keeps the ratio of both weighted counts between 1:1 and 4:3."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable rows."""
 
     @property
     def reference(self) -> bool:
-        """The policy is measured against its reference."""
+        """True: the policy is compared with its reference."""
         return True
 
 
@@ -117,7 +117,7 @@ class RewardModelSpec(PreferenceSpec):
     ranks_completions: ClassVar[bool] = True
 
     name: Literal["reward_model"]
-    """Reward model: the model is given a head with one output, which ranks completions."""
+    """Reward model: the model gets a head with one output, which ranks completions."""
     centring_coefficient: NonNegativeFloat = 0.0
     """Weight of the term that keeps rewards around zero (Eisenstein et al. 2023, arXiv 2312.09244): the mean square of
     the sum of the rewards of a pair."""
@@ -130,6 +130,6 @@ PreferenceAlgorithm = DpoSpec | KtoSpec | CpoSpec | SimpoSpec | OrpoSpec | Rewar
 def _require_loss_of_smoothing(label_smoothing: float, loss: str, smoothed: str) -> None:
     if label_smoothing and loss != smoothed:
         raise ValueError(
-            f'found label_smoothing = {label_smoothing} with loss = "{loss}", which has none; take '
-            f'loss = "{smoothed}", or leave label_smoothing out'
+            f'found label_smoothing = {label_smoothing} with loss = "{loss}", which has none; expected '
+            f'loss = "{smoothed}", or no label_smoothing'
         )

@@ -14,14 +14,14 @@ class Signature:
     kind: Kind
     part: EvidencePart
     example: str
-    """Line that this row matches and no earlier one does."""
+    """Line that this row matches and no earlier row does."""
     patterns: tuple[re.Pattern[str], ...]
-    """Patterns, any of which is searched in the line without its prefix. A group ``node`` names the node to blame."""
+    """Alternative patterns, searched in the line without its prefix. The group ``node`` is the suspected node."""
     after: re.Pattern[str] | None = None
     """Pattern that must match before them."""
 
     def search(self, text: str) -> re.Match[str] | None:
-        """Search a text for the first pattern that it holds."""
+        """Search a text for the first pattern that matches."""
         start = 0
         if self.after is not None:
             before = self.after.search(text)
@@ -39,10 +39,10 @@ class Matched:
     rule: str
     """Pattern that matched."""
     node: str
-    """Node that the line blames; empty if it names none."""
+    """Node named as the cause in the line; empty if there is none."""
 
 
 def row(kind: Kind, part: EvidencePart, example: str, *patterns: str, after: str = "") -> Signature:
-    """Compile one row from its patterns as text."""
+    """Compile a row from its patterns."""
     first = re.compile(after) if after else None
     return Signature(kind, part, example, tuple(re.compile(pattern) for pattern in patterns), first)

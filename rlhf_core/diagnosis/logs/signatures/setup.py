@@ -1,7 +1,7 @@
-"""Phrases of what training is set up from: engines and services, packages, data and settings.
+"""Phrases of the set-up of training: engines and services, packages, data and settings.
 
-Rows are looked through from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`. Classes of errors are
-no phrases: they stand in :mod:`rlhf_core.diagnosis.logs.exceptions`.
+Rows are tried from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`. Error classes are in
+:mod:`rlhf_core.diagnosis.logs.exceptions`.
 """
 
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
@@ -69,7 +69,7 @@ SERVICES: tuple[Signature, ...] = (
         r"Run initialization has timed out|wandb.{0,60}(?:timed out|CommError)|rate limit",
     ),
 )
-"""Services: an engine that this job started itself, or one outside the job, which no other kind is for."""
+"""Services: an engine started by the job itself, or a service outside the job, which has no kind of its own."""
 
 PACKAGES: tuple[Signature, ...] = (
     row(
@@ -196,7 +196,7 @@ _WRONG = "|".join(
         r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only supported (?:with|on|for|by|in)\b",
     )
 )
-"""Words of libraries for settings that do not fit, after the class of the error."""
+"""Libraries' words for unsuitable settings, after the error class."""
 
 SETTINGS: tuple[Signature, ...] = (
     row(

@@ -1,6 +1,6 @@
-"""Phrases of the system: what schedulers, launchers, the kernel, drivers, GPUs and file systems say.
+"""Phrases of the system: schedulers, launchers, the kernel, drivers, GPUs and file systems.
 
-Rows are looked through from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`.
+Rows are tried from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`.
 """
 
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart
@@ -77,7 +77,7 @@ SCHEDULER: tuple[Signature, ...] = (
         r"srun: (?:interrupt|forcing job termination)|sending Ctrl-C",
     ),
 )
-"""Acts of users and schedulers: they count at every level of logging, for some of it comes dressed as a warning."""
+"""Actions of users and schedulers. They count at every log level, because some are logged as warnings."""
 
 NOISE: tuple[Signature, ...] = (
     row(Kind.UNKNOWN, TEARDOWN, "Sending process 17 closing signal SIGTERM", r"closing signal SIG"),
@@ -130,10 +130,10 @@ NOISE: tuple[Signature, ...] = (
         r"\b(?:raise|except) (?:\w+\.)*\w+(?:Error|Exception)\b",
     ),
 )
-"""Lines whose words would be taken for more than they say."""
+"""Lines that only sound like a failure."""
 
 MACHINE: tuple[Signature, ...] = (
-    # Memory of the host, before that of the GPU: Ray calls both OutOfMemoryError.
+    # Memory of the host before that of the GPU, because Ray calls both OutOfMemoryError.
     row(
         Kind.HOST_OOM,
         ROOT,
@@ -247,7 +247,7 @@ MACHINE: tuple[Signature, ...] = (
         r"No CUDA GPUs are available|No devices were found|Found no NVIDIA driver",
         r"no CUDA-capable device|Failed to initialize NVML|NVML Shared Library Not Found",
     ),
-    # Kernels that went wrong. A symptom, because broken hardware shows itself so too and says so in another line.
+    # Failed kernels. A symptom, because broken hardware causes them too and is reported in another line.
     row(
         Kind.ILLEGAL_ACCESS,
         SYMPTOM,
@@ -368,7 +368,7 @@ NETWORK: tuple[Signature, ...] = (
         r"NCCL error",
     ),
 )
-"""A root where a device says so, otherwise most often the echo of a rank that died."""
+"""A symptom if a device reports it, otherwise usually a consequence of a dead rank."""
 
 ENDS: tuple[Signature, ...] = (
     row(
@@ -394,4 +394,4 @@ ENDS: tuple[Signature, ...] = (
         r"Abort\(\d+\)|MPI_ABORT|SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
     ),
 )
-"""Rows that only say that something ended; a log cannot tell who sent a SIGKILL."""
+"""Rows that only report that something ended; a log does not show the sender of a SIGKILL."""

@@ -1,11 +1,11 @@
-"""Table of phrases: regular expressions for causes that only the text of a line shows.
+"""Table of phrases: regular expressions for causes that only the text of a line reveals.
 
 Error classes are in :mod:`rlhf_core.diagnosis.logs.exceptions`, locations in the code in
 :mod:`rlhf_core.diagnosis.logs.code_locations`.
 
-Each row holds a line in the form in which the runtime prints it; the tests hold every row to its line, and
-docs/failures.md shows them. The first row that matches decides about a line. The table errs on the side of a retry: a
-kind that stops a run needs an unambiguous phrase.
+Each row has an example line as the runtime prints it; the tests check every row against its line, and docs/failures.md
+lists them. The first row that matches a line decides. The table errs on the side of a retry: a kind that stops a run
+needs an unambiguous phrase.
 """
 
 from collections.abc import Iterable
@@ -60,11 +60,11 @@ _WORDS = (
     "validation", "vendor", "version", "wait", "watchdog", "went", "xfs", "xid", "your", "zero-byte",
 )
 # fmt: on
-"""Words, in lower case, of which every matching line contains one: most lines are skipped by this test."""
+"""Lower-case words; every matching line contains at least one, so most lines can be skipped."""
 
 
 def may_tell(text: str) -> bool:
-    """Return True if a row may match the text: a cheap test, for logs have millions of lines."""
+    """Return True if a row may match the text. A cheap test, because logs have millions of lines."""
     small = text.lower()
     return any(word in small for word in _WORDS)
 
@@ -72,7 +72,7 @@ def may_tell(text: str) -> bool:
 def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
     """Find the row that matches a line; None if there is none.
 
-    A line that was logged as a warning or below only matches phrases of the scheduler.
+    A line logged as a warning or below matches only phrases of the scheduler.
     """
     for row in table:
         if line.is_quiet and row.example not in _LOUD_ANYWAY:
@@ -87,5 +87,5 @@ _LOUD_ANYWAY = frozenset(row.example for row in system.SCHEDULER)
 
 
 def is_end(row: Signature) -> bool:
-    """Return True if the row only says that something ended."""
+    """Return True if the row only reports that something ended."""
     return row in system.ENDS

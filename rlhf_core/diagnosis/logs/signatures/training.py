@@ -1,7 +1,7 @@
-"""Phrases of training: what checkpoints, collectives, ranks, numbers, tensors and reward functions say.
+"""Phrases of training: checkpoints, collectives, ranks, numbers, tensors and reward functions.
 
-Rows are looked through from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`. Classes of errors are
-no phrases: they stand in :mod:`rlhf_core.diagnosis.logs.exceptions`.
+Rows are tried from top to bottom; see :mod:`rlhf_core.diagnosis.logs.signatures.table`. Error classes are in
+:mod:`rlhf_core.diagnosis.logs.exceptions`.
 """
 
 from rlhf_core.diagnosis.logs.evidence_parts import EvidencePart

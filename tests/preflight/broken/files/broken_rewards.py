@@ -1,11 +1,11 @@
-"""Reward functions with mistakes that people make."""
+"""Reward functions with common mistakes."""
 
 
 def same_for_all(*, completions, **columns):
-    """Compares the completion with a column that is always there and never right."""
+    """Compare the completion with a column that always exists and never matches."""
     return [float(text == "####") for text in completions]
 
 
 def one_number(*, completions, answer, **columns):
-    """Returns the mean instead of one number for each completion."""
+    """Return the mean instead of one number for each completion."""
     return [sum(float(text == right) for text, right in zip(completions, answer, strict=True)) / len(answer)]
