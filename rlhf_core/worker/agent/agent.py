@@ -9,9 +9,9 @@ kernel kills its workers.
 
 import os
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Role, job_marker
+from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
@@ -450,29 +451,26 @@ class Agent:
         self._restart_is_used = self._restart_is_used or is_main
         generation = None if is_main else group.generation
         self._supervisor.supervise(group, group.generation)
-        problem = ""
         try:
-            group.start()
-            if group.workers:
-                self._group_events.started(group.role, list(group.workers.values()), generation)
-            while True:
-                for worker, end in group.poll():
-                    self._group_events.exited(group.role, worker, end, generation)
-                self._take_warnings()
-                if group.is_over:
-                    break
-                yield
-        except StartAbandoned:
-            pass
-        except Exception:  # noqa: BLE001 - elastic raises many types; the classifier reads the text
-            problem = traceback.format_exc()
+            # Elastic raises many types; the classifier reads the text.
+            with suppress(StartAbandoned), Survived(but=(StartAbandoned,)) as failed:
+                group.start()
+                if group.workers:
+                    self._group_events.started(group.role, list(group.workers.values()), generation)
+                while True:
+                    for worker, end in group.poll():
+                        self._group_events.exited(group.role, worker, end, generation)
+                    self._take_warnings()
+                    if group.is_over:
+                        break
+                    yield
         finally:
             group.close()
             self._supervisor.settle()
             self._take_warnings(now=True)
             # If other groups are running, kill only the processes marked as this group's.
             self._end_descendants(group if others else None)
-        return exit_reports.report(group, problem, self._write)
+        return exit_reports.report(group, failed.trace, self._write)
 
     def _take_warnings(self, *, now: bool = False) -> None:
         if self._warnings is not None:
