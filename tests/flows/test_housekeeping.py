@@ -13,7 +13,7 @@ from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from desk import Desk
 
 from flows.reconcile import Turn
-from rlhf_core.control import adopt as adopting
+from rlhf_core.control import adopt
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(run_id)
         return Gone()
 
-    monkeypatch.setattr(adopting, "start", start)
+    monkeypatch.setattr(adopt, "start", start)
     return found
 
 

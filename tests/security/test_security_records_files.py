@@ -15,7 +15,7 @@ import pytest
 from history_tools import RunFiles, new_sqlite, whole_run
 
 from rlhf_core.errors import JournalDamaged, RunDirError
-from rlhf_core.files import reading as files
+from rlhf_core.files import reading
 from rlhf_core.files.appended import FilePosition, parse_lines, read_blocks, read_lines, read_on, read_tail
 from rlhf_core.files.reading import FileLine, UnfitFile, open_regular, read_document
 from rlhf_core.files.whole import read_model
@@ -186,7 +186,7 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
     assert peak < 64 << 20
     assert progress.step == 1
     (told,) = [event for event in queries.events(store, run.run_id) if event["kind"] == "set_aside"]
-    assert f"longer than {files.MAX_LINE_BYTES} bytes" in told["message"]
+    assert f"longer than {reading.MAX_LINE_BYTES} bytes" in told["message"]
     with path.open("ab") as file:
         file.write(b"\n" + GOOD % 2)
     sync(run.dir, store)
@@ -196,8 +196,8 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
 
 
 def test_lines_around_one_that_is_too_long_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
-    monkeypatch.setattr(files, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", 7)
     path = tmp_path / "lines"
     texts = [b"a" * 3, b"b" * 100, b"c" * 101, b"d", b"e" * 500, b"f" * 99]
     path.write_bytes(b"\n".join(texts) + b"\n" + b"torn")

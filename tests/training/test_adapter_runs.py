@@ -58,7 +58,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
-    from rlhf_core.training.evaluation import evaluator as evaluation
+    from rlhf_core.training.evaluation import evaluator
     from rlhf_core.training.trainers import run as run_module
 
     train = group.train
@@ -79,7 +79,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     train("evaluated", EVALUATED)
     train("not-evaluated", adapted(EVALUATED, evaluate={"every_num_steps": 0}, model=EVALUATED["model"]))
     # Negative control: pairs are ranked with dropout.
-    with mock.patch.object(evaluation, "in_evaluation_mode", contextlib.nullcontext):
+    with mock.patch.object(evaluator, "in_evaluation_mode", contextlib.nullcontext):
         train("with-dropout", EVALUATED)
     train("for-one", RUNS["stage-3"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
     return results

@@ -126,7 +126,7 @@ def test_a_worker_that_goes_on_while_evidence_is_collected_is_left_alone(
         watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns())
         return []
 
-    monkeypatch.setattr("rlhf_core.worker.supervision.supervisor.evidence.collect", collect)
+    monkeypatch.setattr("rlhf_core.worker.evidence.collection.collect", collect)
     supervisor.start()
     events = tmp_path / "restarts" / "0" / "events-here.jsonl"
     until(lambda: events.exists() and "withdrawn" in events.read_text(encoding="utf-8"), timeout_s=10.0)

@@ -139,14 +139,14 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
         BadInput: it is neither a file nor a preset, and no deployment can be called so.
     """
     from rlhf_core.config import loading as configs
-    from rlhf_core.config import problems as config_problems
+    from rlhf_core.config.problems import expected_name, is_name
 
     if not or_deployment or Path(config).is_file():
         configs.load(config, overrides)
         return
     configs.check_overrides(overrides)  # other errors depend on the deployed config
-    if not config_problems.is_name(config.removeprefix("rlhf-run/")):
-        expected = config_problems.expected_name(Path(config).stem)
+    if not is_name(config.removeprefix("rlhf-run/")):
+        expected = expected_name(Path(config).stem)
         raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
 
 

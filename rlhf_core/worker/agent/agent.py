@@ -48,8 +48,8 @@ from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.nodes import probe as node_probe
 from rlhf_core.worker.nodes.membership import interface_of
+from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_sentence
 from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
@@ -87,9 +87,7 @@ class Agent:
         self._gpus: GpuWait | None = None
         self._slots: dict[Role, SlotFile] = {}
         self._group_events = GroupEvents(events)
-        self._probe = node_probe.Probe(
-            node_probe.ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
-        )
+        self._probe = Probe(ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint))
         supervise = job.spec.supervise
         self._fork_server = ForkServer(events.say)
         self._supervisor = Supervisor(
@@ -225,7 +223,7 @@ class Agent:
                 return step
             return AgreedStep(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
 
-        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, node_probe.FACTS_S)
+        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S)
         for look in (1, 2):
             if probe.measures and step.action in ("start", "again"):
                 speed = probe.measure(look, lambda: asked.to_end)
@@ -250,7 +248,7 @@ class Agent:
         """The step that ends the attempt, naming the nodes to exclude if a node is to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
         kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
-        message = node_probe.in_a_sentence(blocking)
+        message = in_a_sentence(blocking)
         what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
         failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)

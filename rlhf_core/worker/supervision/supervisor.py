@@ -32,7 +32,7 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.channel.channel import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence import collection as evidence
+from rlhf_core.worker.evidence.collection import STACK_TIMEOUT_S
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, WorkerGroup
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.supervision.agent_loss import find_loss
@@ -187,7 +187,7 @@ class Supervisor(threading.Thread):
     def stop(self) -> None:
         """Stop the thread."""
         self._over.set()
-        self.join(timeout=evidence.STACK_TIMEOUT_S + 5.0)
+        self.join(timeout=STACK_TIMEOUT_S + 5.0)
         self._series.stop(time.monotonic())
         self._telemetry.stop()
 
