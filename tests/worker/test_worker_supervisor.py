@@ -18,7 +18,7 @@ from rlhf_core.schemas.agent_messages import GroupState, NodeState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Role
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog

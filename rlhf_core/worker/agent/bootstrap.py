@@ -21,10 +21,10 @@ from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
-from rlhf_core.worker.agent.agent import Agent, try_to_write
 from rlhf_core.worker.agent.job import AttemptAborted, Ending, Job
 from rlhf_core.worker.agent.leader import OUTCOME_TIMEOUT_S, Leader
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.agent.phases import Agent, try_to_write
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import (
     JOIN_TIMEOUT_S,

@@ -29,7 +29,7 @@ from rlhf_core.schemas.reports import AgentCommand, AgentStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.collection import STACK_TIMEOUT_S

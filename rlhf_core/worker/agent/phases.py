@@ -37,7 +37,7 @@ from rlhf_core.worker.agent.independent_run import IndependentRun
 from rlhf_core.worker.agent.job import Ending, Job
 from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
 from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
-from rlhf_core.worker.channel.channel import AgentChannel, Message
+from rlhf_core.worker.channel.messages import AgentChannel, Message
 from rlhf_core.worker.channel.store import LOOPBACK
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
