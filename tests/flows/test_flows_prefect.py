@@ -174,8 +174,7 @@ def test_a_cancelled_run_is_cancelled_in_prefect(desk: Desk) -> None:
 def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     from flows import tasks
 
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     as_task_run = tasks.as_task_run
 
     def lost_at_training(step: Step) -> None:
@@ -352,11 +351,7 @@ def test_a_blocked_run_of_a_terminal_raises_what_blocked_it_and_is_failed_in_pre
 def fails_once(desk: Desk, run_dir: RunDir) -> None:
     """The first attempt ends with an incident and evidence; the second one runs well."""
 
-    def behave(request: JobRequest) -> None:
-        agent = FakeAgent(run_dir, request.placement.attempt)
-        if request.placement.attempt > 1:
-            agent.whole_run()
-            return
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
         agent.incident(FailureKind.NODE_LOST)
@@ -364,7 +359,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
         (folder / "stack-n1-1.txt").write_text("in all_reduce")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 1, fail)
 
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:

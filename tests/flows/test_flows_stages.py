@@ -111,11 +111,7 @@ def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monke
 def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
     """The first jobs fail, those after them run well. With ``checkpoint`` a failing one leaves it behind."""
 
-    def behave(request: JobRequest) -> None:
-        agent = agent_of(request, run_dir)
-        if request.placement.attempt > failures:
-            agent.whole_run(request.placement.resumed_from_step)
-            return
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
         if checkpoint:
@@ -123,7 +119,7 @@ def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures:
         agent.incident(kind, fingerprint="abc")
         agent.end(AttemptState.FAILED, kind)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, failures, fail)
 
 
 def test_a_failure_that_may_pass_gets_a_new_attempt_from_the_checkpoint(desk: Desk) -> None:
@@ -205,16 +201,12 @@ def test_the_budget_begins_again_with_each_new_checkpoint(desk: Desk) -> None:
     """Negative control of the test before: five failures pass when every attempt gets further."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
 
-    def behave(request: JobRequest) -> None:
-        agent, number = agent_of(request, run_dir), request.placement.attempt
-        if number == 6:
-            agent.whole_run(request.placement.resumed_from_step)
-            return
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
-        agent.checkpoint(number)
+        agent.checkpoint(agent.attempt)
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 5, fail)
     drive(desk.controller(run_dir))
     assert len(desk.scheduler.submitted) == 6
 
@@ -248,8 +240,7 @@ def lost_node(desk: Desk, run_dir: RunDir, times: int, kind: FailureKind = Failu
 
 def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
-    first = desk.run()
-    desk.runs_well(first)
+    first = desk.good_run()
     lost_node(desk, first, times=1)
     drive(desk.controller(first))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
@@ -261,15 +252,13 @@ def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
 
 def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
-    first = desk.run()
-    desk.runs_well(first)
+    first = desk.good_run()
     lost_node(desk, first, times=1)
     drive(desk.controller(first))
     clear_node(desk.store, desk.site.runs_dir, "n1", "bea", "new cable", utc_now())
     desk.completed()
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
-    third = desk.run()
-    desk.runs_well(third)
+    third = desk.good_run()
     lost_node(desk, third, times=1)
     drive(desk.controller(third))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted[-2:]] == [(), ("n1",)]
@@ -280,8 +269,7 @@ def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) 
 
 def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2")
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
     drive(desk.controller(run_dir))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
@@ -297,8 +285,7 @@ def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
 
 def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
     """Other suspects are used again then; this one would only be found unfit again."""
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
     with pytest.raises(PreflightBlocked, match="no other node can take the place of n1") as error:
         drive(desk.controller(run_dir))
@@ -308,8 +295,7 @@ def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
 
 
 def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     lost_node(desk, run_dir, times=1)
     drive(desk.controller(run_dir))
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
@@ -330,8 +316,7 @@ def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytes
 
 
 def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     well = desk.scheduler.on_submit
 
     def behave(request: JobRequest) -> None:
@@ -561,8 +546,7 @@ def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> Non
 
 
 def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     controller = desk.controller(run_dir)
     away = True
 

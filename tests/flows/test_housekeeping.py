@@ -123,8 +123,7 @@ def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_ad
     desk: Desk, reconciler: Reconciler, started: list[str]
 ) -> None:
     """Its promotion is not in the history yet: only its spec says that somebody is to be asked."""
-    run_dir = desk.run(make_spec(promote={"when": "approved"}))
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run(make_spec(promote={"when": "approved"}))
 
     for step in steps(desk.controller(run_dir)):
         if step.name == StageName.PROMOTE:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from history_tools import RunFiles, new_sqlite, whole_run
+from history_tools import RunFiles, new_sqlite, synced, whole_run
 
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files import reading
@@ -165,8 +165,7 @@ GOOD = b'{"step": %d, "time": "2026-03-01T12:00:00Z", "stage": "grpo", "metrics"
 
 
 def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, store: HistoryStore) -> None:
-    run = RunFiles(tmp_path / "runs")
-    run.created()
+    run = RunFiles(tmp_path / "runs").created()
     run.metrics(1, 0, 1, 10)
     path = run.dir.attempt(1).restart(0).metrics
     os.truncate(path, 500 << 20)
@@ -240,8 +239,7 @@ def test_a_document_without_an_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_journal_without_an_end_is_damaged_and_is_mended_in_bounded_memory(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "runs")
-    run.created()
+    run = RunFiles(tmp_path / "runs").created()
     size = run.dir.control.stat().st_size
     os.truncate(run.dir.control, 300 << 20)
     tracemalloc.start()
@@ -263,8 +261,7 @@ def test_a_journal_without_an_end_is_damaged_and_is_mended_in_bounded_memory(tmp
 
 def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistoryStore) -> None:
     """Also where all its lines can be read, and none begins in the middle of the one before."""
-    run = whole_run(tmp_path / "runs")
-    sync(run.dir, store)
+    run = synced(whole_run(tmp_path / "runs"), store)
     content = run.dir.control.read_bytes()
     run.dir.control.unlink()
     run.dir.control.write_bytes(content)
@@ -292,8 +289,7 @@ def test_a_copy_of_a_run_directory_does_not_hold_the_reader(tmp_path: Path, stor
 
 @pytest.mark.parametrize("name", [b"events-\xff\xfe.jsonl", b"events-\x1b]52;c;.jsonl", b"events-a\nb.jsonl"])
 def test_names_that_are_no_utf_8_are_read(tmp_path: Path, store: HistoryStore, name: bytes) -> None:
-    run = whole_run(tmp_path / "runs")
-    sync(run.dir, store)
+    run = synced(whole_run(tmp_path / "runs"), store)
     restart = run.dir.attempt(1).restart(1)
     content = restart.events("n1").read_bytes()
     folder = os.fsencode(restart.root)
