@@ -65,9 +65,7 @@ class AgentSite:
         self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
 
 
-def run_agent(
-    run_dir: Path, attempt: int, targets: Mapping[Role, str] | None = None, import_paths: Sequence[Path] = ()
-) -> int:
+def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_paths: Sequence[Path]) -> int:
     """Run this node's part of an attempt until it ends.
 
     Args:
@@ -101,7 +99,7 @@ def run_agent(
         signer = _signer(site)
         site.channel = AgentChannel(nodes, _agent_store(site, signer), signer)
         spec, placement = _read(directory, attempt, nodes)
-        job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets or {}), import_paths)
+        job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets), import_paths)
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
     if isinstance(failed.error, AttemptAborted):
         ending = _report_broken(site, str(failed.error), failed.error.kind)
