@@ -86,6 +86,14 @@ class Desk:
 
         self.scheduler.on_submit = works
 
+    def attempts(self, run_dir: RunDir, act: Callable[[FakeAgent], object]) -> None:
+        """Have the agent of each attempt of a run that is submitted from now on do this."""
+        self.scheduler.on_submit = lambda request: act(FakeAgent(run_dir, request.placement.attempt))
+
+    def trains_for_ever(self, run_dir: RunDir) -> None:
+        """Have every job of a run that is submitted from now on begin to train, and no more."""
+        self.attempts(run_dir, lambda agent: (agent.begin(), agent.role(Role.TRAINER)))
+
     def completed(self, carry_out: Callable[[Controller], object] = drive) -> RunDir:
         """A run that is completed."""
         run_dir = self.good_run()
@@ -124,11 +132,11 @@ class Desk:
         return controller
 
 
-def live(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
+def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     """One life of a controller; how many points it passed."""
     points = Points(kill_at)
-    controller = desk.controller(run_dir)
-    with points.at_every_effect(desk.scheduler, start, prepare):
+    controller = site.controller(run_dir)
+    with points.at_every_effect(site.scheduler, start, prepare):
         try:
             drive(controller)
         except Killed:

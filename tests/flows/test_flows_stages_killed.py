@@ -131,12 +131,7 @@ def test_going_back_helps_again_once_training_has_got_further(desk: Desk) -> Non
 def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
     """Otherwise `rlhf resume` would put a second job beside it."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 1}))
-
-    def falls_silent(request: JobRequest) -> None:
-        FakeAgent(run_dir, attempt=request.placement.attempt).begin()
-        FakeAgent(run_dir, attempt=request.placement.attempt).role(Role.TRAINER)
-
-    desk.scheduler.on_submit = falls_silent
+    desk.trains_for_ever(run_dir)
     with pytest.raises(RunFailed, match="have said nothing"):
         drive(desk.controller(run_dir))
     assert desk.scheduler.cancelled == ["101"]
