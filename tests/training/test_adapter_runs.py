@@ -144,10 +144,6 @@ def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], f
     assert told(folder, "forgetful", restart=1)[6] != told(folder, "stage-1")[6]
 
 
-def without_evaluation(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("eval/")}
-
-
 def test_an_evaluation_changes_nothing_of_a_training_with_dropout(results: list[dict[str, Any]], folder: Path) -> None:
     """It draws no random number. The control ranks with dropout: from its second step on it is another training."""
     shares = {name: told(folder, name) for name in ("evaluated", "with-dropout", "not-evaluated")}

@@ -401,13 +401,10 @@ class Supervisor(threading.Thread):
             self._kill_workers()
         for role, one in list(self._groups.items()):
             wanted = self._orders.group(role)
-            one.obey(wanted, self._channel.nodes.index, partial(self._say_killed, role))
+            one.obey(wanted, self._channel.nodes.index, partial(self._events.add, "killed", role=role))
             if wanted.collect > before.groups.get(role, GroupOrders()).collect:
                 ranks = one.collect(wanted.collect_ranks, self._events)
                 self._channel.send(f"evidence/{role}/{wanted.collect}", Collected(ranks=ranks))
-
-    def _say_killed(self, role: Role, text: str) -> None:
-        self._events.add("killed", text, role)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Publishing
