@@ -11,7 +11,6 @@ from flows.flow_runs.facts import RUN_FLOW, PrefectFlowRuns
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.loop import Chore
-from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.base import utc_now
 
 log = logging.getLogger("rlhf.daemon")
@@ -21,7 +20,7 @@ def serve(site: Site, stop: threading.Event) -> None:
     """Watch the site until ``stop`` is set. Raises what :func:`rlhf_core.control.reconcile.loop.run` raises."""
     chores = [
         Chore("the cancellation of scheduled runs that are not to begin", lambda store: _skip(site)),
-        Chore("the list of requests without a run", lambda store: _list_requests(site, store)),
+        Chore("the list of requests without a run", lambda store: requests.keep(site, store, RUN_FLOW, utc_now())),
     ]
     loop.run(site, stop, flow_runs_of(site), reconcile.carry_out_round, chores)
 
@@ -34,7 +33,3 @@ def flow_runs_of(site: Site) -> PrefectFlowRuns | None:
 def _skip(site: Site) -> None:
     for one in schedules.call_off(RUN_FLOW, site.runs_dir):
         log.info("skipped the scheduled flow run %s (%s): %s", one.name, one.flow_run_id, one.why)
-
-
-def _list_requests(site: Site, store: HistoryStore) -> None:
-    requests.keep(site, store, RUN_FLOW, utc_now())

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from rlhf_core.config import loading as config
-from rlhf_core.config import problems as config_problems
 from rlhf_core.config.fields import describe_fields, to_toml
+from rlhf_core.config.problems import expected_name, setting_of
 from rlhf_core.config.toml_files import shortened
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
@@ -167,7 +167,7 @@ def _explain(detail: Any) -> str:
         return f"{name}: found {shortened(detail.get('input'))}, {detail['ctx']['error']}"
     expected = detail["msg"][0].lower() + detail["msg"][1:]
     if name == "name" and detail["type"] == "string_pattern_mismatch":
-        expected = config_problems.expected_name(str(detail.get("input")))
+        expected = expected_name(str(detail.get("input")))
     return f"{name}{f' ({setting})' if setting else ''}: found {shortened(detail.get('input'))}, {expected}"
 
 
@@ -222,7 +222,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
         before = prefilled(config.load(form.config))
     except BadConfig:
         before = after  # only the overrides make it whole
-    named = [config_problems.setting_of(text) for text in form.overrides]
+    named = [setting_of(text) for text in form.overrides]
     changed: list[str] = []
     for field, setting in settings.items():
         value = getattr(form, field)

@@ -5,7 +5,7 @@ Prefect server sends the messages. The address may contain a secret, so it is st
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,9 +92,7 @@ def register(site: Site) -> list[str]:
     return sorted(wanted)
 
 
-def send_test(
-    site: Site, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-) -> str:
+def send_test(site: Site) -> str:
     """Send a test message through the same path as real ones and report the response. Call :func:`register` first.
 
     Raises:
@@ -106,15 +104,15 @@ def send_test(
     event_id = uuid4()
     payload = {"message": "if you can read this, it arrives", "state": TEST}
     emit_event(_TEST_EVENT, {"prefect.resource.id": "rlhf.notify"}, payload=payload, id=event_id)
-    until = clock() + TEST_TIMEOUT_S
+    until = time.monotonic() + TEST_TIMEOUT_S
     with get_client(sync_client=True) as client:
         while (outcome := _outcome(client, event_id)) is None:
-            if clock() > until:
+            if time.monotonic() > until:
                 raise PrefectUnavailable(
                     f"the Prefect server has not sent the test message within {TEST_TIMEOUT_S:g} s; is its automation "
                     f"`{_name(TEST)}` paused, or are its services not running?"
                 )
-            sleep(0.5)
+            time.sleep(0.5)
     return _judged(outcome, site.notify.webhook_url)
 
 

@@ -19,7 +19,7 @@ from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed, Failed
 
 from flows import schedules
-from flows.flow_runs import links as flow_run_links
+from flows.flow_runs import links
 from flows.flow_runs.ended import end_run, leave_run
 from flows.flow_runs.facts import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
@@ -118,17 +118,17 @@ def _of_the_form(given: Mapping[str, Any]) -> State[None]:
     busy = _busy_with(site)
     if busy:
         return Cancelled(message=f"skipped: {busy}")
-    link = flow_run_links.of_this_process(site)
+    link = links.of_this_process(site)
     with HistoryStore(site.database_url) as store:
         run_dir, resumed = run_of_the_form(form, site, link)
-        flow_run_links.label(link, run_dir, print)
+        links.label(link, run_dir, print)
         with opened(run_dir, site, store, resumed=resumed, flow_run=link) as controller:
             return _finished(controller, _whole_run(controller))
 
 
 def _busy_with(site: Site) -> str:
     """Reason not to start this flow run: its deployment skips scheduled times while its last run is still running."""
-    flow_run = flow_run_links.present()
+    flow_run = links.present()
     if flow_run is None or not schedules.is_to_be_skipped(flow_run):
         return ""
     why = schedules.skipped_for(flow_run, site.runs_dir)
@@ -187,8 +187,8 @@ def _hand_over(controller: Controller, whole: Step) -> Iterator[None]:
 
 
 def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
-    link = flow_run_links.of_this_process(controller.site)
-    flow_run_links.label(link, controller.run_dir, controller.observer.log)
+    link = links.of_this_process(controller.site)
+    links.label(link, controller.run_dir, controller.observer.log)
     controller.record_controller(link)
     return _finished(controller, whole)
 

@@ -1,9 +1,10 @@
-"""Survival of errors that cannot be named beforehand: those of Prefect's client, of a plug-in of a site or a user, or
-of a whole round of a thread that must live on.
+"""Survival of errors that cannot be named beforehand: those of Prefect's client or of torch elastic, of a plug-in of a
+site or a user, of a whole round of a thread that must live on, or of work whose end is reported elsewhere.
 
 Every use has a plan for the error. Where its kinds are known, they are named there, and this is not used.
 """
 
+import traceback
 from types import TracebackType
 from typing import Self
 
@@ -45,3 +46,8 @@ class Survived:
     def message(self) -> str:
         """The same, without the kind where the text was written to be read alone."""
         return str(self.error) if isinstance(self.error, RlhfError | OSError) else self.problem
+
+    @property
+    def trace(self) -> str:
+        """Traceback of the error; empty if there was none."""
+        return "".join(traceback.format_exception(self.error)) if self.error is not None else ""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from made_reports import checkpoint_manifest, decision_of, evaluation_report, incident_of, rank_status, stored_spec
@@ -60,6 +60,7 @@ from rlhf_core.schemas.reports import (
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
+from rlhf_core.watchdog.ingest import sync
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 """Creation time of the runs made here."""
@@ -115,9 +116,10 @@ class RunFiles:
         self._sequence += 1
         _append(self.dir.control, line)
 
-    def created(self) -> None:
+    def created(self) -> Self:
         """The first line."""
         self.journal(RunCreated(name="sort", owner="anna", config_source="sort.toml"), 0, token=0)
+        return self
 
     def moved(self, state: RunState, seconds: float, cause: str = "because", token: int | None = None) -> None:
         """The run changed its state."""
@@ -252,8 +254,7 @@ class RunFiles:
 
 def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0) -> RunFiles:
     """A run with everything: a restart in place at step 4 (back to 3), a second attempt from step 4 on, its end."""
-    run = RunFiles(runs, name, tail, created)
-    run.created()
+    run = RunFiles(runs, name, tail, created).created()
     run.moved(RunState.PREFLIGHT, 1, "checking")
     run.journal(StageStarted(stage_index=0, name=StageName.PREFLIGHT, attempt=0), 1)
     passed = CheckResult(id="batch.divides_ranks", status=CheckStatus.PASSED, found="32 over 2 ranks")
@@ -320,6 +321,12 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
     run.journal(AttemptMoved(attempt=2, state=AttemptState.COMPLETED, cause="all roles ended well"), 54)
     run.journal(StageEnded(stage_index=5, state=StageState.COMPLETED), 54)
     run.moved(RunState.COMPLETED, 55, "exact match went from 0.75 to 0.93")
+    return run
+
+
+def synced(run: RunFiles, store: HistoryStore) -> RunFiles:
+    """The same run, which the history now holds."""
+    sync(run.dir, store)
     return run
 
 

@@ -12,7 +12,7 @@ from rlhf_core.garbage import uncollected
 
 MODULES = (
     "rlhf_core.worker.__main__",
-    "rlhf_core.worker.agent.agent",
+    "rlhf_core.worker.agent.phases",
     "rlhf_core.worker.groups.elastic",
     "rlhf_core.weight_sync.session",
     # What libraries import when it is first asked for.

@@ -14,6 +14,8 @@ def test_an_error_is_kept_and_the_block_is_left() -> None:
     assert done == [1]
     assert isinstance(tried.error, ValueError)
     assert (tried.problem, tried.message) == ("ValueError: no such thing",) * 2
+    assert tried.trace.startswith("Traceback (most recent call last):\n")
+    assert tried.trace.endswith("\nValueError: no such thing\n")
 
 
 def test_a_message_that_was_written_to_be_read_alone_has_no_kind() -> None:
@@ -25,7 +27,7 @@ def test_a_message_that_was_written_to_be_read_alone_has_no_kind() -> None:
 def test_without_an_error_there_is_no_problem() -> None:
     with Survived() as tried:
         pass
-    assert (tried.error, tried.problem) == (None, "")
+    assert (tried.error, tried.problem, tried.trace) == (None, "", "")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), LeaseLost("another has it")])

@@ -29,7 +29,7 @@ from flows.form import Form, overrides_of, prefilled, read_form, without_setting
 from flows.schedules import SKIP_IF_BUSY
 from flows.server.settings import START_IT, server_answers
 from rlhf_core.config import loading as configs
-from rlhf_core.config import problems as config_problems
+from rlhf_core.config.problems import is_name
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.snapshots import keep
@@ -165,7 +165,7 @@ def _wanted(
         raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
     spec = configs.load(config, overrides)
     name = name or spec.name
-    if name == RESUME or not config_problems.is_name(name):
+    if name == RESUME or not is_name(name):
         raise BadInput(
             f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
             f"{RESUME!r}, which goes on with runs; give --name"

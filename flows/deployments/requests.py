@@ -55,7 +55,9 @@ def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
         since = FlowRunFilterExpectedStartTime(after_=now - RECENT)
         refused = _newest(client, flow, _REFUSED, since)
         driven = open_runs.runs_of_flow_runs(store, {str(one.id) for one in refused})
-        without_run = [one for one in refused if str(one.id) not in driven and not _has_run(site, one)]
+        without_run = [
+            one for one in refused if str(one.id) not in driven and RunDir.find(site.runs_dir, one.name) is None
+        ]
         found = [one for one in (*waiting, *without_run) if not one.parameters.get("run_id")]
         names = _deployments(client, found)
     requests = Requests(as_of=now, requests=tuple(_request(site, one, names) for one in found))
@@ -78,10 +80,6 @@ def _newest(
 def _is_ahead(flow_run: FlowRun, now: datetime) -> bool:
     """True if it is only planned by a schedule."""
     return flow_run.expected_start_time is not None and flow_run.expected_start_time > now
-
-
-def _has_run(site: Site, flow_run: FlowRun) -> bool:
-    return RunDir.find(site.runs_dir, flow_run.name) is not None
 
 
 def _deployments(client: SyncPrefectClient, flow_runs: list[FlowRun]) -> dict[UUID, str]:

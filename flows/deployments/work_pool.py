@@ -23,13 +23,12 @@ def set_up(site: Site) -> None:
 
     The process must be connected to the server (:func:`flows.server.settings.connect`) before Prefect is imported.
     """
-    from flows import notify
-    from flows import reconcile as housekeeping
-    from flows.deployments import registration as deployments
+    from flows import notify, reconcile
+    from flows.deployments import registration
 
     _set_up_pool(site)
-    deployments.register_presets(site)
-    housekeeping.register(site)
+    registration.register_presets(site)
+    reconcile.register(site)
     notify.register(site)
 
 

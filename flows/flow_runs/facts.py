@@ -143,7 +143,8 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
     Raises Prefect's own errors if the server does not answer.
     """
     with get_client(sync_client=True) as client:
-        found = {one.id: one for one in _pages(client, FlowRunFilter(state=_state_filter()))}
+        at_work = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK)))
+        found = {one.id: one for one in _pages(client, at_work)}
         for names in _chunks(sorted(run_ids)):
             named = FlowRunFilter(name=FlowRunFilterName(any_=names))
             found |= {one.id: one for one in _pages(client, named)}
@@ -230,10 +231,6 @@ def _flow_run_processes() -> Iterator[tuple[str, bool]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pages and chunks
-
-
-def _state_filter() -> FlowRunFilterState:
-    return FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK))
 
 
 def _pages(client: SyncPrefectClient, which: FlowRunFilter) -> Iterator[FlowRun]:

@@ -7,15 +7,15 @@ from rlhf_core.services.presence import ServiceFiles, ServiceState, look
 from rlhf_core.services.supervisord import Supervisord
 
 
-def require(site: Site) -> str:
-    """Connect this process to a server that answers (:func:`flows.server.settings.connect`). Returns its address.
+def require(site: Site) -> None:
+    """Connect this process to a server that answers (:func:`flows.server.settings.connect`).
 
     Raises:
         PrefectUnavailable: there is none, or it does not answer; the message gives its expected address.
     """
     url = connect(site)
     if url and is_there(url):
-        return url
+        return
     if url and url != own_url(site):
         raise PrefectUnavailable(
             f"the Prefect server at {url} does not answer; PREFECT_API_URL names it, in the environment or in "

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import socket
-import time
 import tomllib
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from rlhf_core.errors import BadInput
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import create_once
 from rlhf_core.services.presence import ServiceState, look, private_folder
+from rlhf_core.services.processes import wait_until
 
 ANSWER_TIMEOUT_S = 10.0
 """Time that a server has to answer."""
@@ -315,12 +315,7 @@ def asks_for_password(url: str) -> bool:
 
 def answers_within(seconds: float, url: str) -> bool:
     """True if a server answers within some seconds, which allows for one that is busy or starting."""
-    deadline = time.monotonic() + seconds
-    while not answers(url):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    return wait_until(lambda: answers(url), seconds, 0.2)
 
 
 def require_free_port(site: Site) -> None:

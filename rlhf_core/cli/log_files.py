@@ -65,7 +65,7 @@ def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
     sys.stdout.flush()
 
 
-def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: float = POLL_INTERVAL_S) -> None:
+def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
     """Print the end of each log, then what is added, until the run ends. New restarts are followed as they begin."""
     positions: dict[Path, int] = {}
     shown: Path | None = None
@@ -87,7 +87,7 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: floa
         sys.stdout.flush()
         if ended:
             return
-        time.sleep(poll_s)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def last_lines(path: Path, num_lines: int) -> str:

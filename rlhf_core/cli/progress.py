@@ -40,19 +40,11 @@ class TerminalProgress:
         confirm: asks a yes-or-no question at the terminal; None takes Ctrl-C for a yes.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        run_id: str,
-        confirm: Callable[[str], bool] | None = None,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, spec: RunSpec, run_id: str, confirm: Callable[[str], bool] | None = None) -> None:
         self._spec = spec
         self._run_id = run_id
         self._confirm = confirm
-        self._console = console or output.errors()
-        self._clock = clock
+        self._console = output.errors()
         self._timer = StepTimer()
         self._title = ""
         self._interrupts = 0
@@ -100,9 +92,9 @@ class TerminalProgress:
         text = terminal(progress_text(progress_of_poll(look, self._spec, self._timer)))
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, completed=look.step, text=escape(text))
-        elif self._clock() - self._last_line[1] >= LINE_EVERY_S and text != self._last_line[0]:
+        elif time.monotonic() - self._last_line[1] >= LINE_EVERY_S and text != self._last_line[0]:
             self._line(f"{self._title}: {text}")
-            self._last_line = (text, self._clock())
+            self._last_line = (text, time.monotonic())
 
     def log(self, text: str) -> None:
         """Print a message."""

@@ -17,18 +17,17 @@ _PULSE_S = 0.25
 
 
 @contextmanager
-def enforce_deadline(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
+def enforce_deadline(clock: WorkClock) -> Iterator[None]:
     """End this process if the database does not stop after its time limit or after a Ctrl-C. Main thread only.
 
     Args:
         clock: Clock of the statement.
-        grace_s: Time that it has to stop by itself, in seconds.
     """
     signals, wakes = os.pipe()
     os.set_blocking(wakes, False)
     before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(clock, signals, over, grace_s), name="query-deadline", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(clock, signals, over), name="query-deadline", daemon=True)
     watcher.start()
     try:
         yield
@@ -40,7 +39,7 @@ def enforce_deadline(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[Non
         os.close(wakes)
 
 
-def _watch(clock: WorkClock, signals: int, over: threading.Event, grace_s: float) -> None:
+def _watch(clock: WorkClock, signals: int, over: threading.Event) -> None:
     interrupted_at: float | None = None
     while not over.is_set():
         ready, _, _ = select.select([signals], [], [], _PULSE_S)
@@ -48,8 +47,8 @@ def _watch(clock: WorkClock, signals: int, over: threading.Event, grace_s: float
             interrupted_at = time.monotonic()
         if not clock.is_working:
             interrupted_at = None
-        elif interrupted_at is not None and time.monotonic() - interrupted_at > grace_s:
+        elif interrupted_at is not None and time.monotonic() - interrupted_at > GRACE_S:
             os._exit(130)
-        elif clock.left_s < -grace_s:
+        elif clock.left_s < -GRACE_S:
             os.write(2, f"error: the query took longer than {clock.limit_s:g} s and could not be ended\n".encode())
             os._exit(2)

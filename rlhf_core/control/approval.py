@@ -46,8 +46,6 @@ def answer_promotion(
     *,
     say: Callable[[str], None],
     timeout_s: float = CONTROLLER_TIMEOUT_S,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Answered:
     """Approve or refuse the promotion of a completed run.
 
@@ -67,7 +65,7 @@ def answer_promotion(
     given = present is not None and present.state is PromotionState.WAITING
     if given:
         _give(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
-    until = clock() + timeout_s
+    until = time.monotonic() + timeout_s
     while True:
         try:
             with opened(run_dir, site, store, timeout_s=0) as controller:
@@ -82,11 +80,11 @@ def answer_promotion(
             if promotion is not None and not promotion.open and promotion != present and not expired:
                 _require_ours(run_dir, promotion, verdict, by)
                 return _result(run_dir)
-        if clock() >= until:
+        if time.monotonic() >= until:
             return Answered(
                 PromotionState.WAITING, f"the answer is recorded; the controller of {run_dir.run_id} will act on it"
             )
-        sleep(0.3)
+        time.sleep(0.3)
 
 
 def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None:

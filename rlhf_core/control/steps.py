@@ -26,6 +26,7 @@ from rlhf_core.errors import HistoryError, LeaseLost, PromotionFailed, RlhfError
 from rlhf_core.history import queries
 from rlhf_core.schemas.attempts import RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.survival import Survived
 
 WAIT = "wait"
 """Name of a wait between two attempts."""
@@ -50,16 +51,15 @@ class Step:
     """Name for a reader, with the attempt and the nodes it goes without."""
     work: Callable[[], None]
     begun: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
     """Error that ended it. The loop that yielded it decides what follows, and raises it where the run ends with it."""
 
     def run(self) -> None:
         """Carry it out. An error is kept in :attr:`error`."""
         self.begun = True
-        try:
+        with Survived() as failed:  # the loop decides: see result()
             self.work()
-        except Exception as error:  # noqa: BLE001 - kept for the loop, which decides: see result()
-            self.error = error
+        self.error = failed.error
 
     def result(self) -> None:
         """Raise the error that ended it, if one did.

@@ -219,16 +219,9 @@ class Journal:
         JournalDamaged: a line cannot be read.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        token: int,
-        now: Callable[[], datetime] = utc_now,
-        keep_lease: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, token: int, keep_lease: Callable[[], None] = lambda: None) -> None:
         self._run_dir = run_dir
         self._token = token
-        self._now = now
         self._keep_lease = keep_lease
         self.record = read_record(run_dir)
         if token < self.record.token:
@@ -249,7 +242,7 @@ class Journal:
             LeaseLost: another controller has the run.
         """
         self._keep_lease()
-        line = JournalLine(sequence=self.record.next_sequence, token=self._token, time=self._now(), event=event)
+        line = JournalLine(sequence=self.record.next_sequence, token=self._token, time=utc_now(), event=event)
         try:
             self._write(line)
         except OSError as error:

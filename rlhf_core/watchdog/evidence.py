@@ -157,7 +157,7 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
+def strikes(run_dir: RunDir, own: Incident | None) -> Mapping[str, int]:
     """Count the suspicions against each node in this run, by its agents and by the controller.
 
     Args:

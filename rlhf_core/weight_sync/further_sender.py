@@ -1,12 +1,13 @@
 """The trainer's side of weight sync, of every sender but the first."""
 
-import traceback
+import sys
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import SentShare
+from rlhf_core.survival import Survived
 from rlhf_core.weight_sync.base import Beat, Outgoing, Weights
 from rlhf_core.weight_sync.sender import go_through, send_share
 from rlhf_core.weight_sync.sender_group import SenderGroup
@@ -33,12 +34,12 @@ class FurtherSender:
             WeightSyncFailed: the first sender is gone.
         """
         source = iter(weights)
-        try:
+        with Survived() as failed:  # the first sender is told
             share = self._send(source, beat)
-        except Exception as error:  # noqa: BLE001 - the first sender is told
+        if failed.error is not None:
             self._group.cancel()
             go_through(source, beat)
-            share = self._failed(error)
+            share = self._failed(failed)
         self._group.tell_share(share)
 
     def _send(self, source: Iterator[tuple[str, Tensor]], beat: Beat) -> SentShare:
@@ -50,11 +51,11 @@ class FurtherSender:
         self._group.tell_chain(offer.chains[0])
         return send_share(self._outgoing, self._group, manifest, source, beat)
 
-    def _failed(self, error: Exception) -> SentShare:
-        if isinstance(error, WeightSyncFailed):
-            return SentShare(error=str(error), peer=error.peer)
-        traceback.print_exception(error)
-        return SentShare(error=f"{self._group.name} failed: {type(error).__name__}: {error}", peer=self._group.name)
+    def _failed(self, failed: Survived) -> SentShare:
+        if isinstance(failed.error, WeightSyncFailed):
+            return SentShare(error=str(failed.error), peer=failed.error.peer)
+        sys.stderr.write(failed.trace)
+        return SentShare(error=f"{self._group.name} failed: {failed.problem}", peer=self._group.name)
 
     def close(self) -> None:
         """Give back what the sender holds."""

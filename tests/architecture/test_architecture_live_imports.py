@@ -64,7 +64,7 @@ def test_the_compute_tower_imports_without_the_control_libraries() -> None:
     done = _import_all(["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"], left_out, CONTROL_LIBRARIES)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {"rlhf_core.training.trainers.online", "rlhf_core.worker.agent.agent"} <= imported
+    assert {"rlhf_core.training.trainers.online", "rlhf_core.worker.agent.phases"} <= imported
 
 
 def test_the_blocker_blocks() -> None:

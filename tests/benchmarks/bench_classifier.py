@@ -27,7 +27,7 @@ from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_core.diagnosis.logs import search as log_diagnosis
+from rlhf_core.diagnosis.logs import search
 from rlhf_core.diagnosis.logs.raised_errors import TABLES, Tables
 from rlhf_core.diagnosis.policy import ALLOWED_BY_SPEC, RULES, decide_in_place, decide_next
 from rlhf_core.schemas.failures import Action, FailureKind
@@ -111,7 +111,7 @@ def read_across_sources(logs: Sequence[Log]) -> list[str]:
     """The same, each log without what only logs of its own source support."""
     support: dict[str, set[str]] = defaultdict(set)
     for log in logs:
-        for event in log_diagnosis.events(log.text):
+        for event in search.events(log.text):
             support[event.rule].add(log.source)
     only = defaultdict(set)
     for rule, sources in support.items():
@@ -134,7 +134,7 @@ def without(rules: set[str]) -> Tables:
 
 
 def _kind(text: str, tables: Tables) -> str:
-    event = log_diagnosis.find(text, tables)
+    event = search.find(text, tables)
     return event.kind.value if event is not None else HEALTHY
 
 

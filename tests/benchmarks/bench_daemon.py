@@ -35,8 +35,7 @@ NUM_KEYS = 30
 
 def new_run(runs: Path, number: int) -> RunFiles:
     """A run in training."""
-    run = RunFiles(runs, tail=f"{number:06x}")
-    run.created()
+    run = RunFiles(runs, tail=f"{number:06x}").created()
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.QUEUED, 2)
     run.planned(1, 3)

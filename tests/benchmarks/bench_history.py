@@ -184,8 +184,7 @@ def bench_memory(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
 
 def metrics_file(runs: Path, megabytes: int) -> Path:
     """A run whose metrics file has that size."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 1.0)
     path = run.dir.attempt(1).restart(0).metrics
     line = json.loads(path.read_text())

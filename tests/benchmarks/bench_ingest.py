@@ -33,8 +33,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def long_run(runs: Path) -> RunFiles:
     """A run with ``NUM_STEPS`` steps of ``NUM_KEYS`` metrics."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     for step in range(1, NUM_STEPS + 1):
         run.metrics(1, 0, step, step, **{f"group/key_{key}": math.sin(step * key) for key in range(NUM_KEYS - 2)})
     return run

@@ -269,8 +269,7 @@ def test_artifacts_that_cannot_be_stored_are_said_and_the_numbers_are_there(
 def _run_of(num_steps: int) -> RunFiles:
     """A run that has made some steps and is not over."""
     site = load_site()
-    run = RunFiles(site.runs_dir)
-    run.created()
+    run = RunFiles(site.runs_dir).created()
     run.moved(RunState.PREFLIGHT, 1)
     for step in range(1, num_steps + 1):
         run.metrics(1, 0, step, 10 * step)

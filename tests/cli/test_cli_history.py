@@ -167,8 +167,7 @@ def test_who_drove_a_run_and_what_became_of_its_model(rlhf: Rlhf, known: RunFile
 
 
 def test_trials_are_listed_when_asked_for(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:
-    trial = RunFiles(runs, "sort", "bbbbbb", 100, trial_of=known.run_id)
-    trial.created()
+    trial = RunFiles(runs, "sort", "bbbbbb", 100, trial_of=known.run_id).created()
     with HistoryStore(load_site().database_url) as store:
         sync(trial.dir, store)
     assert trial.run_id not in rlhf("runs").out
@@ -213,8 +212,7 @@ def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
 
 
 def test_show_of_a_run_that_did_nothing_yet(rlhf: Rlhf, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     with HistoryStore(load_site().database_url) as store:
         sync(run.dir, store)
     shown = rlhf("show")
@@ -353,8 +351,7 @@ def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:
 
 
 def test_rebuild_tells_what_it_could_not_do(rlhf: Rlhf, known: RunFiles, runs: Path) -> None:
-    broken = RunFiles(runs, "broken", "eeeeee", 400)
-    broken.created()
+    broken = RunFiles(runs, "broken", "eeeeee", 400).created()
     broken.moved(RunState.COMPLETED, 1)
     with known.dir.attempt(1).restart(0).metrics.open("ab") as file:
         file.write(b"torn\n")

@@ -5,7 +5,7 @@ reworded from public issues; the id of each case names its source.
 import pytest
 
 from rlhf_core.diagnosis.classify import read_log
-from rlhf_core.diagnosis.logs import search as log_diagnosis
+from rlhf_core.diagnosis.logs import search
 from rlhf_core.diagnosis.logs.search import events, find, find_error
 from rlhf_core.schemas.failures import FailureKind as Kind
 
@@ -382,8 +382,8 @@ def test_an_outcome_is_read_with_the_errors_that_it_was_raised_from() -> None:
 
 
 def test_of_a_huge_log_begin_and_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_diagnosis, "HEAD", 1000)
-    monkeypatch.setattr(log_diagnosis, "TAIL", 1000)
+    monkeypatch.setattr(search, "HEAD", 1000)
+    monkeypatch.setattr(search, "TAIL", 1000)
     filler = "one more request was answered\n" * 1000
     full = "OSError: [Errno 28] No space left on device\n"
     for log, seen in ((full + filler, True), (filler + full, True), (filler + full + filler, False)):

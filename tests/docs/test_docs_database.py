@@ -27,8 +27,7 @@ def statements() -> dict[str, str]:
 def filled(store: HistoryStore, runs: Path) -> HistoryStore:
     """A history with a run that has ended, after incidents, and one that trains."""
     sync(whole_run(runs).dir, store)
-    active = RunFiles(runs, "active", "bbbbbb", created=100.0)
-    active.created()
+    active = RunFiles(runs, "active", "bbbbbb", created=100.0).created()
     active.moved(RunState.PREFLIGHT, 101)
     active.moved(RunState.QUEUED, 102)
     active.planned(1, 102)

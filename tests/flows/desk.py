@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run
-from kill_points import Killed
+from kill_points import Killed, Points
 
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.promotion import Question
 from rlhf_core.control.steps import drive
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
@@ -66,18 +67,36 @@ class Desk:
         """A new run."""
         return make_run(self.site.runs_dir, spec)
 
-    def runs_well(self, run_dir: RunDir) -> None:
-        """Have every job of a run that is submitted from now on do all it should."""
+    def good_run(self, spec: RunSpec | None = None) -> RunDir:
+        """A new run all of whose jobs do all they should."""
+        run_dir = self.run(spec)
+        self.runs_well(run_dir)
+        return run_dir
+
+    def runs_well(self, run_dir: RunDir, after: int = 0, fail: Callable[[FakeAgent], object] | None = None) -> None:
+        """Have every job of a run that is submitted from now on do all it should, but for the first attempts: those
+        ``fail`` in this way."""
 
         def works(request: JobRequest) -> None:
-            FakeAgent(run_dir, request.placement.attempt).whole_run(request.placement.resumed_from_step)
+            agent = FakeAgent(run_dir, request.placement.attempt)
+            if fail is not None and agent.attempt <= after:
+                fail(agent)
+            else:
+                agent.whole_run(request.placement.resumed_from_step)
 
         self.scheduler.on_submit = works
 
+    def attempts(self, run_dir: RunDir, act: Callable[[FakeAgent], object]) -> None:
+        """Have the agent of each attempt of a run that is submitted from now on do this."""
+        self.scheduler.on_submit = lambda request: act(FakeAgent(run_dir, request.placement.attempt))
+
+    def trains_for_ever(self, run_dir: RunDir) -> None:
+        """Have every job of a run that is submitted from now on begin to train, and no more."""
+        self.attempts(run_dir, lambda agent: (agent.begin(), agent.role(Role.TRAINER)))
+
     def completed(self, carry_out: Callable[[Controller], object] = drive) -> RunDir:
         """A run that is completed."""
-        run_dir = self.run()
-        self.runs_well(run_dir)
+        run_dir = self.good_run()
         carry_out(self.controller(run_dir))
         return run_dir
 
@@ -111,3 +130,15 @@ class Desk:
         if ask is not None:
             controller.show_question = ask
         return controller
+
+
+def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
+    """One life of a controller; how many points it passed."""
+    points = Points(kill_at)
+    controller = site.controller(run_dir)
+    with points.at_every_effect(site.scheduler, start, prepare):
+        try:
+            drive(controller)
+        except Killed:
+            assert kill_at is not None
+    return points.passed

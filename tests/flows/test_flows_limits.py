@@ -101,8 +101,7 @@ def test_who_waits_for_an_approval_keeps_no_other_run_waiting(desk: Desk) -> Non
 
 @pytest.mark.usefixtures("limit")
 def test_a_run_that_is_completed_already_takes_no_place(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     controller = desk.controller(run_dir)
     drive(controller)
     with run_slot(controller):

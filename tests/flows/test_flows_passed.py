@@ -7,7 +7,6 @@ from desk import Desk
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.launch.journal import read_record
-from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
@@ -21,19 +20,15 @@ def test_an_attempt_without_its_secret_is_not_submitted_and_can_be_resumed(
     monkeypatch.setenv("WANDB_API_KEY", CANARY)
     run_dir = desk.run(make_spec(slurm={"pass_environment": ["WANDB_API_KEY"]}))
 
-    def behave(request: JobRequest) -> None:
-        agent = FakeAgent(run_dir, attempt=request.placement.attempt)
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
-        if request.placement.attempt > 1:
-            agent.whole_run(request.placement.resumed_from_step)
-            return
         agent.role(Role.TRAINER)
         agent.checkpoint(6)
         agent.incident(FailureKind.NODE_LOST, fingerprint="abc")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
         monkeypatch.delenv("WANDB_API_KEY")  # whoever drives the run from now on does not have it
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 1, fail)
     with pytest.raises(RunFailed, match="WANDB_API_KEY: named in") as error:
         drive(desk.controller(run_dir))
     assert str(desk.site.job_secrets) in str(error.value)

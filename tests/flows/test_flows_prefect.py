@@ -144,12 +144,7 @@ def test_a_run_is_seen_in_prefect_stage_by_stage(desk: Desk) -> None:
 @pytest.mark.usefixtures("server")
 def test_a_failed_run_raises_its_diagnosis_and_is_failed_in_prefect(desk: Desk) -> None:
     run_dir = desk.run()
-
-    def fails(request: object) -> None:
-        FakeAgent(run_dir).begin()
-        FakeAgent(run_dir).end(AttemptState.FAILED, FailureKind.SHAPE)
-
-    desk.scheduler.on_submit = fails
+    desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE)))
     with pytest.raises(RunFailed, match="shape"):
         run_in_prefect(desk.controller(run_dir))
     assert state_of(run_dir.run_id) == "Failed"
@@ -158,12 +153,7 @@ def test_a_failed_run_raises_its_diagnosis_and_is_failed_in_prefect(desk: Desk) 
 @pytest.mark.usefixtures("server")
 def test_a_cancelled_run_is_cancelled_in_prefect(desk: Desk) -> None:
     run_dir = desk.run()
-
-    def trains(request: object) -> None:
-        FakeAgent(run_dir).begin()
-        FakeAgent(run_dir).role(Role.TRAINER)
-
-    desk.scheduler.on_submit = trains
+    desk.trains_for_ever(run_dir)
     desk.notes.stop = lambda: len(desk.notes.looks) > 2
     with pytest.raises(RunCancelled):
         run_in_prefect(desk.controller(run_dir))
@@ -174,8 +164,7 @@ def test_a_cancelled_run_is_cancelled_in_prefect(desk: Desk) -> None:
 def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     from flows import tasks
 
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     as_task_run = tasks.as_task_run
 
     def lost_at_training(step: Step) -> None:
@@ -352,11 +341,7 @@ def test_a_blocked_run_of_a_terminal_raises_what_blocked_it_and_is_failed_in_pre
 def fails_once(desk: Desk, run_dir: RunDir) -> None:
     """The first attempt ends with an incident and evidence; the second one runs well."""
 
-    def behave(request: JobRequest) -> None:
-        agent = FakeAgent(run_dir, request.placement.attempt)
-        if request.placement.attempt > 1:
-            agent.whole_run()
-            return
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
         agent.incident(FailureKind.NODE_LOST)
@@ -364,7 +349,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
         (folder / "stack-n1-1.txt").write_text("in all_reduce")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 1, fail)
 
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,17 +535,12 @@ def log_of(flow_run: str, last: str) -> list[str]:
 
 @pytest.mark.usefixtures("server")
 def test_the_task_run_of_a_failed_stage_says_why(desk: Desk) -> None:
-    run_dir = desk.run()
-
-    def fails(request: object) -> None:
-        FakeAgent(run_dir).begin()
-        FakeAgent(run_dir).end(AttemptState.FAILED, FailureKind.SHAPE, "rank 1 brought 3 rows, rank 0 4")
-
-    desk.scheduler.on_submit = fails
+    run_dir, message = desk.run(), "rank 1 brought 3 rows, rank 0 4"
+    desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE, message)))
     with pytest.raises(RunFailed):
         run_in_prefect(desk.controller(run_dir))
     messages = {one.name: one.state.message for one in task_runs_of(run_dir.run_id) if one.state is not None}
-    assert messages["train attempt 1"] == "rank 1 brought 3 rows, rank 0 4"
+    assert messages["train attempt 1"] == message
 
 
 @pytest.mark.usefixtures("server")

@@ -17,7 +17,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.base import JobRequest, JobState
+from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -26,10 +26,6 @@ from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.node_records import clear_node, node_standings
-
-
-def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:
-    return FakeAgent(run_dir, attempt=request.placement.attempt)
 
 
 def stages_of(desk: Desk, run_dir: RunDir) -> list[tuple[str, int, str]]:
@@ -111,11 +107,7 @@ def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monke
 def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
     """The first jobs fail, those after them run well. With ``checkpoint`` a failing one leaves it behind."""
 
-    def behave(request: JobRequest) -> None:
-        agent = agent_of(request, run_dir)
-        if request.placement.attempt > failures:
-            agent.whole_run(request.placement.resumed_from_step)
-            return
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
         if checkpoint:
@@ -123,7 +115,7 @@ def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures:
         agent.incident(kind, fingerprint="abc")
         agent.end(AttemptState.FAILED, kind)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, failures, fail)
 
 
 def test_a_failure_that_may_pass_gets_a_new_attempt_from_the_checkpoint(desk: Desk) -> None:
@@ -165,15 +157,14 @@ def test_the_budget_ends_without_progress(desk: Desk) -> None:
 def gets_further_each_time(desk: Desk, run_dir: RunDir, hours: float = 0.0) -> None:
     """Attempts that each leave a checkpoint, and have had their allocation for so long when they end."""
 
-    def behave(request: JobRequest) -> None:
-        agent = agent_of(request, run_dir)
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
         begun = utc_now() - timedelta(hours=hours)
-        run_dir.attempt(request.placement.attempt).claim.write_text(json.dumps({"time": begun.isoformat()}))
-        agent.checkpoint(request.placement.attempt)
+        run_dir.attempt(agent.attempt).claim.write_text(json.dumps({"time": begun.isoformat()}))
+        agent.checkpoint(agent.attempt)
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.scheduler.on_submit = behave
+    desk.attempts(run_dir, fail)
 
 
 def test_the_cap_on_attempts_ends_also_with_progress(desk: Desk) -> None:
@@ -207,16 +198,12 @@ def test_the_budget_begins_again_with_each_new_checkpoint(desk: Desk) -> None:
     """Negative control of the test before: five failures pass when every attempt gets further."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
 
-    def behave(request: JobRequest) -> None:
-        agent, number = agent_of(request, run_dir), request.placement.attempt
-        if number == 6:
-            agent.whole_run(request.placement.resumed_from_step)
-            return
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
-        agent.checkpoint(number)
+        agent.checkpoint(agent.attempt)
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 5, fail)
     drive(desk.controller(run_dir))
     assert len(desk.scheduler.submitted) == 6
 
@@ -229,30 +216,25 @@ def test_the_back_off_is_waited_for(desk: Desk) -> None:
     assert any("attempt 2 begins in" in text for text in desk.notes.sayings)
 
 
-def lost_node(desk: Desk, run_dir: RunDir, times: int, kind: FailureKind = FailureKind.NODE_LOST) -> None:
-    """The first attempts fail for node n1 on Slurm; the one after them runs well."""
-    well = desk.scheduler.on_submit
+def loses_node(desk: Desk, kind: FailureKind = FailureKind.NODE_LOST) -> RunDir:
+    """A run whose first attempt fails for node n1 on Slurm; the one after it runs well."""
+    run_dir = desk.run()
     desk.scheduler.name = "slurm"
 
-    def behave(request: JobRequest) -> None:
-        if request.placement.attempt > times:
-            well(request)
-            return
-        agent = agent_of(request, run_dir)
+    def fail(agent: FakeAgent) -> None:
         agent.begin()
         if kind is FailureKind.NODE_UNFIT:
             agent.probe(unfit="n1")
         agent.incident(kind)
         agent.end(AttemptState.FAILED, kind)
 
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 1, fail)
+    return run_dir
 
 
 def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
-    first = desk.run()
-    desk.runs_well(first)
-    lost_node(desk, first, times=1)
+    first = loses_node(desk)
     drive(desk.controller(first))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
     desk.completed()
@@ -263,16 +245,12 @@ def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
 
 def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
-    first = desk.run()
-    desk.runs_well(first)
-    lost_node(desk, first, times=1)
+    first = loses_node(desk)
     drive(desk.controller(first))
     clear_node(desk.store, desk.site.runs_dir, "n1", "bea", "new cable", utc_now())
     desk.completed()
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
-    third = desk.run()
-    desk.runs_well(third)
-    lost_node(desk, third, times=1)
+    third = loses_node(desk)
     drive(desk.controller(third))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted[-2:]] == [(), ("n1",)]
     desk.completed()
@@ -282,9 +260,7 @@ def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) 
 
 def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2")
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
-    lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
+    run_dir = loses_node(desk, FailureKind.NODE_UNFIT)
     drive(desk.controller(run_dir))
     assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
     shown = queries.show_run(desk.store, run_dir.run_id)
@@ -299,9 +275,7 @@ def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
 
 def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
     """Other suspects are used again then; this one would only be found unfit again."""
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
-    lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
+    run_dir = loses_node(desk, FailureKind.NODE_UNFIT)
     with pytest.raises(PreflightBlocked, match="no other node can take the place of n1") as error:
         drive(desk.controller(run_dir))
     assert error.value.exit_code == 2
@@ -310,9 +284,7 @@ def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
 
 
 def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
-    lost_node(desk, run_dir, times=1)
+    run_dir = loses_node(desk)
     drive(desk.controller(run_dir))
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
     assert any("not excluding n1, although suspect" in text for text in desk.notes.sayings)
@@ -333,17 +305,7 @@ def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytes
 
 def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
     run_dir = desk.run()
-    desk.runs_well(run_dir)
-    well = desk.scheduler.on_submit
-
-    def behave(request: JobRequest) -> None:
-        if request.placement.attempt == 1:
-            agent_of(request, run_dir).begin()
-            desk.scheduler.end_all()
-        else:
-            well(request)
-
-    desk.scheduler.on_submit = behave
+    desk.runs_well(run_dir, 1, lambda agent: (agent.begin(), desk.scheduler.end_all()))
     drive(desk.controller(run_dir))
     shown = queries.show_run(desk.store, run_dir.run_id)
     assert [attempt["state"] for attempt in shown["attempts"]] == ["lost", "completed"]
@@ -364,12 +326,7 @@ def test_an_old_job_that_does_not_end_stops_the_recovery(desk: Desk) -> None:
 
 def test_a_job_that_was_cancelled_from_outside_ends_the_run(desk: Desk) -> None:
     run_dir = desk.run()
-
-    def behave(request: JobRequest) -> None:
-        agent_of(request, run_dir).begin()
-        agent_of(request, run_dir).end(AttemptState.CANCELLED, FailureKind.USER_CANCEL)
-
-    desk.scheduler.on_submit = behave
+    desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.CANCELLED, FailureKind.USER_CANCEL)))
     with pytest.raises(RunCancelled):
         drive(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.CANCELLED
@@ -380,17 +337,9 @@ def test_a_job_that_was_cancelled_from_outside_ends_the_run(desk: Desk) -> None:
 # Interrupting
 
 
-def trains_for_ever(desk: Desk, run_dir: RunDir) -> None:
-    def behave(request: JobRequest) -> None:
-        agent_of(request, run_dir).begin()
-        agent_of(request, run_dir).role(Role.TRAINER)
-
-    desk.scheduler.on_submit = behave
-
-
 def test_an_interrupted_run_is_cancelled_and_its_job_gone(desk: Desk) -> None:
     run_dir = desk.run()
-    trains_for_ever(desk, run_dir)
+    desk.trains_for_ever(run_dir)
     desk.notes.stop = lambda: len(desk.notes.looks) > 3
     with pytest.raises(RunCancelled, match="interrupted"):
         drive(desk.controller(run_dir))
@@ -404,7 +353,7 @@ def test_an_interrupted_run_is_cancelled_and_its_job_gone(desk: Desk) -> None:
 
 def test_a_request_of_rlhf_cancel_is_obeyed_and_removed(desk: Desk) -> None:
     run_dir = desk.run()
-    trains_for_ever(desk, run_dir)
+    desk.trains_for_ever(run_dir)
 
     def ask() -> None:
         request = AgentCommand(kind="cancel", reason="enough of it", time=utc_now())
@@ -419,7 +368,7 @@ def test_a_request_of_rlhf_cancel_is_obeyed_and_removed(desk: Desk) -> None:
 
 def test_a_run_that_was_faster_than_its_cancellation_is_completed(desk: Desk) -> None:
     run_dir = desk.run()
-    trains_for_ever(desk, run_dir)
+    desk.trains_for_ever(run_dir)
     desk.notes.stop = lambda: len(desk.notes.looks) > 3
     desk.scheduler.on_status = lambda: (
         FakeAgent(run_dir).end(AttemptState.COMPLETED) if run_dir.attempt(1).commands.is_dir() else None
@@ -430,7 +379,7 @@ def test_a_run_that_was_faster_than_its_cancellation_is_completed(desk: Desk) ->
 
 def test_a_cancelled_run_can_be_resumed(desk: Desk) -> None:
     run_dir = desk.run()
-    trains_for_ever(desk, run_dir)
+    desk.trains_for_ever(run_dir)
     desk.notes.stop = lambda: True
     with pytest.raises(RunCancelled):
         drive(desk.controller(run_dir))
@@ -504,7 +453,7 @@ def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way
 def test_a_controller_that_comes_after_the_end_adopts_the_outcome(desk: Desk) -> None:
     """Killed while the job trained; by the time the next one comes, the job has long been done."""
     run_dir = desk.run()
-    trains_for_ever(desk, run_dir)
+    desk.trains_for_ever(run_dir)
     desk.scheduler.on_status = lambda: (_ for _ in ()).throw(Killed())
     with pytest.raises(Killed):
         drive(desk.controller(run_dir))
@@ -543,7 +492,7 @@ def test_resuming_a_failed_run_checks_again_and_begins_a_new_budget(desk: Desk) 
 
 def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> None:
     run_dir = desk.run()
-    trains_for_ever(desk, run_dir)
+    desk.trains_for_ever(run_dir)
     controller = desk.controller(run_dir)
     sizes = []
 
@@ -563,8 +512,7 @@ def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> Non
 
 
 def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     controller = desk.controller(run_dir)
     away = True
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk
+from desk import Desk, live
 from kill_points import Killed, Points
 
 from rlhf_core.control import cancel
@@ -59,18 +59,6 @@ def three_attempts(desk: Desk, run_dir: RunDir) -> None:
 
     desk.scheduler.on_submit = accepted.append
     desk.scheduler.on_status = begin
-
-
-def live(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
-    """One life of a controller; how many points it passed."""
-    points = Points(kill_at)
-    controller = desk.controller(run_dir)
-    with points.at_every_effect(desk.scheduler, start):
-        try:
-            drive(controller)
-        except Killed:
-            assert kill_at is not None
-    return points.passed
 
 
 def numbers(desk: Desk) -> list[int]:
@@ -126,18 +114,14 @@ def test_going_back_helps_again_once_training_has_got_further(desk: Desk) -> Non
         desk.scheduler.submitted.clear()
         run_dir = desk.run()
 
-        def behave(request: JobRequest, run_dir: RunDir = run_dir, further: int = further) -> None:
-            agent = FakeAgent(run_dir, attempt=request.placement.attempt)
-            if agent.attempt == 3:
-                agent.whole_run(request.placement.resumed_from_step)
-                return
+        def fail(agent: FakeAgent, further: int = further) -> None:
             agent.begin()
             for step in (4, 6) if agent.attempt == 1 else (5, further):
                 agent.checkpoint(step)
             agent.incident(FailureKind.NON_FINITE)
             agent.end(AttemptState.FAILED, FailureKind.NON_FINITE)
 
-        desk.scheduler.on_submit = behave
+        desk.runs_well(run_dir, 2, fail)
         with nullcontext() if attempts == 3 else pytest.raises(RunFailed, match="older checkpoint did not help"):
             drive(desk.controller(run_dir))
         assert len(desk.scheduler.submitted) == attempts
@@ -147,12 +131,7 @@ def test_going_back_helps_again_once_training_has_got_further(desk: Desk) -> Non
 def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
     """Otherwise `rlhf resume` would put a second job beside it."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 1}))
-
-    def falls_silent(request: JobRequest) -> None:
-        FakeAgent(run_dir, attempt=request.placement.attempt).begin()
-        FakeAgent(run_dir, attempt=request.placement.attempt).role(Role.TRAINER)
-
-    desk.scheduler.on_submit = falls_silent
+    desk.trains_for_ever(run_dir)
     with pytest.raises(RunFailed, match="have said nothing"):
         drive(desk.controller(run_dir))
     assert desk.scheduler.cancelled == ["101"]
@@ -304,8 +283,7 @@ def away(number: int) -> Callable[[], None]:
 
 
 def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) -> None:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     controller = desk.controller(run_dir)
     controller.lease.require = away(3)  # type: ignore[method-assign]
     before = desk.clock.now

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk
-from kill_points import Killed, Points
+from desk import Desk, live
+from kill_points import Killed
 
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import Controller
@@ -15,7 +15,7 @@ from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
-from rlhf_core.launch import prepare, start
+from rlhf_core.launch import prepare
 from rlhf_core.launch.journal import read_record
 from rlhf_core.preflight.trial import Rung, trial_spec
 from rlhf_core.run_dir.run import RunDir, new_run_id, run_dirs
@@ -349,18 +349,6 @@ def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> No
     (trial,) = trials_of(run_dir)
     assert read_record(trial).state is RunState.TRAINING
     assert site.scheduler.cancelled == []
-
-
-def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
-    """One life of a controller; how many points it passed."""
-    points = Points(kill_at)
-    controller = site.controller(run_dir)
-    with points.at_every_effect(site.scheduler, start, prepare):
-        try:
-            drive(controller)
-        except Killed:
-            assert kill_at is not None
-    return points.passed
 
 
 def begins_when_asked(site: Desk) -> None:

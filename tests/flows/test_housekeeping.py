@@ -13,7 +13,7 @@ from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from desk import Desk
 
 from flows.reconcile import Turn
-from rlhf_core.control import adopt as adopting
+from rlhf_core.control import adopt
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(run_id)
         return Gone()
 
-    monkeypatch.setattr(adopting, "start", start)
+    monkeypatch.setattr(adopt, "start", start)
     return found
 
 
@@ -123,8 +123,7 @@ def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_ad
     desk: Desk, reconciler: Reconciler, started: list[str]
 ) -> None:
     """Its promotion is not in the history yet: only its spec says that somebody is to be asked."""
-    run_dir = desk.run(make_spec(promote={"when": "approved"}))
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run(make_spec(promote={"when": "approved"}))
 
     for step in steps(desk.controller(run_dir)):
         if step.name == StageName.PROMOTE:

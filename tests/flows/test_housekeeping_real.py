@@ -13,12 +13,12 @@ from site_files import QUICK, ROOT
 from sites import Site, go, starts, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from flows import reconcile as housekeeping
+from flows import reconcile
 from flows.flow_runs.facts import ADOPTED_TAG, PrefectFlowRuns
 from flows.run import rlhf_run
 from rlhf_core.config.site import load_site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
-from rlhf_core.diagnosis.reconcile import decisions as reconcile
+from rlhf_core.diagnosis.reconcile import decisions
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -112,7 +112,7 @@ def rounds(site: Site, store: HistoryStore) -> list[ActionResult]:
     """One round, in this process. Without what it tells Prefect of runs that have ended, as those of earlier tests:
     that comes when it comes (``test_housekeeping_telling``)."""
     one = Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site()))
-    results = housekeeping.carry_out_round(one, lambda: True, False)
+    results = reconcile.carry_out_round(one, lambda: True, False)
     return [result for result in results if result.action.kind is not ActionKind.TELL]
 
 
@@ -204,9 +204,9 @@ def test_two_rounds_that_see_the_same_make_one_flow_run(
 def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
     site: Site, client: SyncPrefectClient, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    housekeeping.register(load_site())
-    housekeeping.register(load_site())
-    deployment = client.read_deployment_by_name(housekeeping.DEPLOYMENT)
+    reconcile.register(load_site())
+    reconcile.register(load_site())
+    deployment = client.read_deployment_by_name(reconcile.DEPLOYMENT)
     assert len(deployment.schedules) == 1
 
     def made() -> list[str]:
@@ -214,7 +214,7 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
         return sorted(str(one.state_name) for one in found if one.state_name not in ("Scheduled", "Late"))
 
     # What Prefect is told of the runs of earlier tests leaves flow runs too: all of it first.
-    monkeypatch.setattr(reconcile, "PUBLISH_AFTER_S", 0.0)
+    monkeypatch.setattr(decisions, "PUBLISH_AFTER_S", 0.0)
     rounds(site, store)
     until(lambda: not untold(site, store), "Prefect shows what it was told")
     first = made()
@@ -226,10 +226,10 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
     start_worker(site)
     run_dir = in_training(site, client)
     site.kill("worker")
-    monkeypatch.setattr(reconcile, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(decisions, "RETRY_INTERVAL_S", 0.0)
     results = rounds(site, store)
     assert [one.action.kind for one in results] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
     assert len(made()) == len(first) + 2
-    (artifact,) = [one for one in client.read_artifacts() if one.key == housekeeping.ARTIFACT_KEY][-1:]
+    (artifact,) = [one for one in client.read_artifacts() if one.key == reconcile.ARTIFACT_KEY][-1:]
     assert run_dir.run_id in str([one.data for one in client.read_artifacts()])
     assert artifact.type == "table"

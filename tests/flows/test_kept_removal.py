@@ -19,7 +19,7 @@ from sites import Site
 
 from flows.deployments.registration import register, submit
 from flows.flow_runs.facts import PrefectFlowRuns
-from rlhf_core.control import snapshots as kept
+from rlhf_core.control import snapshots
 from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
 from rlhf_core.files.whole import read_model, remove_tree, write_model
@@ -51,7 +51,7 @@ def client(real_prefect: Site) -> Iterator[Any]:
 
 def keep(desk: Desk, name: str, *overrides: str, days: float = DAYS + 1) -> Path:
     """A config that was kept so many days ago; its file."""
-    file = kept.keep("quickstart", overrides, name, desk.site.home, desk.site.home).config
+    file = snapshots.keep("quickstart", overrides, name, desk.site.home, desk.site.home).config
     age(file, days)
     return file
 
@@ -167,16 +167,16 @@ def test_without_an_answer_of_prefect_everything_stays(desk: Desk) -> None:
 
 def test_what_is_asked_for_again_is_young_again(client: Any, desk: Desk) -> None:
     file = keep(desk, "a")
-    again = kept.keep("quickstart", (), "a", desk.site.home, desk.site.home)
+    again = snapshots.keep("quickstart", (), "a", desk.site.home, desk.site.home)
     assert again.config == file
     assert tidier(desk).run() == []
 
 
 def test_what_is_asked_for_while_it_is_removed_stays(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     file = keep(desk, "a")
-    (old,) = kept.copies(desk.site.home)
+    (old,) = snapshots.copies(desk.site.home)
     os.utime(file.parent)  # somebody submits it between the look and the removal
-    assert not kept.remove(old)
+    assert not snapshots.remove(old)
     assert file.is_file()
 
 
@@ -186,10 +186,10 @@ def test_a_removal_that_was_killed_is_finished(client: Any, desk: Desk, monkeypa
     def die(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kept, "remove_tree", die)
+    monkeypatch.setattr(snapshots, "remove_tree", die)
     with pytest.raises(KeyboardInterrupt):
         tidier(desk).run()
-    monkeypatch.setattr(kept, "remove_tree", remove_tree)
+    monkeypatch.setattr(snapshots, "remove_tree", remove_tree)
     assert not file.exists()
     assert tidier(desk).run() == [file.parent.with_suffix(".old")]
     assert list((desk.site.home / "deployments" / "a").iterdir()) == []

@@ -21,8 +21,7 @@ from rlhf_core.control.controller import opened
 def run_id(desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run that has completed as a flow run, and whose site is that of `rlhf show`."""
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     # As `rlhf run` opens it: the flow run tells the journal who drives.
     with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller:
         controller.clock, controller.sleep = desk.clock, desk.clock.sleep

@@ -17,8 +17,7 @@ from desk import Ask, Desk
 from kill_points import Killed, Points
 from made_reports import checkpoint_manifest
 
-from rlhf_core.control import approval as answering
-from rlhf_core.control import promotion
+from rlhf_core.control import approval, promotion
 from rlhf_core.control.approval import answer_promotion
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
@@ -107,7 +106,7 @@ def when_asked(run_dir: RunDir, do: Callable[[], object]) -> Ask:
     return ask
 
 
-def answer(desk: Desk, run_dir: RunDir, verdict: answering.Verdict, by: str, reason: str = "") -> answering.Answered:
+def answer(desk: Desk, run_dir: RunDir, verdict: approval.Verdict, by: str, reason: str = "") -> approval.Answered:
     return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, say=desk.notes.log, timeout_s=20)
 
 
@@ -272,7 +271,7 @@ def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) 
     controller = desk.controller(run_dir)
     told: dict[str, str] = {}
 
-    def says(verdict: answering.Verdict, by: str) -> None:
+    def says(verdict: approval.Verdict, by: str) -> None:
         try:
             told[by] = answer(desk, run_dir, verdict, by).message
         except BadInput as error:
@@ -340,7 +339,7 @@ def test_with_an_answer_that_may_be_replaced_two_count(desk: Desk, monkeypatch: 
 
 
 @pytest.mark.parametrize("first", ["approved", "refused"])
-def test_without_a_controller_the_answer_is_acted_on_from_here(desk: Desk, first: answering.Verdict) -> None:
+def test_without_a_controller_the_answer_is_acted_on_from_here(desk: Desk, first: approval.Verdict) -> None:
     run_dir = completed(desk, asked())
     controller = desk.controller(run_dir)
     controller.show_question = when_asked(run_dir, killed)
@@ -364,14 +363,14 @@ def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
     run_dir = completed(desk, asked())
     with pytest.raises(Killed):
         promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, killed)))
-    opened = answering.opened
+    opened = approval.opened
 
     def quick(*arguments: Any, **options: Any) -> Any:
         drive(desk.controller(run_dir))
         desk.controller(desk.run())
         return opened(*arguments, **options)
 
-    monkeypatch.setattr(answering, "opened", quick)
+    monkeypatch.setattr(approval, "opened", quick)
     assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
     assert states(run_dir) == ["waiting", "approved", "promoted"]
 

@@ -21,7 +21,7 @@ from signing_in import page_of
 from sites import Site
 from test_promotion import answers, completes, standing, states
 
-from flows import gate as approval
+from flows import gate
 from flows.limits import LIMIT
 from flows.run import run_in_prefect
 from rlhf_core.control.controller import Controller
@@ -34,8 +34,8 @@ from rlhf_core.text.formatting import THROUGH_PREFECT
 
 @pytest.fixture(autouse=True)
 def _quick(real_prefect: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(approval, "POLL_INTERVAL_S", 0.2)
-    monkeypatch.setattr(approval, "RETRY_INTERVAL_S", 0.5)
+    monkeypatch.setattr(gate, "POLL_INTERVAL_S", 0.2)
+    monkeypatch.setattr(gate, "RETRY_INTERVAL_S", 0.5)
     with real_prefect.in_use():
         yield
 
@@ -176,14 +176,14 @@ def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
         dead = flow_run_of(run_dir)
         form = {"approve": True, "by": "dee", "reason": "late"}
         client.resume_flow_run(dead.id, run_input=form)
-        approval._take_over(client, run_dir, UUID(int=0))
+        gate._take_over(client, run_dir, UUID(int=0))
     assert standing(run_dir).by == f"dee ({THROUGH_PREFECT})"
 
 
 def test_a_form_that_nobody_reads_any_more_is_taken_away(desk: Desk) -> None:
     with waiting_run(desk) as run_dir:
         with get_client(sync_client=True) as client:
-            approval._take_over(client, run_dir, UUID(int=0))
+            gate._take_over(client, run_dir, UUID(int=0))
         assert message_of(run_dir)[0] == "Crashed", "nobody cancelled it, and it has not completed"
         answers(run_dir, "refused")
 
@@ -203,8 +203,8 @@ def test_a_server_that_never_answers_does_not_hold_the_lease(desk: Desk, monkeyp
     controller = waiting_controller(desk, run_dir)
     kept = []
     monkeypatch.setattr(controller.lease, "keep", lambda: kept.append(1))
-    monkeypatch.setattr(approval, "server_answers", hangs)
-    monkeypatch.setattr(approval, "SHUTDOWN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gate, "server_answers", hangs)
+    monkeypatch.setattr(gate, "SHUTDOWN_TIMEOUT_S", 0.2)
     context = contextvars.copy_context()
     thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()

@@ -26,8 +26,7 @@ def events(run_dir: RunDir, flow_run: FlowRunRef = FLOW_RUN) -> Sequence[Prefect
 
 
 def completed(desk: Desk) -> RunDir:
-    run_dir = desk.run()
-    desk.runs_well(run_dir)
+    run_dir = desk.good_run()
     session = desk.controller(run_dir)
     session.journal.append(ControllerStarted(controller="me", flow_run_id="x", flow_run_url="http://ui/runs/x"))
     drive(session)

@@ -16,7 +16,7 @@ from prefect.states import Crashed, Running
 from process_tools import until
 from sites import Site
 
-from flows import schedules as skipping
+from flows import schedules
 from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
 from rlhf_core.run_dir.run import RunDir
@@ -91,13 +91,13 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     by_hand = client.create_flow_run_from_deployment(paused)
     # The tag of the flow runs is what counts: Prefect copies it from the deployment when it plans them.
     for one in (busy, idle):
-        client.update_flow_run(waiting[one].id, tags=[*waiting[one].tags, skipping.SKIP_IF_BUSY])
+        client.update_flow_run(waiting[one].id, tags=[*waiting[one].tags, schedules.SKIP_IF_BUSY])
     (schedule,) = client.read_deployment_schedules(paused)
     client.update_deployment_schedule(paused, schedule.id, active=False)
     assert state(client, waiting[paused])[0] in ("Scheduled", "Late"), "Prefect leaves what was due"
     for one in (busy, other):
         at_work(client, one)
-    found = skipping.call_off(RUN_FLOW, desk.site.runs_dir)
+    found = schedules.call_off(RUN_FLOW, desk.site.runs_dir)
     assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
     name, said = state(client, waiting[paused])
     assert (name, "its schedule was paused" in said) == ("Cancelled", True)
@@ -105,16 +105,16 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     assert (name, "of the same deployment still goes on" in said) == ("Cancelled", True)
     for left in (waiting[other], waiting[idle], by_hand):
         assert state(client, left)[0] in ("Scheduled", "Late")
-    until(lambda: events(real_prefect, paused) == [skipping.EVENT], "its event")
-    assert skipping.call_off(RUN_FLOW, desk.site.runs_dir) == []
+    until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event")
+    assert schedules.call_off(RUN_FLOW, desk.site.runs_dir) == []
 
 
 def test_a_scheduled_run_that_a_worker_has_taken_does_not_begin_while_its_deployment_is_busy(
     client: SyncPrefectClient, desk: Desk
 ) -> None:
-    deployment = deployed(client, "nightly", skipping.SKIP_IF_BUSY)
+    deployment = deployed(client, "nightly", schedules.SKIP_IF_BUSY)
     waiting = due(client, deployment)
-    assert skipping.SKIP_IF_BUSY in waiting.tags
+    assert schedules.SKIP_IF_BUSY in waiting.tags
     run_dir = desk.run()
     crashed = at_work(client, deployment, run_dir.run_id)
     client.set_flow_run_state(crashed.id, Crashed(), force=True)
@@ -132,12 +132,12 @@ def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_goes_on
 ) -> None:
     deployment = deployed(client, "crashes")
     asked = client.create_flow_run_from_deployment(deployment)
-    assert skipping.busy_with(client, asked, desk.site.runs_dir) == ""
+    assert schedules.busy_with(client, asked, desk.site.runs_dir) == ""
     client.set_flow_run_state(at_work(client, deployment).id, Crashed(), force=True)
-    assert skipping.busy_with(client, asked, desk.site.runs_dir) == "", "it had made no run"
+    assert schedules.busy_with(client, asked, desk.site.runs_dir) == "", "it had made no run"
     run_dir = desk.run()
     client.set_flow_run_state(at_work(client, deployment, run_dir.run_id).id, Crashed(), force=True)
-    assert skipping.busy_with(client, asked, desk.site.runs_dir) == run_dir.run_id
+    assert schedules.busy_with(client, asked, desk.site.runs_dir) == run_dir.run_id
     assert RunDir.of(desk.site.runs_dir, run_dir.run_id).spec.is_file()
     run_dir.spec.unlink()
-    assert skipping.busy_with(client, asked, desk.site.runs_dir) == ""
+    assert schedules.busy_with(client, asked, desk.site.runs_dir) == ""

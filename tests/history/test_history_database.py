@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from history_tools import dump, new_sqlite, postgres, whole_run
+from history_tools import dump, new_sqlite, postgres, synced, whole_run
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
 from rlhf_core.history import database, queries
@@ -214,8 +214,7 @@ def test_a_lost_connection_is_made_anew(runs: Path) -> None:
 
 
 def test_a_reader_does_not_wait_for_a_writer(store: HistoryStore, database_url: str, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    synced(whole_run(runs), store)
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE runs SET state = 'failed'")
         with HistoryStore(database_url) as other:

@@ -94,8 +94,7 @@ def test_renewing_a_lease_that_never_was(store: HistoryStore) -> None:
 
 def test_a_token_is_higher_than_those_in_the_journal(store: HistoryStore, runs: Path) -> None:
     """The database was lost and rebuilt from files: the journal still has the tokens."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1, token=7)
     sync(run.dir, store)
     assert store.acquire_lease(run.run_id, "me", 60) == 8

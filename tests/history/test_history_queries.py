@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from history_tools import RunFiles, at, dump, new_sqlite, postgres, whole_run
+from history_tools import RunFiles, at, dump, new_sqlite, postgres, synced, whole_run
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries
@@ -26,8 +26,7 @@ from rlhf_core.watchdog.ingest import sync
 def three(store: HistoryStore, runs: Path) -> dict[str, str]:
     """Two runs of the same name and one of another: name in this test -> run id."""
     old = whole_run(runs, "sort", "aaaaaa", 0)
-    new = RunFiles(runs, "sort", "abbbbb", 100)
-    new.created()
+    new = RunFiles(runs, "sort", "abbbbb", 100).created()
     other = whole_run(runs, "gsm8k", "cccccc", 50)
     for run in (old, new, other):
         sync(run.dir, store)
@@ -67,8 +66,7 @@ def test_a_run_is_found_by_what_people_call_it(store: HistoryStore, three: dict[
 def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
     store: HistoryStore, runs: Path, three: dict[str, str]
 ) -> None:
-    trial = RunFiles(runs, "sort", "dddddd", 200, trial_of=three["new"])
-    trial.created()
+    trial = RunFiles(runs, "sort", "dddddd", 200, trial_of=three["new"]).created()
     sync(trial.dir, store)
     assert trial.run_id not in [run["run_id"] for run in queries.list_runs(store)]
     listed = {run["run_id"]: run["trial_of"] for run in queries.list_runs(store, trials=True)}
@@ -103,8 +101,7 @@ def test_last_of_nothing(store: HistoryStore) -> None:
 
 
 def test_show_has_the_promised_shape(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     shown = queries.show_run(store, run.run_id)
     json.dumps(shown, allow_nan=False)
     promised = {
@@ -132,8 +129,7 @@ def test_show_has_the_promised_shape(store: HistoryStore, runs: Path) -> None:
 
 
 def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     shown = queries.show_run(store, run.run_id)
     assert shown["run"]["message"] == "exact match went from 0.75 to 0.93"
     assert [(stage["name"], stage["state"], stage["seconds"]) for stage in shown["stages"]] == [
@@ -194,8 +190,7 @@ def test_checks_of_a_resumed_run_are_the_newest_of_each(store: HistoryStore, run
 def test_what_is_usual_on_a_node_are_medians_of_enough_probes(store: HistoryStore, runs: Path) -> None:
     for number, tflops in enumerate((0.1, 0.4, 0.2)):
         assert queries.usual_speeds(store, at(0)) == {}  # two are not enough to say what is usual
-        run = RunFiles(runs, tail=f"{number:06}", created=number)
-        run.created()
+        run = RunFiles(runs, tail=f"{number:06}", created=number).created()
         run.planned(1, 1)
         run.probe(1, ("n1",), 10 + number, matmul_tflops=tflops)
         sync(run.dir, store)
@@ -213,8 +208,7 @@ def test_an_attempt_that_left_no_outcome(store: HistoryStore, runs: Path) -> Non
 
 
 def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     found = queries.events(store, run.run_id)
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)
     assert found[0]["message"] == "anna requested sort with sort.toml"
@@ -228,8 +222,7 @@ def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -
 
 
 def test_a_curve_takes_the_last_value_of_each_step(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     by_restart = {1: 1.0, 2: 1.0, 3: 1.1, 4: 1.1, 5: 2.0, 6: 2.0, 7: 2.0, 8: 2.0, 9: 2.0, 10: 2.0}
     expected = [(step, pytest.approx(1 / step + origin)) for step, origin in by_restart.items()]
     assert queries.curve(store, run.run_id, ["train/loss"])["train/loss"] == expected
@@ -238,8 +231,7 @@ def test_a_curve_takes_the_last_value_of_each_step(store: HistoryStore, runs: Pa
 
 def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore, runs: Path) -> None:
     """The new attempt is only at step 3; steps 4 and 5 of the old one belong to discarded weights."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     for step in range(1, 6):
         run.metrics(1, 0, step, step)
     run.metrics(2, 0, 3, 20)
@@ -249,8 +241,7 @@ def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore,
 
 
 def test_a_restart_that_made_no_step_undoes_nothing(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 1)
     run.event(1, 1, "role_started", 5)
     sync(run.dir, store)
@@ -258,8 +249,7 @@ def test_a_restart_that_made_no_step_undoes_nothing(store: HistoryStore, runs: P
 
 
 def test_a_metric_that_is_not_there(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     assert queries.curve(store, run.run_id, ["nothing"]) == {"nothing": []}
 
 
@@ -268,8 +258,7 @@ def test_a_metric_that_is_not_there(store: HistoryStore, runs: Path) -> None:
 
 
 def test_goodput(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     goodput = queries.show_run(store, run.run_id)["goodput"]
     assert goodput["wall_s"] == pytest.approx(55, abs=0.01)
     assert goodput["queue_s"] == pytest.approx(2, abs=0.01)
@@ -279,8 +268,7 @@ def test_goodput(store: HistoryStore, runs: Path) -> None:
 
 
 def test_time_lost_by_kind_of_failure(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     killed, lost = sorted(queries.show_run(store, run.run_id)["lost_time"], key=lambda row: -len(row["failure_kind"]))
     # Step 4 ended at 16; step 3 began again at 22 - 2.
     assert killed["failure_kind"] == "worker_killed"
@@ -295,8 +283,7 @@ def test_time_lost_by_kind_of_failure(store: HistoryStore, runs: Path) -> None:
 
 def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
     """Two incidents between the same two steps share the time between them."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 0)
     run.moved(RunState.QUEUED, 0)
     run.planned(1, 0)
@@ -310,8 +297,7 @@ def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
 
 
 def test_time_between_an_end_and_a_resume_does_not_count(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 0)
     run.moved(RunState.QUEUED, 0)
     run.planned(1, 0)
@@ -329,8 +315,7 @@ def test_time_between_an_end_and_a_resume_does_not_count(store: HistoryStore, ru
 
 
 def test_node_health(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    synced(whole_run(runs), store)
     question = "SELECT node, num_attempts, num_runs, num_strikes, last_failure_kind FROM node_health ORDER BY node"
     assert queries.run_sql(store, question).rows == [["n1", 2, 1, 0, None], ["n2", 1, 1, 2, "node_lost"]]
 
@@ -477,8 +462,7 @@ def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
 def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs: Path) -> None:
     """With the controls: nothing is learned from another shape or a failed run."""
     done = whole_run(runs, "sort", "aaaaaa", 0)
-    undone = RunFiles(runs, "sort", "bbbbbb", 100)
-    undone.created()
+    undone = RunFiles(runs, "sort", "bbbbbb", 100).created()
     for run in (done, undone):
         sync(run.dir, store)
     shape = shape_key(done.dir.read_spec().spec)
@@ -492,8 +476,7 @@ def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, 
     """Each with the mean of its steps; an incomplete run does not count."""
     made = []
     for index, seconds in enumerate((1.0, 4.0, 9.0, 100.0)):
-        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
-        run.created()
+        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index).created()
         for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING):
             run.moved(state, 100.0 * index + 1)
         for step, factor in ((1, 1.5), (2, 0.5)):
@@ -511,8 +494,7 @@ def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
     """The newest completed run, with the basis from its newest round of checks."""
     assert queries.last_good(store, "sort") is None
     for index, state in enumerate((RunState.COMPLETED, RunState.COMPLETED, RunState.FAILED)):
-        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
-        run.created()
+        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index).created()
         for basis in ("torch = 7", f"torch = {index}"):
             result = CheckResult(id="trial.basis", status=CheckStatus.PASSED, found=basis)
             run.journal(ChecksMade(results=(result,)), 100.0 * index + 1)
@@ -528,8 +510,7 @@ def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
 
 
 def test_a_trial_is_a_good_run_for_others_and_its_pace_is_none(store: HistoryStore, runs: Path) -> None:
-    trial = RunFiles(runs, "sort", "aaaaaa", 0, trial_of="the-run")
-    trial.created()
+    trial = RunFiles(runs, "sort", "aaaaaa", 0, trial_of="the-run").created()
     for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED):
         trial.moved(state, 1)
     trial.metrics(1, 0, 1, 2)

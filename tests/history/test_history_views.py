@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, whole_run
+from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, synced, whole_run
 
 from rlhf_core.errors import DatabaseUnavailable
 from rlhf_core.files.appended import LineWriter
@@ -37,8 +37,7 @@ def assert_goodput_is_the_view(store: HistoryStore) -> None:
 def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, runs: Path) -> None:
     """Ended, active, ended and resumed, rebuilt."""
     whole_run(runs, "over", "aaaaaa")
-    resumed = RunFiles(runs, "resumed", "bbbbbb", 100)
-    resumed.created()
+    resumed = RunFiles(runs, "resumed", "bbbbbb", 100).created()
     for seconds, state in ((101, RunState.PREFLIGHT), (102, RunState.QUEUED)):
         resumed.moved(state, seconds)
     resumed.planned(1, 103)
@@ -46,8 +45,7 @@ def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, ru
     for step in (1, 2, 3):
         resumed.metrics(1, 0, step, 105 + 2 * step)
     resumed.moved(RunState.FAILED, 120)
-    working = RunFiles(runs, "working", "cccccc", 200)
-    working.created()
+    working = RunFiles(runs, "working", "cccccc", 200).created()
     rebuild(runs, store)
     assert_goodput_is_the_view(store)
     assert len(ask(store, "SELECT 1 FROM goodput_cache")) == 2
@@ -70,8 +68,7 @@ def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, ru
 
 def test_a_stale_cache_of_goodput_is_not_used(store: HistoryStore, runs: Path) -> None:
     """A late line of an ended run: the row of the cache is ignored."""
-    run = whole_run(runs)
-    sync(run.dir, store)
+    synced(whole_run(runs), store)
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE goodput_cache SET productive_s = 77")
     assert ask(store, "SELECT productive_s FROM all_goodput") == [[77]], "control: the cache is used"
@@ -84,8 +81,7 @@ def test_without_the_stamp_stale_goodput_would_be_shown(
     store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: an ingester that does not renew the cache, and a stamp that does not show it."""
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     monkeypatch.setattr(run_rows, "cache_goodput", lambda *_arguments: None)
     run.metrics(2, 0, 11, 54.5)
     sync(run.dir, store)
@@ -123,8 +119,7 @@ def test_recoveries(store: HistoryStore, runs: Path) -> None:
 
 
 def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     run.incident(1, 0, FailureKind.HANG, 20)
     sync(run.dir, store)
@@ -133,8 +128,7 @@ def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) ->
 
 def outlived(runs: Path, action: Action) -> RunFiles:
     """A hang of another group at 12, decided with ``action``; a rank is killed at 20, the next step ends at 30."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     run.incident(1, 0, FailureKind.HANG, 12, number=1)
     run.decision(1, 0, action, 12, number=1)
@@ -167,8 +161,7 @@ def test_an_incident_that_ended_all_workers_costs_time(store: HistoryStore, runs
 
 def test_where_the_time_of_steps_went(store: HistoryStore, runs: Path) -> None:
     """Repeated steps count once."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     for step in (1, 2, 3):
         run.metrics(1, 0, step, step, **{"time/rollout_s": 1.5})
     for step in (3, 4):
@@ -179,8 +172,7 @@ def test_where_the_time_of_steps_went(store: HistoryStore, runs: Path) -> None:
 
 
 def test_telemetry_over_time(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     found = ask(store, "SELECT node, key, value FROM node_figures ORDER BY node, key, value")
     cpu = [[node, "cpu_percent", 42.0] for node in ("n1", "n1", "n2", "n2")]
     assert found == [*cpu, ["n2", "gpu0_power_w", 200.0], ["n2", "gpu0_power_w", 300.0]]
@@ -190,8 +182,7 @@ def test_telemetry_over_time(store: HistoryStore, runs: Path) -> None:
 
 
 def test_what_stood_out_and_until_when(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     writer = LineWriter(run.dir.attempt(1).restart(0).events("n1"))
     for seconds, message, finding in (
         (10, "n2 is hot", "begins"),
@@ -229,8 +220,7 @@ def test_runs_are_filtered_by_owner_and_tag(store: HistoryStore, runs: Path) -> 
 
 def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: Path) -> None:
     """In one batch and in two: PostgreSQL's COPY alone would reject the batch."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 1, **{"a/b": 1.0})
     run.metrics(1, 0, 1, 2, **{"a/b": 2.0})
     sync(run.dir, store)

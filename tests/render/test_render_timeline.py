@@ -21,8 +21,7 @@ __all__ = ["database_url", "runs", "store"]
 
 def hung_run(runs: Path) -> RunFiles:
     """Three steps, a rank that stands still from 12 s on, a restart in place, step 3 once more."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.QUEUED, 2)
     run.planned(1, 3)
@@ -82,8 +81,7 @@ def test_a_hang_from_the_run_directory(runs: Path) -> None:
 
 
 def test_a_healthy_run_has_no_entries(runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     assert read_timeline(run.dir).entries() == []
 
@@ -95,8 +93,7 @@ def test_nothing_went_on_before_a_step_was_done(runs: Path) -> None:
 
 
 def test_a_worker_that_ended_did_not_stand_still_before(runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     incident = run.incident(1, 0, FailureKind.WORKER_KILLED, 17, detected_after_s=0.3)
     assert [entry.text for entry in made_up(run, [incident]).entries()] == [incident_text(incident)]
 

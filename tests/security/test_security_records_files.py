@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from history_tools import RunFiles, new_sqlite, whole_run
+from history_tools import RunFiles, new_sqlite, synced, whole_run
 
 from rlhf_core.errors import JournalDamaged, RunDirError
-from rlhf_core.files import reading as files
+from rlhf_core.files import reading
 from rlhf_core.files.appended import FilePosition, parse_lines, read_blocks, read_lines, read_on, read_tail
 from rlhf_core.files.reading import FileLine, UnfitFile, open_regular, read_document
 from rlhf_core.files.whole import read_model
@@ -165,8 +165,7 @@ GOOD = b'{"step": %d, "time": "2026-03-01T12:00:00Z", "stage": "grpo", "metrics"
 
 
 def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, store: HistoryStore) -> None:
-    run = RunFiles(tmp_path / "runs")
-    run.created()
+    run = RunFiles(tmp_path / "runs").created()
     run.metrics(1, 0, 1, 10)
     path = run.dir.attempt(1).restart(0).metrics
     os.truncate(path, 500 << 20)
@@ -186,7 +185,7 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
     assert peak < 64 << 20
     assert progress.step == 1
     (told,) = [event for event in queries.events(store, run.run_id) if event["kind"] == "set_aside"]
-    assert f"longer than {files.MAX_LINE_BYTES} bytes" in told["message"]
+    assert f"longer than {reading.MAX_LINE_BYTES} bytes" in told["message"]
     with path.open("ab") as file:
         file.write(b"\n" + GOOD % 2)
     sync(run.dir, store)
@@ -196,8 +195,8 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
 
 
 def test_lines_around_one_that_is_too_long_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
-    monkeypatch.setattr(files, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", 7)
     path = tmp_path / "lines"
     texts = [b"a" * 3, b"b" * 100, b"c" * 101, b"d", b"e" * 500, b"f" * 99]
     path.write_bytes(b"\n".join(texts) + b"\n" + b"torn")
@@ -240,8 +239,7 @@ def test_a_document_without_an_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_journal_without_an_end_is_damaged_and_is_mended_in_bounded_memory(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "runs")
-    run.created()
+    run = RunFiles(tmp_path / "runs").created()
     size = run.dir.control.stat().st_size
     os.truncate(run.dir.control, 300 << 20)
     tracemalloc.start()
@@ -263,8 +261,7 @@ def test_a_journal_without_an_end_is_damaged_and_is_mended_in_bounded_memory(tmp
 
 def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistoryStore) -> None:
     """Also where all its lines can be read, and none begins in the middle of the one before."""
-    run = whole_run(tmp_path / "runs")
-    sync(run.dir, store)
+    run = synced(whole_run(tmp_path / "runs"), store)
     content = run.dir.control.read_bytes()
     run.dir.control.unlink()
     run.dir.control.write_bytes(content)
@@ -292,8 +289,7 @@ def test_a_copy_of_a_run_directory_does_not_hold_the_reader(tmp_path: Path, stor
 
 @pytest.mark.parametrize("name", [b"events-\xff\xfe.jsonl", b"events-\x1b]52;c;.jsonl", b"events-a\nb.jsonl"])
 def test_names_that_are_no_utf_8_are_read(tmp_path: Path, store: HistoryStore, name: bytes) -> None:
-    run = whole_run(tmp_path / "runs")
-    sync(run.dir, store)
+    run = synced(whole_run(tmp_path / "runs"), store)
     restart = run.dir.attempt(1).restart(1)
     content = restart.events("n1").read_bytes()
     folder = os.fsencode(restart.root)

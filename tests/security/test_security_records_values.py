@@ -279,8 +279,7 @@ def test_whatever_its_schema_takes_a_line_can_be_stored(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: int, moment: Any
 ) -> None:
     store = _hypothesis_store(tmp_path_factory)
-    files = RunFiles(tmp_path_factory.mktemp("one") / "runs")
-    files.created()
+    files = RunFiles(tmp_path_factory.mktemp("one") / "runs").created()
     restart = files.dir.attempt(1).restart(0)
     restart.root.mkdir(parents=True)
     line = {"step": number, "time": str(moment), "stage": "sft", "metrics": {text: number}}

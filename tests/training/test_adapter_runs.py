@@ -58,7 +58,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
-    from rlhf_core.training.evaluation import evaluator as evaluation
+    from rlhf_core.training.evaluation import evaluator
     from rlhf_core.training.trainers import run as run_module
 
     train = group.train
@@ -79,7 +79,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     train("evaluated", EVALUATED)
     train("not-evaluated", adapted(EVALUATED, evaluate={"every_num_steps": 0}, model=EVALUATED["model"]))
     # Negative control: pairs are ranked with dropout.
-    with mock.patch.object(evaluation, "in_evaluation_mode", contextlib.nullcontext):
+    with mock.patch.object(evaluator, "in_evaluation_mode", contextlib.nullcontext):
         train("with-dropout", EVALUATED)
     train("for-one", RUNS["stage-3"], reporter=Interrupting(Phase.TRAIN, 5, interrupt))
     return results
@@ -142,10 +142,6 @@ def test_a_resume_without_the_adapter_is_caught(results: list[dict[str, Any]], f
     """Negative control of the test above."""
     assert [result["forgetful"] for result in results] == ["done", "done"]
     assert told(folder, "forgetful", restart=1)[6] != told(folder, "stage-1")[6]
-
-
-def without_evaluation(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("eval/")}
 
 
 def test_an_evaluation_changes_nothing_of_a_training_with_dropout(results: list[dict[str, Any]], folder: Path) -> None:

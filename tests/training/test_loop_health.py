@@ -11,7 +11,7 @@ from health_runs import CASES, DEGENERATE, HEALTHY, SEED_FORMULAS, SeedFormula, 
 from rank_launcher import launch, values
 
 from rlhf_core.schemas.health import HealthSpec
-from rlhf_core.training.health import rules as health_rules
+from rlhf_core.training.health import rules
 from rlhf_core.training.health.judge import HealthFinding, HealthVerdict, Judge, in_words
 from rlhf_core.training.health.signals import seed_repeats
 from rlhf_core.training.health.state import (
@@ -155,8 +155,8 @@ def test_a_task_that_was_solved_from_the_start_is_left_alone() -> None:
 
 def test_without_the_exemption_a_solved_task_would_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: it is the exemption that keeps it."""
-    monkeypatch.setattr(health_rules, "_is_solved", lambda state, now: False)
-    monkeypatch.setattr(health_rules, "_has_gained", lambda state, now: False)
+    monkeypatch.setattr(rules, "_is_solved", lambda state, now: False)
+    monkeypatch.setattr(rules, "_has_gained", lambda state, now: False)
     found = first_finding(curve((30, {}), (500, SOLVED)))
     assert found is not None
     assert found[1] == "no_spread"

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from history_tools import RunFiles, dump, new_sqlite, remove_run, whole_run
+from history_tools import RunFiles, dump, new_sqlite, remove_run, synced, whole_run
 from kill_points import Killed
 from sqlalchemy import event
 
@@ -65,8 +65,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_batches")
 def test_killed_at_any_point_the_rows_are_the_same(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     store.clear()  # names of metrics stay, so that every round below makes the same statements
     count = Countdown(0)
     with failpoints(store, count):
@@ -216,8 +215,7 @@ def test_a_batch_counts_once(store: HistoryStore, runs: Path) -> None:
 
 
 def test_the_slower_of_two_ingesters_begins_again(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     sync(run.dir, store)
     run.moved(RunState.PREFLIGHT, 1)
     slow = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
@@ -233,8 +231,7 @@ def test_without_the_stamp_the_slower_ingester_would_break_the_run(
 ) -> None:
     """Negative control: a store that does not look whether the history has moved on."""
     monkeypatch.setattr(HistoryStore, "_take_turn", lambda *_arguments: True)
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     with store.writing() as connection:
         insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
     run.moved(RunState.PREFLIGHT, 1)
@@ -320,13 +317,11 @@ def test_history_written_bit_by_bit_equals_history_made_again(store: HistoryStor
 
 
 def test_rebuild_keeps_what_files_no_longer_tell(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     shutil.rmtree(run.dir.checkpoint(2).root)
     sync(run.dir, store)
     token = store.acquire_lease(run.run_id, "me", 60)
-    archived = whole_run(runs, name="archived", tail="cccccc", created=200)
-    sync(archived.dir, store)
+    archived = synced(whole_run(runs, name="archived", tail="cccccc", created=200), store)
     shutil.rmtree(archived.dir.root)
     expected = dump(store)
     assert rebuild(runs, store).kept == (archived.run_id,)
@@ -336,12 +331,10 @@ def test_rebuild_keeps_what_files_no_longer_tell(store: HistoryStore, runs: Path
 
 def test_rebuild_says_which_run_cannot_be_made_again(store: HistoryStore, runs: Path) -> None:
     good = whole_run(runs)
-    newer = whole_run(runs, name="newer", tail="dddddd", created=300)
-    sync(newer.dir, store)
+    newer = synced(whole_run(runs, name="newer", tail="dddddd", created=300), store)
     spec = newer.dir.spec
     spec.write_text(spec.read_text().replace('"schema_version": 2', '"schema_version": 99'))
-    broken = RunFiles(runs, name="broken", tail="eeeeee", created=400)
-    broken.created()
+    broken = RunFiles(runs, name="broken", tail="eeeeee", created=400).created()
     broken.moved(RunState.COMPLETED, 1)
     report = rebuild(runs, store)
     assert list(report.runs) == [good.run_id]
@@ -351,8 +344,7 @@ def test_rebuild_says_which_run_cannot_be_made_again(store: HistoryStore, runs: 
 
 
 def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     token = store.acquire_lease(run.run_id, "me", 60)
     store.clear()
     assert not any(dump(store).values())
@@ -361,8 +353,7 @@ def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:
 
 def test_removing_a_run_removes_all_of_it(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
-    other = whole_run(runs, name="other", tail="bbbbbb", created=100)
-    sync(other.dir, store)
+    synced(whole_run(runs, name="other", tail="bbbbbb", created=100), store)
     expected = dump(store)
     sync(run.dir, store)
     remove_run(store, run.run_id)

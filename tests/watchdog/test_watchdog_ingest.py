@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from history_tools import RunFiles, at, dump, whole_run
+from history_tools import RunFiles, at, dump, synced, whole_run
 from made_reports import decision_of, incident_of
 
 from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
@@ -62,8 +62,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
 
 
 def test_a_sync_that_was_not_acknowledged_is_shown_as_such(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     found = ask(store, "SELECT attempt, restart, version, acknowledged, gb_per_s, share_of_limit FROM weight_syncs")
     assert sorted(found) == [
         [1, 0, 2, 2, 4.0, 0.8],
@@ -85,8 +84,7 @@ def test_a_sync_that_was_not_acknowledged_is_shown_as_such(store: HistoryStore, 
 
 
 def test_a_sync_on_its_way_is_not_told_as_missing_while_the_run_goes_on(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.planned(1, 4)
     run.weight_sync(1, 0, 0, 10, acknowledged=2)
     run.weight_sync(1, 0, 1, 12)
@@ -100,8 +98,7 @@ def test_a_sync_on_its_way_is_not_told_as_missing_while_the_run_goes_on(store: H
 
 
 def test_a_ledger_that_is_read_again_makes_no_second_rows(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     before = dump(store)["weight_syncs"]
     ledger = run.dir.attempt(1).restart(0).weight_syncs
     content = ledger.read_bytes()
@@ -117,8 +114,7 @@ def test_a_ledger_that_is_read_again_makes_no_second_rows(store: HistoryStore, r
 
 
 def test_nothing_new_writes_nothing(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     before = store.ingest_state(run.run_id)
     assert sync(run.dir, store) == SyncReport()
     assert store.ingest_state(run.run_id) == before
@@ -131,16 +127,14 @@ def test_a_directory_without_a_journal_is_not_a_run_yet(store: HistoryStore, run
 
 
 def test_no_run_directory(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.dir.spec.unlink()
     with pytest.raises(RunDirError, match=r"no spec\.json"):
         sync(run.dir, store)
 
 
 def test_the_run_row_tells_what_was_asked_for(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     sync(run.dir, store)
     found = queries.show_run(store, run.run_id)["run"]
     assert found["state"] == "pending"
@@ -151,8 +145,7 @@ def test_the_run_row_tells_what_was_asked_for(store: HistoryStore, runs: Path) -
 
 
 def test_a_torn_last_line_waits_for_its_writer(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     run.metrics(1, 0, 2, 12)
     path = run.dir.attempt(1).restart(0).metrics
@@ -167,8 +160,7 @@ def test_a_torn_last_line_waits_for_its_writer(store: HistoryStore, runs: Path) 
 
 
 def test_a_torn_line_in_the_middle_is_skipped_and_counted(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10)
     path = run.dir.attempt(1).restart(0).metrics
     torn_at = path.stat().st_size
@@ -194,8 +186,7 @@ def test_a_damaged_document_is_skipped_until_it_is_replaced(store: HistoryStore,
 
 def test_metrics_without_their_journal_line(store: HistoryStore, runs: Path) -> None:
     """The line that planned the attempt cannot be read: its metrics are kept all the same, and it is said each time."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     with run.dir.control.open("ab") as file:
         file.write(b'{"sequence": 1, "tok\n')
     run.metrics(1, 0, 1, 10)
@@ -233,8 +224,7 @@ def test_a_journal_is_read_up_to_the_line_that_cannot_be_read_and_on_once_it_is_
 
 def test_a_journal_that_was_changed_before_what_is_read_already(store: HistoryStore, runs: Path) -> None:
     """The first line that is wrong is named, and not where the reading went on; mended by hand, it is made again."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1)
     sync(run.dir, store)
     run.moved(RunState.QUEUED, 2)
@@ -250,8 +240,7 @@ def test_a_journal_that_was_changed_before_what_is_read_already(store: HistorySt
 
 
 def test_values_that_are_not_finite_can_be_told_apart(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10, a=math.nan, b=math.inf, c=-math.inf, d=0.5)
     sync(run.dir, store)
     question = (
@@ -271,16 +260,14 @@ def test_values_that_are_not_finite_can_be_told_apart(store: HistoryStore, runs:
 
 def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
     """An untrained model writes anything, NUL characters too."""
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     samples = queries.evaluation_samples(store, run.run_id, "before", "greedy")
     assert [sample["completion"] for sample in samples] == ["0␀", "1␀", "2␀"]
     assert [sample["score"] for sample in samples] == [0.0, 1.0, 0.0]
 
 
 def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     for step in (1, 2, 3):
         run.metrics(1, 0, step, step)
     sync(run.dir, store)
@@ -295,8 +282,7 @@ def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None
 
 
 def test_lines_of_a_fenced_off_writer_do_not_count(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1, token=3)
     run.moved(RunState.QUEUED, 2, token=5)
     run.moved(RunState.CANCELLED, 3, "the old controller did not know", token=3)
@@ -319,8 +305,7 @@ def test_without_fencing_the_old_controller_would_win(
             self._batch.journal.append(ingest_reader.JournalEntry(found.begin, found.line))
 
     monkeypatch.setattr(IngestReader, "_read_journal", read_every_line)
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1, token=3)
     run.moved(RunState.QUEUED, 2, token=5)
     run.moved(RunState.CANCELLED, 3, "the old controller did not know", token=3)
@@ -329,8 +314,7 @@ def test_without_fencing_the_old_controller_would_win(
 
 
 def test_an_illegal_move_of_the_run(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     sync(run.dir, store)
     before = dump(store)
     run.moved(RunState.COMPLETED, 1)
@@ -347,16 +331,14 @@ def test_an_illegal_move_of_an_attempt(store: HistoryStore, runs: Path) -> None:
 
 
 def test_a_move_of_an_attempt_that_nobody_planned(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.journal(AttemptMoved(attempt=9, state=AttemptState.RUNNING, cause="?"), 1)
     with pytest.raises(IllegalMove, match=r"attempt 9 of .* is unknown"):
         sync(run.dir, store)
 
 
 def test_a_move_that_is_said_twice_changes_nothing(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1, "first")
     run.moved(RunState.PREFLIGHT, 2, "said again after a restart of the controller")
     sync(run.dir, store)
@@ -364,8 +346,7 @@ def test_a_move_that_is_said_twice_changes_nothing(store: HistoryStore, runs: Pa
 
 
 def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.FAILED, 5, "no disk")
     sync(run.dir, store)
@@ -378,8 +359,7 @@ def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs:
 
 def test_an_adopted_job_is_said_to_be_submitted_again(store: HistoryStore, runs: Path) -> None:
     """A controller that was killed between submitting and writing it down finds the job and says so, perhaps late."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.planned(1, 4)
     adopted = Submission(attempt=1, scheduler="local", job_id="j1", command=("python",), host="login2")
     run.journal(AttemptSubmitted(submission=adopted), 9)
@@ -417,8 +397,7 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
 
 def test_several_incidents_of_a_restart_become_rows_of_their_own(store: HistoryStore, runs: Path) -> None:
     """With the control, the only one of a restart in the place where version 0.1 wrote it."""
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.planned(1, 4)
     for number, seconds in ((1, 10.0), (2, 20.0), (10, 30.0)):
         run.incident(1, 0, FailureKind.WORKER_KILLED, seconds, number=number, role=Role.ROLLOUT)
@@ -440,8 +419,7 @@ def test_several_incidents_of_a_restart_become_rows_of_their_own(store: HistoryS
 
 
 def test_an_incident_written_anew_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs)
-    run.created()
+    run = RunFiles(runs).created()
     run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n1", "n2"))
     sync(run.dir, store)
     run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n2",))
@@ -455,8 +433,7 @@ def test_an_incident_written_anew_replaces_the_old_one(store: HistoryStore, runs
 
 
 def test_a_removed_checkpoint_keeps_its_row(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     shutil.rmtree(run.dir.checkpoint(2).root)
     sync(run.dir, store)
     question = "SELECT step FROM checkpoints WHERE removed_at IS {} ORDER BY step"
@@ -469,16 +446,14 @@ def test_a_removed_checkpoint_keeps_its_row(store: HistoryStore, runs: Path) -> 
 
 
 def test_checkpoints_that_cannot_be_listed_are_not_removed(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     run.dir.checkpoints_dir.rename(run.dir.root / "elsewhere")
     sync(run.dir, store)
     assert ask(store, "SELECT count(*) FROM checkpoints WHERE removed_at IS NOT NULL") == [[0]]
 
 
 def test_an_evaluation_made_again_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     run.evaluation("after", "greedy", 0.5, 99)
     sync(run.dir, store)
     assert ask(store, "SELECT value FROM evaluations WHERE when_made = 'after' AND name = 'greedy'") == [[0.5]]
@@ -486,8 +461,7 @@ def test_an_evaluation_made_again_replaces_the_old_one(store: HistoryStore, runs
 
 
 def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     run.status(1, 0, 99)  # an old file that is written late
     sync(run.dir, store)
     assert ask(store, "SELECT node, restart, sequence FROM attempt_nodes WHERE attempt = 1 ORDER BY node") == [
@@ -516,8 +490,7 @@ def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, k
 
 
 def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     moved = shutil.copytree(run.dir.root, tmp_path / "archive" / run.run_id)
     sync(type(run.dir)(moved), store)
     assert queries.run_dir_of(store, run.run_id) == str(moved)
@@ -526,8 +499,7 @@ def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, t
 
 def test_a_file_that_became_another_one_is_read_from_its_beginning(store: HistoryStore, runs: Path) -> None:
     """Its lines stand beside those of the file before, also where they begin at the same bytes."""
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     restart = run.dir.attempt(1).restart(0)
     count = "SELECT COUNT(*) FROM events WHERE source LIKE '%restarts/0/events-n1.jsonl' AND attempt = 1"
     ((before,),) = ask(store, count)
@@ -554,8 +526,7 @@ def test_a_file_that_became_another_one_is_read_from_its_beginning(store: Histor
 
 
 def test_a_file_that_was_restored_brings_nothing_twice(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    sync(run.dir, store)
+    run = synced(whole_run(runs), store)
     before = dump(store)
     path = run.dir.attempt(1).restart(0).events("n1")
     content = path.read_bytes()

@@ -132,6 +132,11 @@ class AgentRun:
         code = self.agents[-1].wait(timeout=TIMEOUT_S)
         return code, self._output(len(self.agents) - 1).read_text(encoding="utf-8")
 
+    def run_through(self, *, native: bool = False, **variables: str) -> tuple[int, str]:
+        """Start the agent of the only node, and wait for it."""
+        self.start(native=native, **variables)
+        return self.finish()
+
     def order(self, kind: str, number: int = 0) -> None:
         command = AgentCommand.model_validate({"kind": kind, "reason": "the test asked", "time": utc_now()})
         write_model(self.dir.commands / f"{number}.json", command)

@@ -11,9 +11,9 @@ from process_tools import until
 
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import AgreedStep, Ready
-from rlhf_core.worker.channel import channel as agent_channel
+from rlhf_core.worker.channel import messages
 from rlhf_core.worker.channel import store as agent_store
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import (
     AgentStoreLost,
@@ -129,7 +129,7 @@ HOST = textwrap.dedent(
 @pytest.mark.parametrize("dies", [True, False])
 def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     """With the control: while it lives it is not."""
-    monkeypatch.setattr(agent_channel, "LOST_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(messages, "LOST_TIMEOUT_S", 4.0)
     with subprocess.Popen([sys.executable, "-c", HOST, marker], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rlhf_core.worker.channel import channel as agent_channel
-from rlhf_core.worker.channel.channel import LOST_TIMEOUT_S, AgentChannel
+from rlhf_core.worker.channel import messages
+from rlhf_core.worker.channel.messages import LOST_TIMEOUT_S, AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.liveness.pause_clock import PauseClock
@@ -82,8 +82,8 @@ def test_whose_node_is_given_up(
 
 def test_who_stood_still_forgives_and_who_did_not_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(agent_channel.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(agent_channel.threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(messages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(messages.threading.Thread, "start", lambda thread: None)
     signer = MessageSigner(b"0" * 64, "toy/1", 1)
     follower = AgentChannel(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryAgentStore(), signer)
     assert not follower.is_lost

@@ -29,8 +29,7 @@ def test_damaged_checkpoints_are_put_aside_one_after_the_other(agent_run: MakeRu
     """The two newest of three are damaged, then a rank dies: both are kept for inspection, and the third is used."""
     run = agent_run(supervise={**PATIENT, "max_restarts": 1}, checkpoint={"every_num_steps": 5})
     run.script({"restart": 0, "rank": 1, "step": 18, "do": "damage_two"})
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
 
     outcome = run.outcome()
     # A restart for a damaged checkpoint does not count against the budget of 1.
@@ -62,8 +61,7 @@ def test_damaged_checkpoints_are_put_aside_one_after_the_other(agent_run: MakeRu
 def test_the_run_stops_when_no_checkpoint_is_left_and_says_what_to_do(agent_run: MakeRun) -> None:
     run = agent_run(supervise=PATIENT, checkpoint={"every_num_steps": 5})
     run.script({"restart": 0, "rank": 0, "step": 8, "do": "damage_all"})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     outcome = run.outcome()
     assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.CHECKPOINT_CORRUPT)
     folder = run.run_dir.checkpoint(5).root
@@ -80,8 +78,7 @@ def test_a_damaged_checkpoint_is_not_evaluated_in_the_shape_of_an_older_one(agen
     """The steps after the older one belong to the result: they are trained again, which takes a new attempt."""
     run = agent_run(evaluator=True, supervise=PATIENT, checkpoint={"every_num_steps": 5})
     run.script({"restart": 1, "rank": 0, "step": 0, "do": "damage_newest"})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     assert (code, run.outcome().failure_kind) == (1, FailureKind.CHECKPOINT_CORRUPT)
     assert run.decision(1).action is Action.NEW_ATTEMPT
     assert "have to be trained again" in run.decision(1).reason

@@ -356,9 +356,9 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 def test_imports_that_touch_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_core.errors import WorkerError
-    from rlhf_core.training import warm as imports
+    from rlhf_core.training import warm
 
-    monkeypatch.setattr(imports, "load_deepspeed", lambda on_cpu: None)
-    monkeypatch.setattr(imports.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(warm, "load_deepspeed", lambda on_cpu: None)
+    monkeypatch.setattr(warm.dist, "is_initialized", lambda: True)
     with pytest.raises(WorkerError, match="have initialised a process group"):
-        imports.import_libraries()
+        warm.import_libraries()

@@ -64,8 +64,7 @@ def assert_training_was_untouched(run: AgentRun, num_ranks: int = 2) -> None:
 def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: FailureKind, said: str) -> None:
     run = agent_run(rollouts=2, train={"num_steps": STEPS}, supervise=SUPERVISE)
     run.script({"role": "rollout", "generation": 0, "rank": 1, "step": 20, "do": do})
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
     assert_training_was_untouched(run)
     ((incident, decision),) = incidents(run)
@@ -145,8 +144,7 @@ def test_trainers_are_restarted_while_rollout_workers_live_on(agent_run: MakeRun
 def test_a_rollout_worker_that_fails_every_time_ends_the_attempt(agent_run: MakeRun) -> None:
     run = agent_run(rollouts=1, train={"num_steps": 1000}, supervise=SUPERVISE)
     run.script({"role": "rollout", "rank": 0, "step": 3, "do": "reward"})
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
     outcome = run.outcome()
     assert (code, outcome.state) == (1, AttemptState.FAILED), output
     assert outcome.failure_kind is FailureKind.REWARD_FUNCTION
@@ -158,8 +156,7 @@ def test_a_worker_is_blamed_for_the_process_it_speaks_for(agent_run: MakeRun) ->
     """A rank of a wrapped trainer does not beat itself: its state and its stack are those that count."""
     run = agent_run(rollouts=1, train={"num_steps": STEPS}, supervise=SUPERVISE)
     run.script({"role": "rollout", "generation": 0, "rank": 0, "step": 20, "do": "child_stops"})
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
     assert code == 0, output
     ((incident, decision),) = incidents(run)
     child = (run.run_dir.root / "child").read_text(encoding="utf-8")

@@ -36,8 +36,7 @@ def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_
         {"restart": 0, "rank": 1, "step": 8, "do": "kill"},
         {"restart": 1, "rank": 0, "step": 13, "do": "stop"},
     )
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
 
     outcome = run.outcome()
     assert (code, outcome.state, outcome.num_restarts, outcome.last_step) == (0, AttemptState.COMPLETED, 2, 20), output
@@ -87,8 +86,7 @@ def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_
 def test_a_rank_that_is_killed_again_and_again_spends_the_budget(agent_run: MakeRun) -> None:
     run = agent_run(supervise={"floor_s": 60.0, "max_restarts": 1}, checkpoint={"every_num_steps": 100})
     run.script({"rank": 0, "step": 2, "do": "kill"})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     assert code == 1
     assert len(run.dir.restarts()) == 2
     assert [run.decision(number).action for number in (0, 1)] == [Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
@@ -110,8 +108,7 @@ def test_an_error_that_would_come_back_ends_the_attempt_at_once_with_its_message
 ) -> None:
     run = agent_run()
     run.script({"rank": 1, "step": 3, "do": fault})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     outcome = run.outcome()
     assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, kind)
     assert words in outcome.message
@@ -125,8 +122,7 @@ def test_a_full_disk_ends_the_attempt_and_still_leaves_incident_and_outcome(agen
     """Nothing more fits on the disk, not even the worker's own outcome: that comes over the node's memory."""
     run = agent_run()
     run.script({"rank": 1, "step": 3, "do": "full_disk"})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     outcome = run.outcome()
     assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.DISK_FULL)
     assert "no room for the checkpoint of step 3" in outcome.message
@@ -150,8 +146,7 @@ def test_a_worker_that_leaves_without_a_word_has_not_done_its_work(agent_run: Ma
     """Exit code 0 alone is no success: the outcome file is."""
     run = agent_run(supervise={"max_restarts": 0})
     run.script({"rank": 0, "step": 20, "do": "exit"}, {"rank": 1, "step": 20, "do": "exit"})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     assert code == 1
     assert run.outcome().state is AttemptState.FAILED
     assert "exit code 0 and wrote no outcome" in run.outcome().message
@@ -183,8 +178,7 @@ def test_long_before_its_floor_a_deadlock_is_proven_and_a_sleep_is_left_alone(ag
     run.script(
         {"restart": 0, "rank": 0, "step": 5, "do": "sleep"}, {"restart": 0, "rank": 1, "step": 21, "do": "deadlock"}
     )
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
     assert code == 0, output
     incident = run.incident(0)
     assert (incident.failure_kind, incident.suspect_ranks, incident.step) == (FailureKind.HANG, (1,), 21)
@@ -199,8 +193,7 @@ def test_endless_work_outside_a_collective_is_a_hang_of_that_rank(agent_run: Mak
     """An endless loop, and C code that never gives the interpreter back: a helper thread could not even run then."""
     run = agent_run(supervise={"floor_s": 1.0, "setup_floor_s": 60.0, "max_restarts": 0})
     run.script({"rank": 1, "step": 5, "do": fault})
-    run.start()
-    code, _ = run.finish()
+    code, _ = run.run_through()
     incident = run.incident(0)
     assert (code, incident.failure_kind, incident.suspect_ranks) == (1, FailureKind.HANG, (1,))
     assert "has not entered collective" in incident.message
@@ -231,8 +224,7 @@ def test_a_second_agent_leaves_and_a_killed_agent_takes_its_workers_along(agent_
     until(lambda: run.reached(0, 2))
     workers = run.pids(0)
 
-    run.start()
-    code, output = run.finish()
+    code, output = run.run_through()
     assert code == 1
     assert f"pid {first.pid}" in output
     assert not run.dir.outcome.exists()

@@ -18,7 +18,7 @@ from rlhf_core.schemas.agent_messages import GroupState, NodeState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, Phase, RankStatus
 from rlhf_core.schemas.resources import GroupPlan, Role
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
@@ -126,7 +126,7 @@ def test_a_worker_that_goes_on_while_evidence_is_collected_is_left_alone(
         watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns())
         return []
 
-    monkeypatch.setattr("rlhf_core.worker.supervision.supervisor.evidence.collect", collect)
+    monkeypatch.setattr("rlhf_core.worker.evidence.collection.collect", collect)
     supervisor.start()
     events = tmp_path / "restarts" / "0" / "events-here.jsonl"
     until(lambda: events.exists() and "withdrawn" in events.read_text(encoding="utf-8"), timeout_s=10.0)

@@ -65,7 +65,7 @@ def deploy(
     and limits set in the UI stay, unless you give them here.
     """
     _require_good_config(config, set_ or ())
-    site = _site_in_prefect()
+    site = site_in_prefect()
     from flows.deployments.registration import register
 
     done = register(
@@ -119,7 +119,7 @@ def submit(
     and its schedule stay unchanged.
     """
     _require_good_config(config, set_ or (), or_deployment=True)
-    site = _site_in_prefect()
+    site = site_in_prefect()
     from flows.deployments.registration import submit_config
 
     asked = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
@@ -139,18 +139,18 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
         BadInput: it is neither a file nor a preset, and no deployment can be called so.
     """
     from rlhf_core.config import loading as configs
-    from rlhf_core.config import problems as config_problems
+    from rlhf_core.config.problems import expected_name, is_name
 
     if not or_deployment or Path(config).is_file():
         configs.load(config, overrides)
         return
     configs.check_overrides(overrides)  # other errors depend on the deployed config
-    if not config_problems.is_name(config.removeprefix("rlhf-run/")):
-        expected = config_problems.expected_name(Path(config).stem)
+    if not is_name(config.removeprefix("rlhf-run/")):
+        expected = expected_name(Path(config).stem)
         raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
 
 
-def _site_in_prefect() -> "Site":
+def site_in_prefect() -> "Site":
     """Load the site's settings, and set Prefect's own before it is imported."""
     from flows.server.required import require
     from rlhf_core.config.site import load_site

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.cli.commands.history import catch_up
+from rlhf_core.cli.commands.history import catch_up, open_history
 
 
 class Target(StrEnum):
@@ -48,12 +48,10 @@ def export(
     folder or on a server. tensorboard: event files. wandb: an offline run, to be sent with `wandb sync`; this command
     sends nothing.
     """
-    from rlhf_core.config.site import load_site
     from rlhf_core.history import queries
-    from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
 
-    with HistoryStore(load_site().database_url) as store:
+    with open_history() as store:
         run_ids = list(dict.fromkeys(queries.resolve_run(store, run) for run in runs))
         for run_id in run_ids:
             catch_up(store, run_id)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.commands.deploy import site_in_prefect
 from rlhf_core.cli.commands.history import RunArgument
 from rlhf_core.cli.commands.run import find_run
 from rlhf_core.cli.output import JsonOption
@@ -65,11 +66,7 @@ def notify(
 ) -> None:
     """Register the notifications of this site ([notify] of rlhf.toml) with Prefect; with --test, also send a
     message."""
-    from flows.server.required import require
-    from rlhf_core.config.site import load_site
-
-    site = load_site()
-    require(site)
+    site = site_in_prefect()
     from flows.notify import register, send_test  # only now: Prefect reads its settings when it is imported
 
     names = register(site)

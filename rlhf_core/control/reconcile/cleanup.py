@@ -107,9 +107,7 @@ class SnapshotCleanup:
     """Removal of configs and code that were deployed once and that nothing can need any more. It remembers what the run
     directories refer to, which never changes: each is read once."""
 
-    def __init__(
-        self, site: Site, store: HistoryStore, flow_runs: FlowRuns | None, now: Callable[[], datetime] = utc_now
-    ) -> None:
+    def __init__(self, site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> None:
         """Remember nothing yet.
 
         Args:
@@ -118,7 +116,6 @@ class SnapshotCleanup:
         self._site = site
         self._flow_runs = flow_runs
         self._store = store
-        self._now = now
         self._sources: dict[str, str] = {}
 
     def run(self, may: Callable[[], bool] = lambda: True) -> list[Path]:
@@ -145,7 +142,7 @@ class SnapshotCleanup:
     def _removable(self, referred: Collection[tuple[str, str]]) -> list[snapshots.Copy]:
         days = self._site.retention.deployments_days
         return (
-            snapshots.removable(snapshots.copies(self._site.home), referred, days=days, now=self._now()) if days else []
+            snapshots.removable(snapshots.copies(self._site.home), referred, days=days, now=utc_now()) if days else []
         )
 
     def _referred_by_runs(self) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,7 @@ class Chore:
 
     title: str
     """For the log, as the beginning of ``... was not possible``."""
-    work: Callable[[HistoryStore], None]
+    work: Callable[[HistoryStore], object]
 
 
 def plain_round(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> Sequence[ActionResult]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rlhf_core.schemas.agent_messages import AgreedStep, Orders
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.worker.channel.channel import AgentChannel, Message
+from rlhf_core.worker.channel.messages import AgentChannel, Message
 from rlhf_core.worker.supervision.supervisor import ExternalRequests
 
 LAST_STATE_TIMEOUT_S = 5.0

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,11 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, job_marker
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.worker.agent.agent import Agent, try_to_write
+from rlhf_core.survival import Survived
 from rlhf_core.worker.agent.job import AttemptAborted, Ending, Job
 from rlhf_core.worker.agent.leader import OUTCOME_TIMEOUT_S, Leader
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.agent.phases import Agent, try_to_write
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import (
     JOIN_TIMEOUT_S,
@@ -65,9 +65,7 @@ class AgentSite:
         self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
 
 
-def run_agent(
-    run_dir: Path, attempt: int, targets: Mapping[Role, str] | None = None, import_paths: Sequence[Path] = ()
-) -> int:
+def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_paths: Sequence[Path]) -> int:
     """Run this node's part of an attempt until it ends.
 
     Args:
@@ -95,22 +93,20 @@ def run_agent(
     site = AgentSite(
         directory, attempt, nodes, inbox, leader, EventLog(nodes.name, directory.attempt(attempt).restart(0))
     )
-    try:
+    with Survived() as failed:  # every failure must leave an outcome
         if problem:
             raise AttemptAborted(FailureKind.CONFIG, f"{nodes.name}: {problem}")
         signer = _signer(site)
         site.channel = AgentChannel(nodes, _agent_store(site, signer), signer)
         spec, placement = _read(directory, attempt, nodes)
-        job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets or {}), import_paths)
+        job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets), import_paths)
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
-    except AttemptAborted as error:
-        ending = _report_broken(site, str(error), error.kind)
-    except Exception as error:  # noqa: BLE001 - every failure must leave an outcome
-        text = traceback.format_exc()
-        sys.stderr.write(text)
-        ending = _report_broken(
-            site, f"the agent failed: {type(error).__name__}: {error}", classify(Evidence(agent_log=text)).kind
-        )
+    if isinstance(failed.error, AttemptAborted):
+        ending = _report_broken(site, str(failed.error), failed.error.kind)
+    elif failed.error is not None:
+        sys.stderr.write(failed.trace)
+        kind = classify(Evidence(agent_log=failed.trace)).kind
+        ending = _report_broken(site, f"the agent failed: {failed.problem}", kind)
     return _finish(site, ending)
 
 

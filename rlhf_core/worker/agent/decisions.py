@@ -13,7 +13,7 @@ from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget, record_decision, record_incident
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import host_worker_store
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports

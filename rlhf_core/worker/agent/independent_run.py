@@ -11,7 +11,7 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.job import Ending
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport, Write
 from rlhf_core.worker.groups.base import Exit, StartAbandoned, Started

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from rlhf_core.schemas.agent_messages import GroupOrders, GroupState, Orders, WorkerEndOrder, WorkerStartOrder
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 
 
 class OrderBook:

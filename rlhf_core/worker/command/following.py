@@ -14,20 +14,6 @@ VERSION_FOLDER = re.compile(r"v\d+-.+")
 """Folder that ms-swift creates in the output folder for every start: ``v0-20261122-170333`` (``--add_version``)."""
 
 
-class ToldOnce:
-    """Deduplicates sentences about unreadable files, so that each is reported once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def tell(self, sentence: str) -> str:
-        """The sentence; empty if it was already reported."""
-        if sentence in self._told:
-            return ""
-        self._told.add(sentence)
-        return sentence
-
-
 def output_folders(output_dir: Path) -> list[Path]:
     """The output folder and its version folders, if they exist.
 

@@ -11,7 +11,6 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.health import MetricHealth
 from rlhf_core.worker.command.launch import own_name
 from rlhf_core.worker.command.observation import Reading
@@ -34,7 +33,7 @@ class JobRecord:
         self._health = MetricHealth(context.spec.health, first_step)
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
         self._next_poll_s = 0.0
-        self._told = ToldOnce()
+        self._said: set[str] = set()
 
     def recover(self, published: Path) -> None:
         """Record the steps up to a checkpoint that no earlier start managed to record.
@@ -109,5 +108,6 @@ class JobRecord:
             file.write(f"{warning.model_dump_json()}\n")
 
     def _say_once(self, problem: str) -> None:
-        if said := self._told.tell(problem):
-            print(said, flush=True)
+        if problem and problem not in self._said:
+            self._said.add(problem)
+            print(problem, flush=True)

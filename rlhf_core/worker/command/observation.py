@@ -31,7 +31,7 @@ class Reading:
     metrics: Sequence[StepFigures] = ()
     """Metrics not contained in an earlier reading, oldest first."""
     problem: str = ""
-    """Sentence on why the source cannot be read; reported once."""
+    """Sentence on why the source cannot be read; :class:`JobRecord` prints each once."""
 
 
 @dataclass(frozen=True)

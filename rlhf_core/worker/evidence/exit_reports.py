@@ -15,7 +15,7 @@ from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
 from rlhf_core.worker import processes
-from rlhf_core.worker.evidence import collection as evidence
+from rlhf_core.worker.evidence.collection import log_tail, save_log_tails
 from rlhf_core.worker.groups.base import Hang, Started, WorkerGroup
 from rlhf_core.worker.worker_process import spare_outcome
 
@@ -83,8 +83,8 @@ def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int
         return end
     logs = {index: group.folder(index).log(group.role, group.seat.node, index) for index in wanted}
     for index, log in logs.items():
-        evidence.save_log_tails({index: log}, group.folder(index).evidence_dir, group.seat.node)
-    told = tuple(one.model_copy(update={"log_tail": evidence.log_tail(logs[one.local_rank])}) for one in ends)
+        save_log_tails({index: log}, group.folder(index).evidence_dir, group.seat.node)
+    told = tuple(one.model_copy(update={"log_tail": log_tail(logs[one.local_rank])}) for one in ends)
     return end.model_copy(update={"workers": told})
 
 

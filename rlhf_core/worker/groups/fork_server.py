@@ -124,12 +124,7 @@ class ForkServer:
     """The fork server of one node. Use it only from the agent's main thread: a server dies with the thread that started
     it."""
 
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        memory: Callable[[], tuple[int, int]] = memory_bytes,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, say: Callable[[str], None], memory: Callable[[], tuple[int, int]] = memory_bytes) -> None:
         """Create the handle without starting a server.
 
         Args:
@@ -138,7 +133,6 @@ class ForkServer:
         """
         self._say = say
         self._memory = memory
-        self._clock = clock
         self._server: _Server | None = None
         self._checked_s = -CHECK_INTERVAL_S
         self._is_off = False
@@ -158,7 +152,7 @@ class ForkServer:
             return False
         if server.process.poll() is not None:
             self._turn_off(f"it ended with exit code {server.process.returncode} in its imports")
-        elif self._clock() - server.started_s > IMPORT_TIMEOUT_S:
+        elif time.monotonic() - server.started_s > IMPORT_TIMEOUT_S:
             self._turn_off(f"it has not made its imports within {IMPORT_TIMEOUT_S:g} s")
         return self._server is not None
 
@@ -181,7 +175,7 @@ class ForkServer:
 
     def watch_memory(self) -> None:
         """Kill the server if memory is short. Cheap, and called often."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._server is None or now_s - self._checked_s < CHECK_INTERVAL_S:
             return
         self._checked_s = now_s
@@ -255,7 +249,7 @@ class ForkServer:
         os.close(order_out)
         os.close(answer_in)
         self.started.add(process.pid)
-        return _Server(process, order_in, answer_out, mark, self._clock())
+        return _Server(process, order_in, answer_out, mark, time.monotonic())
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True

@@ -67,23 +67,19 @@ class Connection:
         return _address(self.remote_field)
 
 
-def inspect_workers(
-    ranks: Iterable[RankStatus], gpu_percents: Mapping[int, float], connections: Mapping[int, Connection] | None = None
-) -> list[Inspection]:
+def inspect_workers(ranks: Iterable[RankStatus], gpu_percents: Mapping[int, float]) -> list[Inspection]:
     """Inspect workers of this node once.
 
     Args:
         ranks: The workers.
         gpu_percents: GPU utilisation by local rank; empty if unknown.
-        connections: All TCP connections of the node by inode; read here if None.
 
     Returns:
         One inspection per worker; for a worker that has exited in the meantime it carries a problem.
     """
     ranks = list(ranks)
-    if connections is None and ranks:
-        connections = read_connections(ranks[0].pid)
-    return [_inspect(rank, gpu_percents.get(rank.local_rank), connections or {}) for rank in ranks]
+    connections = read_connections(ranks[0].pid) if ranks else {}
+    return [_inspect(rank, gpu_percents.get(rank.local_rank), connections) for rank in ranks]
 
 
 def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[int, Connection]) -> Inspection:
@@ -101,7 +97,7 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     main = next((thread for thread in threads if thread.tid == pid), None)
     own = [thread for thread in threads if thread is main or not thread.name.startswith(SERVING_THREADS)]
     waits = {thread.tid: _classify(thread, links, connections) for thread in own}
-    sockets = [connections[inode] for inode in _socket_inodes(links.values()) if inode in connections]
+    sockets = [connections[inode] for inode in set(map(_inode, links.values())) if inode in connections]
     opened = [one for one in sockets if one.is_open]
     wait, detail, _ = waits.get(pid, (Wait.OUTSIDE, "", ""))
     stopped = [one.pid for one in rank.speaks_for if one.process_state in _STOPPED]
@@ -231,10 +227,6 @@ def _open_files(pid: int) -> dict[int, str]:
 
 def _inode(target: str) -> int:
     return int(target[len("socket:[") : -1]) if target.startswith("socket:[") else -1
-
-
-def _socket_inodes(targets: Iterable[str]) -> set[int]:
-    return {inode for inode in map(_inode, targets) if inode >= 0}
 
 
 def read_connections(pid: int) -> dict[int, Connection]:

@@ -5,7 +5,7 @@ Two nodes that cannot reach each other cannot tell which of them is cut off. Amo
 
 from dataclasses import dataclass
 
-from rlhf_core.worker.channel.channel import LOST_TIMEOUT_S, AgentChannel
+from rlhf_core.worker.channel.messages import LOST_TIMEOUT_S, AgentChannel
 
 GAVE_UP_S = 0.6 * LOST_TIMEOUT_S
 """Pause of agent 0 after which the others may have given it up, with a margin for the time they last heard it."""

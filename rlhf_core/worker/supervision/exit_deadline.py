@@ -21,22 +21,13 @@ POLL_S = 0.2
 class ExitDeadline:
     """Kills this process and all its descendants at a given time, unless it has exited before."""
 
-    def __init__(
-        self,
-        last_words: Callable[[str], None],
-        end_descendants: Callable[[float], object] = processes.end_descendants,
-        leave: Callable[[int], None] = os._exit,
-    ) -> None:
+    def __init__(self, last_words: Callable[[str], None]) -> None:
         """Create it without a deadline.
 
         Args:
             last_words: Records why the process is killed; may block.
-            end_descendants: Kills all descendants of this process, within the given number of seconds.
-            leave: Exits the process.
         """
         self._last_words = last_words
-        self._end_descendants = end_descendants
-        self._leave = leave
         self._lock = threading.Lock()
         self._at_s = float("inf")
         self._why = ""
@@ -55,14 +46,14 @@ class ExitDeadline:
 
     def leave_now(self) -> None:
         """Kill the process and its descendants at once, recording nothing: the run continues elsewhere."""
-        self._end_descendants(KILL_TIMEOUT_S)
-        self._leave(1)
+        processes.end_descendants(KILL_TIMEOUT_S)
+        os._exit(1)
 
     def _wait(self) -> None:
         while time.monotonic() < self._at_s:
             time.sleep(POLL_S)
         words = threading.Thread(target=self._last_words, args=(self._why,), daemon=True)
         words.start()
-        self._end_descendants(KILL_TIMEOUT_S)
+        processes.end_descendants(KILL_TIMEOUT_S)
         words.join(LAST_WORDS_S)
-        self._leave(1)
+        os._exit(1)

@@ -9,7 +9,7 @@ from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.agent_messages import Collected, GroupState, NodeState, WorkerEndOrder
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.groups.base import Hang

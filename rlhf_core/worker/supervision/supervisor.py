@@ -29,10 +29,10 @@ from rlhf_core.schemas.reports import AgentCommand, AgentStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
-from rlhf_core.worker.channel.channel import AgentChannel
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.evidence import collection as evidence
+from rlhf_core.worker.evidence.collection import STACK_TIMEOUT_S
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, WorkerGroup
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.supervision.agent_loss import find_loss
@@ -187,7 +187,7 @@ class Supervisor(threading.Thread):
     def stop(self) -> None:
         """Stop the thread."""
         self._over.set()
-        self.join(timeout=evidence.STACK_TIMEOUT_S + 5.0)
+        self.join(timeout=STACK_TIMEOUT_S + 5.0)
         self._series.stop(time.monotonic())
         self._telemetry.stop()
 
@@ -401,13 +401,10 @@ class Supervisor(threading.Thread):
             self._kill_workers()
         for role, one in list(self._groups.items()):
             wanted = self._orders.group(role)
-            one.obey(wanted, self._channel.nodes.index, partial(self._say_killed, role))
+            one.obey(wanted, self._channel.nodes.index, partial(self._events.add, "killed", role=role))
             if wanted.collect > before.groups.get(role, GroupOrders()).collect:
                 ranks = one.collect(wanted.collect_ranks, self._events)
                 self._channel.send(f"evidence/{role}/{wanted.collect}", Collected(ranks=ranks))
-
-    def _say_killed(self, role: Role, text: str) -> None:
-        self._events.add("killed", text, role)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Publishing

@@ -69,8 +69,7 @@ def saved(run: AgentRun) -> list[int]:
 
 def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
     run = agent_run(trainer=stranger("--daemon"), checkpoint={"every_num_steps": 5, "keep_last": 2})
-    run.start(native=True)
-    code, output = run.finish()
+    code, output = run.run_through(native=True)
     outcome = run.outcome()
     assert (code, outcome.state, outcome.last_step) == (0, AttemptState.COMPLETED, STEPS), output
     lines = metrics(run)
@@ -104,8 +103,7 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
     steps, every = (120, "50") if kind is FailureKind.HANG else (80, "5")
     trainer = stranger("--fault", fault, "--every", every, steps=steps)
     run = agent_run(trainer=trainer, checkpoint={"every_num_steps": 5}, supervise=supervise)
-    run.start(native=True)
-    code, output = run.finish()
+    code, output = run.run_through(native=True)
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
     incident = run.incident(0)
     assert (incident.failure_kind, incident.suspect_ranks) == (kind, (int(fault[0]),)), incident.message
@@ -121,8 +119,7 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
 
 def test_a_program_that_ends_well_too_early_has_failed(agent_run: MakeRun) -> None:
     run = agent_run(trainer=stranger("--fault", "0:8:leave"))
-    run.start(native=True)
-    code, _ = run.finish()
+    code, _ = run.run_through(native=True)
     incident = run.incident(0)
     assert (code, incident.failure_kind) == (1, FailureKind.INCOMPLETE)
     assert f"after 7 of {STEPS} steps" in incident.message
@@ -134,8 +131,7 @@ def test_a_program_that_begins_anew_has_failed(agent_run: MakeRun) -> None:
     run = agent_run(
         trainer=stranger("--fault", "1:14:kill", "--forgets", "--pause", "0.3"), checkpoint={"every_num_steps": 5}
     )
-    run.start(native=True)
-    code, output = run.finish()
+    code, output = run.run_through(native=True)
     assert code == 1, output
     assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
     incident = run.incident(1)
@@ -146,8 +142,7 @@ def test_a_program_that_begins_anew_has_failed(agent_run: MakeRun) -> None:
 
 def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
     run = agent_run(trainer=stranger() | {"argv": ["no-such-program"]})
-    run.start(native=True)
-    code, _ = run.finish()
+    code, _ = run.run_through(native=True)
     incident = run.incident(0)
     assert (code, incident.failure_kind) == (1, FailureKind.CONFIG)
     assert "no-such-program" in incident.message
@@ -170,8 +165,7 @@ def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_sign
 
 def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
     run = agent_run(trainer=stranger("--fault", "1:900:flat", steps=40), health={"window_steps": 10})
-    run.start(native=True)
-    code, output = run.finish()
+    code, output = run.run_through(native=True)
     assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 0), output
     incident, decision = run.incident(0), run.decision(0)
     assert (incident.failure_kind, incident.role) == (FailureKind.DEGENERATE_RL, Role.TRAINER)
@@ -204,8 +198,7 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
 def test_a_program_that_leaves_its_group_at_its_end_has_not_trained_alone(agent_run: MakeRun) -> None:
     trainer = with_torchrun("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
-    run.start(native=True)
-    code, output = run.finish()
+    code, output = run.run_through(native=True)
     assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
 
 

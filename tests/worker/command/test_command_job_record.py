@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import OWN_NAME
-from rlhf_core.worker.command.observation import StepFigures
+from rlhf_core.worker.command.observation import Reading, StepFigures
 from rlhf_core.worker.command.sources.trainer_log import history_of
 from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
 
@@ -74,6 +74,15 @@ def test_a_start_looks_at_what_all_starts_before_it_have_recorded(tmp_path: Path
     record.recover(saved)
     record.take([], 1.0, ended=False)
     assert [line.step for line in read_models(second.metrics, MetricsLine)] == [7, 8]
+
+
+def test_a_problem_of_a_source_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    restart = RunDir(tmp_path / "run").attempt(1).restart(0)
+    context: Any = SimpleNamespace(restart_dir=restart, spec=SimpleNamespace(health=HealthSpec()))
+    record = JobRecord(context, TRL, tmp_path / "output", first_step=0)
+    for problem in ("it cannot be read", "", "it is damaged", "it cannot be read"):
+        record.take([(ProgressSource.STDOUT, Reading(problem=problem))], 1.0, ended=False)
+    assert capsys.readouterr().out == "it cannot be read\nit is damaged\n"
 
 
 def test_metrics_of_trl_come_with_every_step_and_not_with_every_checkpoint(tmp_path: Path) -> None:

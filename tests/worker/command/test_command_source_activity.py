@@ -138,9 +138,8 @@ def test_a_busy_gpu_counts_for_the_ranks_that_use_it(
     assert samples(tmp_path, [program.pid], num=1) == [moved]
 
 
-def test_a_driver_without_its_library_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_its_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "_DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     source = Activity(watched(tmp_path))
     assert "rlhf-flows[training]" in source.poll(0.0).problem
-    assert source.poll(1.0).problem == ""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.observation import Reading, Watched
 from rlhf_core.worker.liveness.inspection import descendants_of
 
@@ -41,7 +40,6 @@ class Activity:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._told = ToldOnce()
         self._before: dict[tuple[int, float], _Usage] = {}
         self._sampled_at_s: float | None = None
         self._problem = ""
@@ -60,9 +58,8 @@ class Activity:
         usage = _usage(_with_descendants(own))
         passed_s = 0.0 if self._sampled_at_s is None else now_s - self._sampled_at_s
         before, self._before, self._sampled_at_s = self._before, usage, now_s
-        problem, self._problem = self._told.tell(self._problem), ""
         if not own or not before or all(_is_stopped(process) for process in own):
-            return Reading(problem=problem)
+            return Reading(problem=self._problem)
         # Everything used by a process started after the previous sample counts.
         began_s = time.time() - passed_s
         used = [_difference(usage[key], before.get(key)) for key in usage if key in before or key[1] >= began_s]
@@ -71,7 +68,7 @@ class Activity:
             or sum(one.io_bytes for one in used) >= MIN_IO_BYTES_PER_S * passed_s
             or (self._gpus is not None and self._gpus.are_used_by({pid for pid, _ in usage}))
         )
-        return Reading(moved=is_busy, problem=problem)
+        return Reading(moved=is_busy, problem=self._problem)
 
 
 def _processes(pids: Iterable[int]) -> list[psutil.Process]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.found_checkpoints import CheckpointContent, WatchedCheckpoints
 from rlhf_core.worker.command.observation import Reading, Watched
 
@@ -23,7 +22,6 @@ class Checkpoints:
 
     def __init__(self, watched: Watched) -> None:
         self._checkpoints = WatchedCheckpoints(watched.trainer, watched.output_dir)
-        self._told = ToldOnce()
         self._old: dict[Path, CheckpointContent | None] = {}
         self._contents: dict[Path, CheckpointContent | None] = {}
         self._complete: set[Path] = set()
@@ -44,7 +42,7 @@ class Checkpoints:
         try:
             found = self._checkpoints.find(now_s)
         except OSError as error:
-            return Reading(step=self._step, problem=self._told.tell(_in_words(error)))
+            return Reading(step=self._step, problem=_in_words(error))
         contents = {one.path: self._checkpoints.content(one.path) for one in found}
         # A checkpoint that existed before counts once the program writes into it.
         self._old = {path: content for path, content in self._old.items() if contents.get(path) == content}
@@ -55,8 +53,7 @@ class Checkpoints:
         self._step = max((one.step for one in new if one.complete), default=self._step)
         self._contents, self._complete = contents, complete
         is_written = any(one.path not in complete for one in grown)
-        problem, self._problem = self._told.tell(self._problem), ""
-        return Reading(moved, self._step, Phase.CHECKPOINT if is_written else None, problem=problem)
+        return Reading(moved, self._step, Phase.CHECKPOINT if is_written else None, problem=self._problem)
 
 
 def _in_words(error: OSError) -> str:

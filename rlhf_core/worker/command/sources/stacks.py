@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.observation import Reading, Watched
 from rlhf_core.worker.evidence.collection import find_py_spy
 
@@ -38,7 +37,6 @@ class Stacks:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._told = ToldOnce()
         self._program = find_py_spy()
         self._dumps: list[_Dump] = []
         self._began_at_s = float("-inf")
@@ -47,7 +45,7 @@ class Stacks:
     def poll(self, now_s: float) -> Reading:
         """Collect finished samples and start the next ones, without waiting."""
         if self._program is None:
-            return Reading(problem=self._told.tell(_MISSING))
+            return Reading(problem=_MISSING)
         moved, problem, waiting = False, "", []
         for dump in self._dumps:
             if dump.is_running:
@@ -65,7 +63,7 @@ class Stacks:
         self._dumps = waiting
         if not waiting and now_s - self._began_at_s >= SAMPLE_S:
             problem = self._begin(now_s) or problem
-        return Reading(moved, problem=self._told.tell(problem))
+        return Reading(moved, problem=problem)
 
     def _begin(self, now_s: float) -> str:
         """Start a sample of each process; returns a sentence if that fails."""

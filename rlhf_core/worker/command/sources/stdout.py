@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_core.files.reading import UnfitFile, open_regular
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.worker.command.following import ToldOnce, by_step, is_of_this_start, numbers_of
+from rlhf_core.worker.command.following import by_step, is_of_this_start, numbers_of
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
 POLL_S = 0.5
@@ -31,7 +31,6 @@ class Stdout:
         self._patterns = [re.compile(pattern) for pattern in watched.trainer.stdout_patterns]
         self._steps: dict[re.Pattern[str], int] = {}
         self._step: int | None = None
-        self._told = ToldOnce()
         self._logs = [_Log(path, watched) for path in watched.logs]
         self._next_poll_s = float("-inf")
 
@@ -50,7 +49,7 @@ class Stdout:
                 continue
             for line in lines:
                 moved |= self._take(line[:MAX_LINE_CHARACTERS], figures)
-        return Reading(moved, self._step, metrics=by_step(figures), problem=self._told.tell(problem))
+        return Reading(moved, self._step, metrics=by_step(figures), problem=problem)
 
     def _take(self, line: str, figures: list[StepFigures]) -> bool:
         moved = False

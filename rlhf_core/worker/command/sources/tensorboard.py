@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_core.files.reading import open_regular
 from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer, ProgressSource
-from rlhf_core.worker.command.following import ToldOnce, by_step
+from rlhf_core.worker.command.following import by_step
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
 POLL_S = 1.0
@@ -45,7 +45,6 @@ class TensorBoard:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._told = ToldOnce()
         self._files: dict[Path, _EventFile] = {}
         self._step: int | None = None
         self._next_poll_s = self._next_search_s = float("-inf")
@@ -72,7 +71,7 @@ class TensorBoard:
             problem = f"TensorBoard's event files cannot be read: {error}; expected files that the job may read"
         if figures:
             self._step = figures[-1].step
-        return Reading(bool(figures), self._step, metrics=by_step(figures), problem=self._told.tell(problem))
+        return Reading(bool(figures), self._step, metrics=by_step(figures), problem=problem)
 
     def _search(self) -> str:
         """Find new files; returns a sentence if there were more folders than could be searched."""

@@ -17,7 +17,6 @@ from rlhf_core.files.reading import read_document
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import (
     FollowedLines,
-    ToldOnce,
     by_step,
     is_of_this_start,
     numbers_of,
@@ -46,7 +45,6 @@ class TrainerLog:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._told = ToldOnce()
         self._logs: dict[Path, FollowedLines] = {}
         self._states: dict[Path, tuple[int, int]] = {}
         self._step: int | None = None
@@ -83,7 +81,7 @@ class TrainerLog:
             self._step = figures[-1].step
             self._told_step = self._step
         metrics = [one for one in by_step(figures) if one.values]
-        return Reading(moved, self._step, metrics=metrics, problem=self._told.tell(problem))
+        return Reading(moved, self._step, metrics=metrics, problem=problem)
 
     def _known_logs(self) -> list[FollowedLines]:
         for folder in output_folders(self._watched.output_dir):

@@ -9,9 +9,9 @@ kernel kills its workers.
 
 import os
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Role, job_marker
+from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
 from rlhf_core.worker.agent.decisions import GroupDecisions
@@ -36,7 +37,7 @@ from rlhf_core.worker.agent.independent_run import IndependentRun
 from rlhf_core.worker.agent.job import Ending, Job
 from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
 from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
-from rlhf_core.worker.channel.channel import AgentChannel, Message
+from rlhf_core.worker.channel.messages import AgentChannel, Message
 from rlhf_core.worker.channel.store import LOOPBACK
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
@@ -47,8 +48,8 @@ from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.nodes import probe as node_probe
 from rlhf_core.worker.nodes.membership import interface_of
+from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_sentence
 from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
@@ -86,9 +87,7 @@ class Agent:
         self._gpus: GpuWait | None = None
         self._slots: dict[Role, SlotFile] = {}
         self._group_events = GroupEvents(events)
-        self._probe = node_probe.Probe(
-            node_probe.ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
-        )
+        self._probe = Probe(ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint))
         supervise = job.spec.supervise
         self._fork_server = ForkServer(events.say)
         self._supervisor = Supervisor(
@@ -224,7 +223,7 @@ class Agent:
                 return step
             return AgreedStep(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
 
-        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, node_probe.FACTS_S)
+        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S)
         for look in (1, 2):
             if probe.measures and step.action in ("start", "again"):
                 speed = probe.measure(look, lambda: asked.to_end)
@@ -249,7 +248,7 @@ class Agent:
         """The step that ends the attempt, naming the nodes to exclude if a node is to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
         kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
-        message = node_probe.in_a_sentence(blocking)
+        message = in_a_sentence(blocking)
         what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
         failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)
@@ -450,29 +449,26 @@ class Agent:
         self._restart_is_used = self._restart_is_used or is_main
         generation = None if is_main else group.generation
         self._supervisor.supervise(group, group.generation)
-        problem = ""
         try:
-            group.start()
-            if group.workers:
-                self._group_events.started(group.role, list(group.workers.values()), generation)
-            while True:
-                for worker, end in group.poll():
-                    self._group_events.exited(group.role, worker, end, generation)
-                self._take_warnings()
-                if group.is_over:
-                    break
-                yield
-        except StartAbandoned:
-            pass
-        except Exception:  # noqa: BLE001 - elastic raises many types; the classifier reads the text
-            problem = traceback.format_exc()
+            # Elastic raises many types; the classifier reads the text.
+            with suppress(StartAbandoned), Survived(but=(StartAbandoned,)) as failed:
+                group.start()
+                if group.workers:
+                    self._group_events.started(group.role, list(group.workers.values()), generation)
+                while True:
+                    for worker, end in group.poll():
+                        self._group_events.exited(group.role, worker, end, generation)
+                    self._take_warnings()
+                    if group.is_over:
+                        break
+                    yield
         finally:
             group.close()
             self._supervisor.settle()
             self._take_warnings(now=True)
             # If other groups are running, kill only the processes marked as this group's.
             self._end_descendants(group if others else None)
-        return exit_reports.report(group, problem, self._write)
+        return exit_reports.report(group, failed.trace, self._write)
 
     def _take_warnings(self, *, now: bool = False) -> None:
         if self._warnings is not None:
