@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import Store
 
 from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.schemas.checkpoint_files import FileChecksum
-from rlhf_core.training.checkpoints.saving import comes_from_full_disk, in_words
+from rlhf_core.survival import Survived
+from rlhf_core.training.checkpoints.saving import comes_from_full_disk
 from rlhf_core.training.checkpoints.tensor_files import chunks
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
@@ -192,10 +193,9 @@ def write_content(
 
 def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
     """Run a function that returns checksums of files, and report its outcome."""
-    try:
+    with Survived() as outcome:  # whatever it is, the step and the other ranks have to hear of it
         return Report(work())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the step and the other ranks have to hear of it
-        return Report({}, in_words(error), comes_from_full_disk(error))
+    return Report({}, outcome.problem, comes_from_full_disk(outcome.error))
 
 
 def combined(reports: Sequence[Report]) -> Report:

@@ -13,7 +13,8 @@ from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import remove_tree
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
-from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, comes_from_full_disk, in_words
+from rlhf_core.survival import Survived
+from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, comes_from_full_disk
 from rlhf_core.training.checkpoints.soundness import settings_file
 from rlhf_core.training.checkpoints.state import state_file
 from rlhf_core.training.checkpoints.tensor_files import flattened, write_tensors
@@ -123,15 +124,13 @@ def together(
     Raises:
         DiskFull, WorkerError: a rank failed; raised by every rank, and the partial checkpoint is removed.
     """
-    try:
-        result, failure = work(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it before it goes on up
-        failure = error
-    failed, full = ranks.sum([float(failure is not None), float(comes_from_full_disk(failure))])
+    with Survived() as outcome:  # whatever it is, the other ranks must hear of it before it is raised
+        result = work()
+    failed, full = ranks.sum([float(outcome.error is not None), float(comes_from_full_disk(outcome.error))])
     if not failed:
         return result
-    reports = ranks.gather("" if failure is None else in_words(failure))
+    reports = ranks.gather(outcome.problem)
     if ranks.is_first:
         remove_tree(partial.root)
     told = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
-    raise publication.failure(partial.step, told, disk_full=bool(full)) from failure
+    raise publication.failure(partial.step, told, disk_full=bool(full)) from outcome.error

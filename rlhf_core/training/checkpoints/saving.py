@@ -121,11 +121,6 @@ class CheckpointPublication:
         return WorkerError(f"checkpoint {step} could not be written: {problem}")
 
 
-def in_words(error: Exception) -> str:
-    """Format an error for a report."""
-    return f"{type(error).__name__}: {error}"
-
-
 def comes_from_full_disk(error: BaseException | None) -> bool:
     """Return True if a full disk is the cause: torch and safetensors hide the system's error inside their own."""
     while error is not None:

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
+from rlhf_core.survival import Survived
 
 SHARD_BYTES = 4_000_000_000
 """Maximum size of a weights file in bytes."""
@@ -110,15 +111,14 @@ def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat:
         OSError, SafetensorError: rank 0 could not write; raised after all ranks have gone through all buckets.
     """
     writer = _FolderWriter(model, folder) if is_first else None
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for bucket in gathered_weights(model):
         beat()
         if writer is None or failure is not None:
             continue  # the others are still gathering: a rank that stopped here would leave them waiting
-        try:
+        with Survived() as outcome:  # raised below, when no rank waits for this one
             writer.add(bucket)
-        except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
-            failure = error
+        failure = outcome.error
     if failure is not None:
         raise failure
     if writer is not None:

@@ -24,6 +24,7 @@ from rlhf_core.schemas.engines import (
     WeightsRefused,
 )
 from rlhf_core.schemas.reports import Phase
+from rlhf_core.survival import Survived
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
 from rlhf_core.training.types import Completion, Reporter
@@ -50,10 +51,10 @@ class _Call(Generic[Answer]):
 
     def run(self) -> None:
         """Call it and pass on its result or exception."""
-        try:
+        with Survived() as outcome:  # raised where the future is waited for
             self.future.set_result(self.function())
-        except Exception as error:  # noqa: BLE001 - raised where the future is waited for
-            self.future.set_exception(error)
+        if outcome.error is not None:
+            self.future.set_exception(outcome.error)
 
 
 @dataclass(frozen=True)
