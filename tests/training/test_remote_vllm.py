@@ -60,7 +60,7 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
         parts[1].kill()
         group.processes[0].join(TIMEOUT_S)
         assert group.processes[0].exitcode == -signal.SIGKILL, "the agent sees what has ended it"
-        assert "SIGKILL has ended a process that this engine samples with" in group.output(0)
+        assert "SIGKILL ended a sampling process of this engine" in group.output(0)
         assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
 
 

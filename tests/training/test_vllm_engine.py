@@ -242,7 +242,7 @@ def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path, monkeypatch: 
     assert engine._adapter is not None
     with monkeypatch.context() as patch:
         patch.setattr(engine._adapter, "load", lambda *_: None)
-        with pytest.raises(StaleWeights, match=r"vLLM does not hold \d+ tensors of the adapter"):
+        with pytest.raises(StaleWeights, match=r"vLLM has \d+ tensors of the adapter"):
             engine.load(adapted(tmp_path, seed=2, size=0.300001), 3, no_beat)
     with pytest.raises(StaleWeights, match="no step"):
         engine.sample(PROMPTS, SEEDS, GREEDY, 3, no_beat)

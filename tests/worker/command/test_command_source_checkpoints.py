@@ -56,7 +56,7 @@ def test_an_output_folder_that_cannot_be_read_is_told_once(tmp_path: Path) -> No
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     first, second = Polls(Checkpoints(watched(loop))).polls(2, wait_s=0)
-    assert "expected an output folder that the job may read" in first.problem
+    assert "expected an output folder that the job can read" in first.problem
     assert second.problem == ""
 
 

@@ -136,7 +136,7 @@ def test_an_output_folder_that_cannot_be_read_is_told_once(tmp_path: Path) -> No
     loop.symlink_to(loop)
     polls = Polls(TrainerLog(watched(loop)))
     first, second = polls.polls(2, wait_s=0)
-    assert "expected an output folder that the job may read" in first.problem
+    assert "expected an output folder that the job can read" in first.problem
     assert (first.moved, second.problem) == (False, "")
 
 
