@@ -48,7 +48,7 @@ WHENCE = {
     "stale": "files: the nodes have no in-memory copy with a part of every rank",
     "unchecked": "the copy of step 4 in the memory of the nodes; files from peer nodes: 1",
 }
-"""Copies, and the beginning of what the log says about them after "going on from"."""
+"""Copies, and the beginning of what the log says about them after "resuming from"."""
 
 
 def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:
@@ -187,7 +187,7 @@ def test_a_run_that_lost_the_memory_of_a_node_goes_on_as_if_nothing_had_happened
     The control has its checksums turned off: it goes on from a damaged copy, and ends with another state.
     """
     (event,) = events(folder, name, 1, 1)
-    assert event.startswith(f"going on from {WHENCE[name]}"), event
+    assert event.startswith(f"resuming from {WHENCE[name]}"), event
     assert told(folder, name) | told(folder, name, restart=1) == told(folder, "straight")
     is_same = final_state(folder, name, 4) == final_state(folder, "straight", 4)
     assert is_same is (name != "unchecked")

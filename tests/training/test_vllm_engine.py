@@ -158,7 +158,7 @@ def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine
 
 def test_another_version_than_the_one_in_force_is_not_sampled_with(engine: VllmEngine) -> None:
     engine.load(model_of(engine.kind), 20, no_beat)  # type: ignore[attr-defined]
-    with pytest.raises(StaleWeights, match=r"step 20 in force.*step 21"):
+    with pytest.raises(StaleWeights, match=r"step 20 active.*step 21"):
         engine.sample(PROMPTS, SEEDS, GREEDY, 21, no_beat)
 
 
