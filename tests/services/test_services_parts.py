@@ -181,7 +181,7 @@ def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_earlier_name_of_a_service_is_understood_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert service_commands._present_names(["keeper", "worker"]) == ["daemon", "worker"]
-    assert "the keeper is called daemon now" in capsys.readouterr().err
+    assert "the keeper is now called daemon" in capsys.readouterr().err
     assert service_commands._present_names(["daemon"]) == ["daemon"]
     assert capsys.readouterr().err == ""
 
