@@ -12,7 +12,7 @@ CLI = """\
 # The command line
 
 Results go to standard output, notes and progress to standard error. Every command that reads takes `--json`. A RUN is a
-run id, the beginning of one, a name (which means the newest run with that name), or `last`.
+run id, a prefix of one, a name (which means the newest run with that name), or `last`.
 
 | exit code | meaning |
 |---|---|

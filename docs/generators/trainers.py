@@ -50,7 +50,7 @@ output folder                │ out                     │ trainer.output_dir,
 could not be read  ┃ what to do
 ━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 the way it resumes │ set trainer.checkpoint_name, checkpoint_complete, resume and resume_argv; until then a retry
-                   │ begins at step 0
+                   │ starts at step 0
 ...
 ```
 

@@ -26,7 +26,7 @@ class Layout:
         alone = f" on {_counted(self.engine_nodes, 'node')} of their own" if self.engine_nodes else ""
         trainers = _counted(self.trainers, "trainer")
         if not self.engines:
-            return f"{trainers} that sample themselves"
+            return f"{trainers} with in-process sampling"
         return f"{trainers} + {_counted(self.engines, 'engine')}{split}{alone}"
 
 
@@ -65,7 +65,7 @@ class Problem:
 def problems(layout: Layout, cluster: Cluster) -> list[Problem]:
     """Reasons against a layout; empty if it divides."""
     if cluster.trainer_nodes(layout) < 1:
-        return [Problem(f"{layout} of {_counted(cluster.num_nodes, 'node')}", "a node that trains at least")]
+        return [Problem(f"{layout} of {_counted(cluster.num_nodes, 'node')}", "at least one training node")]
     return [
         *_uneven_batch(layout, cluster),
         *_uneven_nodes(layout, cluster),
@@ -122,7 +122,8 @@ def _uneven_batch(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
             above = min((count for count in divisors if count > layout.trainers), default=below)
             yield Problem(
                 f"{rows} rows of a step of loops.{loop} for {layout.trainers} trainers",
-                f"a number of trainers that divides them, as {below} or {above}: else ranks wait for one with more",
+                f"a number of trainers that divides them, such as {below} or {above}: otherwise ranks wait for the "
+                "fullest one",
             )
 
 
@@ -135,7 +136,7 @@ def _uneven_nodes(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
     elif not alone and layout.engines > cluster.num_nodes and layout.engines % cluster.num_nodes:
         yield Problem(
             f"{layout.engines} engines on {cluster.num_nodes} nodes",
-            "the same number of engines on each node, or at most one a node",
+            "the same number of engines on each node, or at most one per node",
         )
 
 
@@ -144,8 +145,8 @@ def _uneven_engines(layout: Layout) -> Iterator[Problem]:
     if few and many % few:
         yield Problem(
             f"{layout.trainers} trainers against {layout.engines} engines",
-            "one number that divides the other: else some engines sample for more trainers than others, and each step "
-            "waits for them",
+            "one number that divides the other: otherwise some engines serve more trainers than others, and each "
+            "step waits for them",
         )
 
 

@@ -113,9 +113,9 @@ def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Seq
     usable = [name for name in inventory.node_names if name not in set(excluded_nodes)]
     if resources.num_nodes > len(usable):
         without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
-        found.append(f"{resources.num_nodes} nodes asked for, {len(usable)} there{without}")
+        found.append(f"{resources.num_nodes} nodes requested, {len(usable)} available{without}")
     if resources.gpus_per_node > inventory.gpus_per_node:
-        found.append(f"{resources.gpus_per_node} GPUs per node asked for, {inventory.gpus_per_node} there")
+        found.append(f"{resources.gpus_per_node} GPUs per node requested, {inventory.gpus_per_node} there")
     if inventory.memory_gb and resources.memory_gb > inventory.memory_gb:
-        found.append(f"{resources.memory_gb:g} GiB of memory per node asked for, {inventory.memory_gb:.1f} there")
+        found.append(f"{resources.memory_gb:g} GiB of memory per node requested, {inventory.memory_gb:.1f} there")
     return found

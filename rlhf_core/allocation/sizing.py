@@ -89,6 +89,6 @@ def _reason(spec: RunSpec, inventory: Inventory, excluded: Mapping[str, str], si
     lacking += [f"{node} is excluded" for node in excluded]
     why = f" ({', '.join(lacking[:8])})" if lacking else ""
     return (
-        f"the cluster cannot give {spec.resources.num_nodes} nodes{why}: going on with {size}, at least "
-        f"resources.min_nodes = {spec.resources.min_nodes}; the global batch stays"
+        f"the cluster cannot give {spec.resources.num_nodes} nodes{why}: continuing with {size}, at least "
+        f"resources.min_nodes = {spec.resources.min_nodes}; the global batch is unchanged"
     )

@@ -74,7 +74,7 @@ def _py_spy(compute: ComputeSide) -> Item:
     version = compute.packages.get("py-spy", "")
     if not version:
         return Item(
-            "py-spy", False, "not there: stacks of hung workers come from faulthandler only", "pip install py-spy"
+            "py-spy", False, "not installed: stacks of hung workers come from faulthandler only", "pip install py-spy"
         )
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     if scope in ("2", "3") and os.geteuid() != 0:
@@ -97,7 +97,7 @@ def _private(site: Site) -> Item:
     if found:
         listed = " ".join(map(str, found))
         return Item("private files", False, f"other users have access to {listed}", f"chmod go= {listed}")
-    shared = "its group may read the runs" if private_files.is_for_group(site.runs_dir) else "runs are private too"
+    shared = "its group can read the runs" if private_files.is_for_group(site.runs_dir) else "runs are private too"
     return Item("private files", True, f"{site.home} is private to its owner; {shared}")
 
 
@@ -110,10 +110,10 @@ def _database(site: Site) -> Item:
         file = database.sqlite_file(url)
         if file is not None and not file.exists():
             database.refuse_network_file_system(file)
-            return f"{database.displayed(url)} on {_file_system(file)}: not there yet, the first run makes it"
+            return f"{database.displayed(url)} on {_file_system(file)}: does not exist yet, the first run creates it"
         HistoryStore(site.database_url).close()
         where = f" on {_file_system(file)}" if file is not None else ""
-        return f"{database.displayed(url)}{where}: answers, and its schema is current"
+        return f"{database.displayed(url)}{where}: reachable, and its schema is current"
 
     return _tried("history", inspect)
 
@@ -137,7 +137,7 @@ def _inventory(name: str, inventory: Inventory) -> str:
 
 def _prefect(server: str, services: Mapping[str, str]) -> Item:
     if importlib.util.find_spec("prefect") is None:
-        return Item("Prefect", False, "not installed", "runs need --no-prefect then; pip install prefect")
+        return Item("Prefect", False, "not installed", "runs then need --no-prefect; pip install prefect")
     from importlib.metadata import version
 
     if server:
@@ -162,7 +162,7 @@ def _services(server: str, services: Mapping[str, str]) -> Item:
 
 def _git() -> Item:
     found = shutil.which("git")
-    return Item("git", bool(found), found or "not there: runs will not know the revision of your code", "")
+    return Item("git", bool(found), found or "not installed: runs cannot record the revision of your code", "")
 
 
 def _file_system(path: Path) -> str:

@@ -175,7 +175,7 @@ def _nothing(run_dir: RunDir, attempt: AttemptDir, restart: RestartDir | None, c
         " ".join(filter(None, [choice.role, f"rank {choice.rank}" if choice.rank is not None else ""])) or "anything"
     )
     there = ", ".join(names) or "no worker's log yet"
-    return f"no log of {asked} in attempt {attempt.number} of {run_dir.run_id}; there is {there}"
+    return f"no log of {asked} in attempt {attempt.number} of {run_dir.run_id}; available: {there}"
 
 
 def _print_title(log: LogFile) -> None:

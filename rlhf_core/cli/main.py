@@ -40,13 +40,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 db_app = typer.Typer(
-    help="The history database: migrate it, rebuild it from the run directories, create the role that reads it.",
+    help="The history database: migrate it, rebuild it from the run directories, create a read-only role.",
     no_args_is_help=True,
 )
 
-config_app = typer.Typer(help="Config files: rewrite one of an earlier version.", no_args_is_help=True)
+config_app = typer.Typer(help="Config files: rewrite a file of an earlier version.", no_args_is_help=True)
 
-env_app = typer.Typer(help="Environments of trainers that are other programs.", no_args_is_help=True)
+env_app = typer.Typer(help="Environments of external trainers.", no_args_is_help=True)
 
 _RUNNING = "Run"
 _LOOKING = "Look"

@@ -25,7 +25,7 @@ from rlhf_core.text.escaping import json_text, storable, terminal
 from rlhf_core.text.formatting import duration
 from rlhf_core.text.redaction import masked
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table for people.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 """The ``--json`` switch of every reading command."""
 
 STATE_STYLES: Mapping[str, str] = {
@@ -197,7 +197,7 @@ def report_unexpected(error: BaseException, folder: Path) -> None:
         where = f"The traceback is in {place / name}; please report it as a bug."
         break
     else:
-        where = f"Its traceback could not be stored anywhere, here it is:\n{text}"
+        where = f"Its traceback could not be stored:\n{text}"
     console = errors()
     console.print("unexpected error: ", style="bold red", end="")
     console.print(terminal(f"{type(error).__name__}: {error}\n{where}"), markup=False, soft_wrap=True)

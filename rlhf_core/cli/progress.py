@@ -134,7 +134,7 @@ class TerminalProgress:
 
     def _print_history(self, behind: str) -> None:
         if behind and not self._behind:
-            self._line(f"history behind: {behind.rstrip('.')}. Training goes on; nothing is lost.")
+            self._line(f"history behind: {behind.rstrip('.')}. Training continues; nothing is lost.")
         elif self._behind and not behind:
             self._line("history is up to date again")
         self._behind = behind
@@ -146,7 +146,7 @@ class TerminalProgress:
 
 def ask_person(question: str) -> bool:
     """Ask at the terminal; anything but yes is no."""
-    sys.stderr.write(f"{question} It goes on otherwise. [y/N] ")
+    sys.stderr.write(f"{question} Otherwise it continues. [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

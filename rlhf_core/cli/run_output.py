@@ -119,9 +119,7 @@ def print_summary(run_dir: "RunDir", as_json: bool) -> None:
     output.print_text("")
     times = ", ".join(f"{title} {output.seconds_text(seconds)}" for title, seconds in summary.stage_seconds)
     total, kind = summary.stored.spec.total_steps, summary.stored.spec.trainer.kind
-    steps = (
-        f"{summary.steps} of {total}" if summary.steps or kind == "native" else f"none told by the program, of {total}"
-    )
+    steps = f"{summary.steps} of {total}" if summary.steps or kind == "native" else f"none reported, of {total}"
     output.print_table(
         ("", ""),
         [

@@ -16,7 +16,7 @@ from rlhf_core.config.fields import (
 from rlhf_core.presets import preset_path
 
 HEAD = """\
-# Config of an RLHF run, made by `rlhf init`. Commented lines show defaults; the others are set.
+# Config of an RLHF run, written by `rlhf init`. Commented lines show defaults; the others are set.
 #
 #   rlhf check {name}     runs every check that needs no node
 #   rlhf run {name}       runs it: preflight, allocate, train, evaluate

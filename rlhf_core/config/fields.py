@@ -21,17 +21,17 @@ class FieldHelp:
     """One setting, for help texts, docs and forms."""
 
     name: str
-    """Dotted name, as ``--set`` takes it."""
+    """Dotted name, as used by ``--set``."""
     type: str
-    """Values that may be written, in words."""
+    """Description of the allowed values."""
     default: str
-    """Its default as TOML; empty when the setting is required."""
+    """Default as TOML; empty if the setting is required."""
     meaning: str
     """One sentence."""
     required: bool
     """True if there is no default."""
     only_for: tuple[str, ...] = ()
-    """Names (of algorithms, for instance) that have the setting; empty where all in its section have it."""
+    """Names (of algorithms, for instance) that have the setting; empty if all in its section have it."""
 
 
 def describe_fields() -> list[FieldHelp]:
@@ -40,7 +40,7 @@ def describe_fields() -> list[FieldHelp]:
 
 
 def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
-    """Every table of ``rlhf.toml``: what it is about, and its settings. Not ``[slurm]``, which has the settings of the
+    """Every table of ``rlhf.toml``: its topic and its settings. Without ``[slurm]``, which has the settings of the
     section ``slurm`` of a run."""
     tables: dict[str, type[Schema]] = {"prefect": PrefectSite, "notify": NotifySite, "retention": RetentionSite}
     return {
@@ -50,12 +50,12 @@ def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
 
 
 def describe_sections() -> dict[str, str]:
-    """Every section that has settings and what it is about, in the order of the schema."""
+    """Every section with settings, and its topic, in the order of the schema."""
     return dict(_describe_sections(RunSpec, ""))
 
 
 def describe_named_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
-    """Every table whose entries a user names, as ``reward.models.<name>``: what one is, and its settings."""
+    """Every table with entries named by the user, such as ``reward.models.<name>``: its topic and settings."""
     return dict(_describe_named_tables(RunSpec, ""))
 
 
@@ -64,7 +64,7 @@ MAIN_LOOP = "loops.main"
 
 
 def optional_sections() -> set[str]:
-    """Sections that a config may leave out, which means something else than to give them with their defaults."""
+    """Sections that a config may omit, where omission differs from giving the defaults."""
     return set(_optional_sections(RunSpec, ""))
 
 
@@ -83,7 +83,7 @@ def to_toml(value: Any) -> str:
 
 
 def to_toml_key(name: str) -> str:
-    """A key as TOML: bare where that is allowed, else in quotes."""
+    """A key as TOML: bare if allowed, otherwise in quotes."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)
 
 
@@ -117,10 +117,10 @@ def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
 def _describe_union(
     members: Sequence[type[BaseModel]], tag: str, prefix: str, default: str = ""
 ) -> Iterator[FieldHelp]:
-    """A section whose settings depend on one of them: that one first, then the settings of each member.
+    """A section with settings that depend on one of them: that one first, then the settings of each member.
 
     Args:
-        default: The tag of a section that is left out; empty where it must not be.
+        default: The tag of an omitted section; empty if it is required.
     """
     tags = [get_args(member.model_fields[tag].annotation)[0] for member in members]
     texts = [" ".join((member.model_fields[tag].description or "").split()) for member in members]

@@ -1,7 +1,7 @@
 """TOML and overrides -> :class:`RunSpec`.
 
-Hand-written configs are sparse TOML; what ran is the resolved JSON in the run directory. A wrong key is answered with
-the nearest right one, and all mistakes of a file are reported at once.
+Hand-written configs are sparse TOML; the run directory stores the resolved JSON. An error suggests the nearest valid
+key, and all errors of a file are reported at once.
 """
 
 import difflib
@@ -46,11 +46,10 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
     Args:
         config: path of a TOML file, or the name of a shipped preset.
         overrides: each ``dotted.name=value``; the value is TOML, and a bare word is taken as a string.
-        given_as: where the overrides come from; a message says so.
+        given_as: source of the overrides, for messages.
 
     Raises:
-        BadConfig: with the problems found, the first 20 of very many, each with the key, what was found, and what to
-            write instead.
+        BadConfig: with the first 20 problems, each with the key, the value found, and what to write instead.
     """
     path = find(config)
     try:
@@ -71,7 +70,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
 
 def _warn(where: str, names: Sequence[str], remedy: str) -> None:
     warnings.warn(
-        f"{where}: settings of rlhf-flows 0.1, which the next version will refuse; {remedy}:\n{_translations(names)}",
+        f"{where}: settings of rlhf-flows 0.1, which the next version will reject; {remedy}:\n{_translations(names)}",
         OldSettings,
         stacklevel=4,
     )
@@ -87,11 +86,11 @@ def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
     names = [override.partition("=")[0].strip() for override in overrides]
     old = [name for name in names if current_name(name) != name and current_name(name) in field_meanings()]
     if old:
-        _warn(given_as, old, "give the new names")
+        _warn(given_as, old, "use the new names")
 
 
 def find(config: str | Path) -> Path:
-    """The file behind a config argument: a path, or the name of a preset.
+    """The file of a config argument: a path, or the name of a preset.
 
     Raises:
         BadConfig: there is neither.
@@ -101,7 +100,7 @@ def find(config: str | Path) -> Path:
         if path.is_file():
             return path
     except OSError as error:
-        raise BadConfig(f"config file {shortened(str(config))} cannot be reached: {error.strerror}") from None
+        raise BadConfig(f"config file {shortened(str(config))} is not accessible: {error.strerror}") from None
     if str(config) in PRESETS:
         return preset_path(str(config))
     near = difflib.get_close_matches(str(config), PRESETS, n=1)
@@ -117,12 +116,12 @@ def validate(
 
     Args:
         content: The config, with the overrides applied.
-        source: Where it comes from; a message says so.
-        overrides: What was changed in it, and is to blame where that is wrong.
-        given_as: Where they come from.
+        source: Source of the config, for messages.
+        overrides: The overrides, which problems are attributed to.
+        given_as: Source of the overrides, for messages.
 
     Raises:
-        BadConfig: with the problems found, the first 20 of very many.
+        BadConfig: with the first 20 problems.
     """
     require_bounded(content, f"{source} with {given_as}" if overrides else source)
     try:
@@ -142,10 +141,10 @@ def validate(
 
 
 def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
-    """Refuse overrides that no config can have: unknown settings, and values that they cannot take.
+    """Refuse overrides that are invalid for any config: unknown settings, and values that they cannot take.
 
     Raises:
-        BadConfig: with the problems found, the first 20 of very many. What depends on the config is not looked for.
+        BadConfig: with the first 20 problems. Problems that depend on the config are not detected.
     """
     content: dict[str, Any] = {}
     for override in overrides:
@@ -167,7 +166,7 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
 
 
 def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
-    """Overrides alone; the trainer and each algorithm that the config is to name are named by their settings, so that
+    """The overrides as a config of their own, with the trainer and each algorithm derived from their settings, so that
     these are checked."""
     now = current_document(content)
     trainer = now.get("trainer")
@@ -188,8 +187,8 @@ def _split(override: str, given_as: str) -> tuple[str, Any]:
     name = name.strip()
     if not separator or not name or not all(name.split(".")):
         raise BadConfig(
-            f"{given_as}: override {shortened(override)} is not of the form section.field=value, for instance "
-            f"loops.main.num_steps=10"
+            f"{given_as}: override {shortened(override)} does not have the form section.field=value, for instance "
+            "loops.main.num_steps=10"
         )
     text = text.strip()
     if len(override) > MAX_CONFIG_BYTES:
@@ -212,5 +211,5 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
             what = f"{cut(inner)} is a value, not a section"
             raise BadConfig(f"{given_as}: override {shortened(override)}: {what}")
     if sections[-1:] == ["algorithm"] and field == "name" and table.get(field) != value:
-        table.clear()  # the settings of one algorithm mean nothing to another
+        table.clear()  # settings of one algorithm are not valid for another
     table[field] = value

@@ -1,4 +1,4 @@
-"""Errors of a config in words: what was found, what was expected, which setting was meant."""
+"""Readable errors of a config: value found, value expected, and the setting that was probably meant."""
 
 import difflib
 import re
@@ -14,21 +14,21 @@ from rlhf_core.text.formatting import count
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 MAX_PROBLEMS = 20
-"""Problems that are told at once, each with the nearest right name; of more only the number is."""
+"""Maximum number of problems reported, each with the nearest valid name; the rest are only counted."""
 
 
 def is_name(text: str) -> bool:
-    """True if a run, and what makes runs, may be called so."""
+    """True if it is a valid name of a run, deployment or preset."""
     return re.fullmatch(_NAME, text) is not None
 
 
 def setting_of(override: str) -> str:
-    """Name of the setting of an override ``name=value``, as this version calls it."""
+    """Setting of an override ``name=value``, by its current name."""
     return current_name(override.partition("=")[0].strip())
 
 
 def problems_in_words(found: Mapping[str, Sequence[str]]) -> str:
-    """Problems with their places, one a line."""
+    """Problems with their places, one per line."""
     return "\n".join(
         f"{count(len(problems), 'problem')} in {where}:\n" + "\n".join(f"  {problem}" for problem in problems)
         for where, problems in found.items()
@@ -46,7 +46,7 @@ def override_of(location: str, overrides: Sequence[str]) -> str:
 
 
 def explain_override(detail: Any, override: str) -> str:
-    """One pydantic problem that an override ``name=value`` has caused."""
+    """Message for a pydantic problem caused by an override ``name=value``."""
     name = override.partition("=")[0].strip()
     if detail["type"] == "extra_forbidden":
         return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
@@ -54,8 +54,8 @@ def explain_override(detail: Any, override: str) -> str:
 
 
 def _nearest_setting(name: str) -> str:
-    """The closest name that there is, for one that may be wrong in any of its parts."""
-    name = name[:SHOWN_CHARACTERS]  # nothing is like a longer one, and comparing takes its time
+    """The closest existing name, for one with errors in any of its parts."""
+    name = name[:SHOWN_CHARACTERS]  # no name is similar to a longer one, and comparing takes time
     near = difflib.get_close_matches(name, list(field_meanings()), n=1, cutoff=0.7)
     if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
         return f'; did you mean "{near[0]}"?'
@@ -63,7 +63,7 @@ def _nearest_setting(name: str) -> str:
 
 
 def location_of(detail: Any) -> str:
-    """Dotted name of the place of a problem, without what pydantic adds for members of unions and parts of types."""
+    """Dotted name of the place of a problem, without pydantic's additions for union members and parts of types."""
     inner = ("function-", "literal[", "str-", "[key]")
     parts = [str(part) for part in detail["loc"] if not str(part).startswith(inner)]
     choices = {"algorithm": ("name", specs().keys()), "trainer": ("kind", trainer_kinds().keys())}
@@ -77,7 +77,7 @@ def location_of(detail: Any) -> str:
 
 
 def explain(detail: Any) -> str:
-    """One pydantic problem in our words."""
+    """Message for a pydantic problem."""
     location = location_of(detail)
     kind = detail["type"]
     found = detail.get("input")
@@ -109,25 +109,25 @@ def _explain_missing(location: str) -> str:
 
 
 def _listed(tags: str) -> str:
-    """Tags of a union as pydantic writes them (``'a', 'b', 'c'``), as an alternative in words."""
+    """Tags of a union as written by pydantic (``'a', 'b', 'c'``), as a readable alternative."""
     *first, last = tags.split(", ")
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def cut(text: str) -> str:
-    """A text of the user, no longer than is shown."""
+    """A text of the user, shortened for display."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def expected_name(found: str) -> str:
-    """Rule for names of runs, and a valid name like the one that was found."""
+    """Rule for names of runs, with a valid name similar to the one found."""
     like = re.sub(r"[^a-z0-9_-]+", "-", found[:SHOWN_CHARACTERS].lower()).strip("-_")[:63]
     example = f', for instance "{like}"' if is_name(like) else ""
-    return "expected at most 63 lower-case letters, digits, - and _, beginning with a letter or a digit" + example
+    return "expected at most 63 lower-case letters, digits, - and _, starting with a letter or digit" + example
 
 
 _OTHER_NAMES = {
-    # What people write who come from TRL, verl, OpenRLHF or torchrun.
+    # Names used by TRL, verl, OpenRLHF or torchrun.
     "beta": "loops.main.algorithm.kl_coefficient",
     "epsilon": "loops.main.algorithm.clip_low",
     "epsilon_high": "loops.main.algorithm.clip_high",
@@ -156,7 +156,7 @@ def _nearest(location: str) -> str:
         return f'; the name here is "{_OTHER_NAMES[leaf]}"'
     if location in names:
         return "; it is a setting of another algorithm"
-    # The right word in the wrong section: loops.main.learning_rate for loops.main.optimizer.learning_rate.
+    # A valid name in the wrong section: loops.main.learning_rate for loops.main.optimizer.learning_rate.
     elsewhere = [name for name in names if name.split(".")[-1] == leaf]
     elsewhere = [name for name in elsewhere if name.split(".")[: len(parents)] == parents] or elsewhere
     if elsewhere:

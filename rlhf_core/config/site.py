@@ -28,30 +28,30 @@ class Site:
     home: Path
     """``RLHF_HOME``: this user's folder (default ``~/.rlhf``)."""
     runs_dir: Path
-    """``RLHF_RUNS``: the run directories; on a cluster, a shared file system that the nodes see (default
+    """``RLHF_RUNS``: the run directories; on a cluster, a shared file system visible to the nodes (default
     ``<home>/runs``)."""
     database_url: str
     """``RLHF_DATABASE_URL``: SQLAlchemy URL of the history (default SQLite in ``<home>/history.db``)."""
     scheduler: str
     """``RLHF_SCHEDULER``: ``local`` or ``slurm`` (default ``local``)."""
     compute_python: str
-    """``RLHF_COMPUTE_PYTHON``: interpreter that the nodes start (default: this one)."""
+    """``RLHF_COMPUTE_PYTHON``: interpreter started on the nodes (default: this one)."""
     max_restarts_per_hour: int = 60
-    """``RLHF_MAX_RESTARTS_PER_HOUR``: restarts and new attempts of all runs of the history in an hour, above which
-    further attempts wait (default 60). When everything fails the cluster is at fault, and jobs that come back at once
-    make it worse."""
+    """``RLHF_MAX_RESTARTS_PER_HOUR``: limit on restarts and new attempts per hour, over all runs of the history; above
+    it further attempts wait (default 60). If everything fails, the cluster is at fault, and immediate retries make it
+    worse."""
     prefect: PrefectSite = dataclasses.field(default_factory=PrefectSite)
-    """``[prefect]``: how ``rlhf up`` sets Prefect up."""
+    """``[prefect]``: Prefect settings of ``rlhf up``."""
     notify: NotifySite = dataclasses.field(default_factory=NotifySite)
-    """``[notify]``: who is told what."""
+    """``[notify]``: recipients of notifications."""
     retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
-    """``[retention]``: what the daemon of the site removes."""
+    """``[retention]``: removal by the site daemon."""
     job_secrets: Path | None = None
-    """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; refused unless
-    it is of mode 600 and of the user who submits (default ``<home>/job-secrets.env``)."""
+    """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; it must have
+    mode 600 and belong to the submitting user (default ``<home>/job-secrets.env``)."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
-    """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
-    of Slurm, unless its run says otherwise. Lists and variables of both are used."""
+    """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: Slurm options of every
+    job, unless the run overrides them. Lists and variables of both are merged."""
 
 
 SITE_KEYS = {
@@ -68,22 +68,21 @@ _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
     "notify": {"webhook_url": "RLHF_NOTIFY_WEBHOOK_URL"},
 }
-"""Settings that may hold a password, and the variable that keeps each out of files."""
+"""Settings that may contain a password, and the variable that keeps each out of files."""
 SCHEDULERS = ("local", "slurm")
 _DATABASES = tuple(
     f"{name}{suffix}" for name in ("history.db", "prefect/prefect.db") for suffix in ("", "-wal", "-shm")
 )
-"""Databases that may lie in the home folder. That of Prefect holds its secrets and the key that they are encrypted
-with."""
+"""Databases that may be in the home folder. Prefect's contains its secrets and their encryption key."""
 
 Table = TypeVar("Table", bound=Schema)
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
-    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``; a home folder that is there is closed to others.
+    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``; an existing home folder is made private.
 
     Raises:
-        BadConfig: an unknown key in ``rlhf.toml``, or a value that cannot be.
+        BadConfig: an unknown key or an invalid value in ``rlhf.toml``.
     """
     environment = os.environ if environ is None else environ
     home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser().absolute()
@@ -98,7 +97,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
     runs_dir = Path(settings.get("runs") or home / "runs").expanduser().absolute()
     for variable, folder in (("RLHF_HOME", home), ("RLHF_RUNS", runs_dir)):
         if storable_text(str(folder)) != str(folder):
-            raise BadConfig(f"{variable}: found {str(folder)!r}, expected a path in UTF-8: it stands in every record")
+            raise BadConfig(f"{variable}: found {str(folder)!r}, expected a UTF-8 path, as records contain it")
     return Site(
         home=home,
         runs_dir=runs_dir,
@@ -115,27 +114,27 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
 
 
 def _close_home(home: Path) -> None:
-    """Close the home folder to others, and what older versions left open in it. Its maker makes it private."""
+    """Make the home folder private, including files left open by older versions. New ones are created private."""
     with contextlib.suppress(OSError):
         for name in (".", "prefect", "logs", "services", "deployments", *_DATABASES):
             private_files.close(home / name)
 
 
 def _interpreter(text: str) -> str:
-    """A path is taken from the current folder, now: jobs run elsewhere. A bare name is looked up on the nodes."""
+    """Resolve a path against the current folder, because jobs run elsewhere. A bare name is looked up on the nodes."""
     return str(Path(text).expanduser().absolute()) if "/" in text else text
 
 
 def _whole_number(key: str, text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise BadConfig(f"{SITE_KEYS[key]}: found {text!r}, expected a whole number from 1")
+        raise BadConfig(f"{SITE_KEYS[key]}: found {text!r}, expected a positive integer")
     return int(text)
 
 
 def _site_table(
     schema: type[Table], name: str, home: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Table:
-    """A table of ``rlhf.toml``; environment variables of its own win."""
+    """A table of ``rlhf.toml``; its environment variables take precedence."""
     table = settings.get(name, {})
     secrets = {
         field: environment[variable] for field, variable in _SECRETS.get(name, {}).items() if variable in environment

@@ -11,8 +11,7 @@ from rlhf_core.files.reading import UnfitFile, read_document
 from rlhf_core.schemas.base import storable_text
 
 MAX_CONFIG_BYTES = 128 << 10
-"""Largest TOML file that is read: a config with every setting has about 30 KiB, and parsing a megabyte takes a second.
-"""
+"""Maximum size of a TOML file: a config with every setting has about 30 KiB, and parsing a megabyte takes a second."""
 _MAX_DEPTH = 20
 _MAX_VALUES = 20_000
 _MAX_INTEGER = 10**100
@@ -24,32 +23,32 @@ _TOML_MARKS = re.compile(r"[=,{}\[\]]")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file, in bounded time and memory whatever stands in it.
+    """Parse a TOML file, with bounded time and memory for any content.
 
     Raises:
-        BadConfig: it is too large, not UTF-8, no TOML, or holds what no setting does; says where.
-        OSError: it is not there or cannot be read.
+        BadConfig: it is too large, not UTF-8, not TOML, or contains something that no setting accepts; names the place.
+        OSError: it does not exist or cannot be read.
     """
     try:
         text = read_document(path, MAX_CONFIG_BYTES, follow_link=True).decode("utf-8")
         require_short_keys(text, str(path))
         content = tomllib.loads(text)
     except UnfitFile as error:
-        raise BadConfig(f"{path} is no config: {error.strerror}") from None
+        raise BadConfig(f"{path} is not a readable config: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise BadConfig(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise BadConfig(f"{path}: found arrays or tables nested too deeply, expected at most {_MAX_DEPTH}") from None
-    except ValueError:  # of int(), for more digits than Python converts
+    except ValueError:  # raised by int() for more digits than Python converts
         raise BadConfig(f"{path}: found an integer of thousands of digits") from None
     require_bounded(content, str(path))
     return content
 
 
 def require_short_keys(text: str, source: str) -> None:
-    """Refuse keys of very many parts: the time that Python's parser takes for one grows with their square.
+    """Refuse keys of very many parts: Python's parser takes time quadratic in their number.
 
     Raises:
         BadConfig: there is one.
@@ -60,7 +59,7 @@ def require_short_keys(text: str, source: str) -> None:
 
 
 def require_bounded(content: Mapping[str, Any], source: str) -> None:
-    """Refuse what no setting holds, before anything is done with it that takes time or memory for each part of it.
+    """Refuse content that no setting accepts, before processing that takes time or memory for each part of it.
 
     Raises:
         BadConfig: too deep, too many values, an integer too large, or text that cannot be stored.
@@ -76,7 +75,7 @@ def require_bounded(content: Mapping[str, Any], source: str) -> None:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 if storable_text(key) != key:
-                    raise BadConfig(f"{source}: found the key {shortened(key)}, with characters that cannot be stored")
+                    raise BadConfig(f"{source}: found the key {shortened(key)}, which cannot be stored")
                 left.append((f"{name}.{key}"[-SHOWN_CHARACTERS:].lstrip("."), item, depth + 1))
         elif isinstance(value, list):
             left += [(name, item, depth + 1) for item in value]
@@ -90,15 +89,15 @@ def _unbounded(value: Any, depth: int, num_values: int) -> str:
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return "found an integer of more than 100 digits"
     if isinstance(value, str) and storable_text(value) != value:
-        return f"found {shortened(value)}, with a NUL character or one that is no Unicode, which cannot be stored"
+        return f"found {shortened(value)}, which has a NUL character or invalid Unicode and cannot be stored"
     return ""
 
 
 def shortened(found: Any) -> str:
-    """A value that was found, for a message: as Python writes it, but short enough to be read."""
+    """A found value for a message: as Python writes it, but shortened."""
     return readable(repr(found))
 
 
 def readable(text: str) -> str:
-    """The beginning of a long text, with its length; a short one as it is."""
+    """The beginning of a long text, with its length; a short text unchanged."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

@@ -81,9 +81,9 @@ class LineWriter:
             return ""
         if is_own:
             lost, self._end = self._end - own.st_size, own.st_size
-            return f"{self._path.name} was truncated while it was written: {lost} bytes of it are lost"
+            return f"{self._path.name} was truncated during writing: {lost} bytes are lost"
         what = "deleted" if there is None else "replaced"
-        return f"{self._path.name} was {what} while it was written: {self._restore()}"
+        return f"{self._path.name} was {what} during writing: {self._restore()}"
 
     def _restore(self) -> str:
         expected = self._end
@@ -97,9 +97,9 @@ class LineWriter:
         self._file.seek(0)
         found = self._file.read()
         if len(kept) < expected or not (kept.startswith(found) or found.startswith(kept)):
-            return "its lines so far are not in it any more, further ones are"
+            return "its earlier lines are lost, later ones are kept"
         self._append(kept[len(found) :])
-        return f"its {len(kept)} bytes are in place again"
+        return f"its {len(kept)} bytes were restored"
 
 
 def read_lines(

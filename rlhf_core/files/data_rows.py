@@ -106,13 +106,13 @@ def template_columns(template: str) -> tuple[list[str], str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        return [], f"{error}; write {{{{ and }}}} for braces that stand for themselves"
+        return [], f"{error}; write {{{{ and }}}} for literal braces"
     names = []
     for _, name, form, conversion in parts:
         if name is None:
             continue
         if not name or form or conversion or "." in name or "[" in name:
             shown = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            return [], f"found {{{shown}}}, expected {{column}} with the plain name of a column"
+            return [], f"found {{{shown}}}, expected {{column}} with a plain column name"
         names.append(name)
     return list(dict.fromkeys(names)), ""

@@ -27,7 +27,7 @@ def fingerprint(path: Path, max_files: int | None = None) -> str:
         if path.is_dir():
             _add_folder(digest, path, max_files)
         elif path.exists() and not path.is_file():
-            return "no regular file"
+            return "not a regular file"
         else:
             _add_file(digest, path)
     except FileNotFoundError:

@@ -65,7 +65,7 @@ def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_l
     """Read a whole regular file that is not larger than the limit.
 
     Raises:
-        UnfitFile: it is larger, or no regular file.
+        UnfitFile: it is larger, or not a regular file.
         OSError: it is not there or cannot be read.
     """
     with open_regular(path, follow_link=follow_link) as file:

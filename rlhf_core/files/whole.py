@@ -118,7 +118,7 @@ def shared_secret(path: Path) -> bytes:
     with path.open("rb") as file:
         content = file.read(4 * SECRET_BYTES)
     if not _SECRET.fullmatch(content):
-        raise ValueError(f"{path} holds no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
+        raise ValueError(f"{path} contains no key: found {len(content)} bytes, expected {2 * SECRET_BYTES} hex digits")
     return content
 
 

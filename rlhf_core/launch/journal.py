@@ -227,7 +227,7 @@ class Journal:
         if token < self.record.token:
             raise LeaseLost(
                 f"the journal of {run_dir.run_id} was last written under lease {self.record.token}, this controller "
-                f"holds lease {token}: another one has taken the run over. Watch it with `rlhf watch {run_dir.run_id}`"
+                f"holds lease {token}: another controller owns the run. Watch it with `rlhf watch {run_dir.run_id}`"
             )
         remove_unfinished_line(run_dir.control)
         self._writer = LineWriter(run_dir.control)
@@ -303,7 +303,7 @@ class Journal:
         if present is not None and (present.name, present.attempt) == (name, attempt):
             return present.index
         if present is not None:
-            self.end_stage(present.index, StageState.FAILED, "its controller ended before the stage did")
+            self.end_stage(present.index, StageState.FAILED, "its controller ended before the stage")
         index = max((stage.index for stage in self.record.stages), default=-1) + 1
         self.append(StageStarted(stage_index=index, name=name, attempt=attempt))
         return index

@@ -307,9 +307,9 @@ def _driven_by(run_id: str, found: LeaseHolder, first: LeaseHolder) -> str:
     who = found.controller if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""
     where = f", flow run {found.flow_run_url}" if found.flow_run_url else ""
-    alive = "It is alive: " if _is_alive(found, first) else ""
+    alive = "It is running: " if _is_alive(found, first) else ""
     return (
         f"run {run_id} is driven by another controller: {who}{since}{where}. {alive}`rlhf watch {run_id}` shows the "
-        f"run, `rlhf cancel {run_id}` ends it. Should it hang, its lease runs out in {found.left_s:.0f} s unless "
-        f"renewed, and `rlhf resume {run_id}` takes over then"
+        f"run, `rlhf cancel {run_id}` ends it. If it hangs, its lease expires in {found.left_s:.0f} s unless renewed; "
+        f"then `rlhf resume {run_id}` takes over"
     )

@@ -86,7 +86,7 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     for name, value in _making(provenance, spec).items():
         yield f"| {name} | {value} |"
     yield ""
-    yield "`rlhf.json` has the whole specification and the SHA-256 of every file of this folder."
+    yield "`rlhf.json` contains the full specification and the SHA-256 of every file in this folder."
     yield ""
     yield "## Intended use"
     yield ""
@@ -120,7 +120,7 @@ def _interval(report: EvaluationReport | None) -> str:
 def _making(provenance: ModelProvenance, spec: RunSpec) -> dict[str, str]:
     asked_by = attributed(provenance.owner, provenance.owner_account)
     return {
-        "run": f"`{provenance.run_id}`, asked for by {markdown(asked_by)} on "
+        "run": f"`{provenance.run_id}`, requested by {markdown(asked_by)} on "
         f"{provenance.created_at:%Y-%m-%d %H:%M} UTC",
         "checkpoint": f"step {provenance.checkpoint_step} of {spec.total_steps}",
         "seed": str(provenance.seed),

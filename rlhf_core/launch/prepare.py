@@ -44,7 +44,7 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
     def absolute(text: str) -> str:
         path = str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
         if storable_text(path) != path:
-            raise BadConfig(f"found the path {path!r}, expected one in UTF-8; rename the folder or give a whole path")
+            raise BadConfig(f"found the path {path!r}, expected a UTF-8 path; rename the folder or use an absolute one")
         return path
 
     models = {
@@ -189,7 +189,7 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
     except OSError as error:
         remove_tree(unfinished.root)
         raise RunDirError(
-            f"the run directory {run_dir.root} exists already"
+            f"the run directory {run_dir.root} already exists"
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             else f"cannot make the run directory {run_dir.root}: {error.strerror}. Set RLHF_RUNS to a writable folder"
         ) from None
@@ -248,7 +248,7 @@ def git_diff(folder: Path) -> str:
     diff = _git(folder, "diff", "HEAD")
     if len(diff) <= DIFF_LIMIT_BYTES:
         return diff
-    return diff[:DIFF_LIMIT_BYTES] + f"\n(cut here: the whole diff has {len(diff)} characters)\n"
+    return diff[:DIFF_LIMIT_BYTES] + f"\n(truncated: the full diff has {len(diff)} characters)\n"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -66,9 +66,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
         default=None,
     )
     if start is None:
-        return PromotionChoice(
-            f"found no {wanted.metric} evaluation before training to hold the gain against", after=best
-        )
+        return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with", after=best)
     gain = best.value - start.value
     told = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
     if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
@@ -127,7 +125,7 @@ def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
         answer = read_model(run_dir.promotion_answer, PromotionAnswer)  # another process may have written it since
         if answer is None:
             raise RunDirError(
-                f"{run_dir.promotion_answer} is not an answer to a promotion; remove it, then answer again"
+                f"{run_dir.promotion_answer} is not a valid answer to a promotion; remove it, then answer again"
             )
     return answer
 
@@ -153,9 +151,8 @@ def model_source(run_dir: RunDir, step: int) -> CheckpointDir:
     expected = manifest.files[f"{_MODEL_FILES}{ADAPTER_WEIGHTS}"]
     if found is None or found.files.get(f"{_MODEL_FILES}{ADAPTER_OF_MERGED}/{ADAPTER_WEIGHTS}") != expected:
         raise PromotionFailed(
-            f"checkpoint {checkpoint.root} holds an adapter, and {merged.root} does not hold the model that it was "
-            f"merged into: the evaluator writes it. Resume the run to evaluate again, then `rlhf approve "
-            f"{run_dir.run_id}`"
+            f"checkpoint {checkpoint.root} holds an adapter, and {merged.root} does not contain the merged model, "
+            f"which the evaluator writes. Resume the run to evaluate again, then `rlhf approve {run_dir.run_id}`"
         )
     return merged
 
@@ -194,8 +191,8 @@ def write_model_directory(
         shutil.rmtree(partial, ignore_errors=True)
         what = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
         raise PromotionFailed(
-            f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing is left there; fix it, then "
-            f"`rlhf approve {provenance.run_id}`"
+            f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing was left there. Fix the "
+            f"cause, then `rlhf approve {provenance.run_id}`"
         ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -217,10 +214,10 @@ def _fill(
             raise CheckpointCorrupt(
                 f"checkpoint {checkpoint.root} is damaged: model/{name} has {files[name].bytes} bytes with sha256 "
                 f"{files[name].sha256[:12]}, expected {expected.bytes} bytes with {expected.sha256[:12]}. Nothing was "
-                f"promoted"
+                "promoted"
             )
     if not files.keys() & {"config.json", "adapter_config.json"}:
-        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} has no model: its manifest names no model/config.json")
+        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} has no model: its manifest lacks model/config.json")
     write_text(folder / CARD, card)
     files[CARD] = checksum(folder / CARD)
     whole = provenance.model_copy(update={"files": dict(sorted(files.items()))})
@@ -244,9 +241,9 @@ def _require_same(target: Path, manifest: CheckpointManifest, provenance: ModelP
         same_files = _model_files(manifest).items() <= present.files.items()
         if same_files and (present.run_id, present.checkpoint_step) == (provenance.run_id, manifest.step):
             return
-        problems = [f"it holds step {present.checkpoint_step} of {present.run_id}"]
+        problems = [f"it contains step {present.checkpoint_step} of {present.run_id}"]
     raise PromotionFailed(
-        f"{target} exists already and is not the model of {provenance.run_id}, step {manifest.step}: "
+        f"{target} already exists and is not the model of {provenance.run_id}, step {manifest.step}: "
         f"{'; '.join(problems)}. Move it away, then `rlhf approve {provenance.run_id}`"
     )
 
@@ -255,7 +252,7 @@ def damage(folder: Path) -> Sequence[str]:
     """Check size and hash of every file of a promoted model and describe the damage; empty if it is sound."""
     provenance = read_model(folder / PROVENANCE, ModelProvenance)
     if provenance is None:
-        return [f"it has no {PROVENANCE} that can be read"]
+        return [f"it has no readable {PROVENANCE}"]
     problems = []
     for name, expected in provenance.files.items():
         try:

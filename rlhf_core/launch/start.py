@@ -105,7 +105,7 @@ def submit_once(
         # Order matters: look for an accepted job whose answer was lost before submitting a new one.
         submission = scheduler.find(request.run_id, number)
         if submission is None and attempt_dir.claim.exists():
-            journal.move_attempt(number, AttemptState.SUBMITTED, "its job was never recorded and is gone")
+            journal.move_attempt(number, AttemptState.SUBMITTED, "its job was never recorded and no longer exists")
             return None
         if submission is None:
             require_lease()

@@ -101,7 +101,7 @@ class CheckpointDir:
             return "missing"
         except OSError as error:
             return f"unreadable: {error.strerror}"
-        return f"no manifest: its {size} bytes are not what a trainer writes"
+        return f"not a valid manifest ({size} bytes)"
 
 
 def checksum(path: Path) -> FileChecksum:

@@ -64,7 +64,7 @@ def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:
     for lines, end in read_blocks(path, offset, MAX_LINE_BYTES):
         for index, (begin, text) in enumerate(lines):
             if text is None:
-                why = f"it is longer than {MAX_LINE_BYTES} bytes, which no line of a journal is"
+                why = f"it is longer than {MAX_LINE_BYTES} bytes, the limit of the journal"
                 raise JournalDamaged(_in_words(path, begin, why))
             try:
                 line = _parse(text)
@@ -81,8 +81,8 @@ def _require_a_file(path: Path) -> None:
         open_regular(path).close()
     except UnfitFile as error:
         raise JournalDamaged(
-            f"{path} is no journal: {error.strerror}. Without it the state of the run is not known. Put it back from a "
-            f"backup of the run directory"
+            f"{path} is not a readable journal: {error.strerror}. Without it the state of the run is unknown. Restore "
+            "it from a backup of the run directory"
         ) from None
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -149,7 +149,7 @@ def _refuse_newer(version: int) -> None:
     if version > JOURNAL_VERSION:
         raise ValueError(
             f"found version {version} of the journal, expected at most {JOURNAL_VERSION}: a newer rlhf-flows wrote it. "
-            f"Use that one for this run"
+            "Use that version for this run"
         )
 
 
@@ -173,8 +173,8 @@ def _in_words(path: Path, begin: int, why: str) -> str:
         blocks = (file.read(min(_BLOCK_BYTES, begin - start)) for start in range(0, begin, _BLOCK_BYTES))
         number = sum(block.count(b"\n") for block in blocks) + 1
     return (
-        f"{path}, line {number} cannot be read: {why}. Without it the state of the run is not known and nothing is "
-        f"done about it. Put the line back from a backup of the run directory. Where there is none, keep a copy of the "
-        f"file, delete the line (`sed -i {number}d {path}`), check the remaining state with `rlhf show`, then "
-        f"`rlhf resume {path.parent.name}`"
+        f"{path}, line {number} cannot be read: {why}. Without it the state of the run is unknown and no action is "
+        "taken. Restore the line from a backup of the run directory. If there is no backup, keep a copy of the file, "
+        f"delete the line (`sed -i {number}d {path}`), check the remaining state with `rlhf show`, then `rlhf resume "
+        f"{path.parent.name}`"
     )

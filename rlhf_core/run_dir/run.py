@@ -51,12 +51,12 @@ class RunDir:
                 any user who can fill in a form: nothing else is ever opened by one.
         """
         if not is_run_id(run_id):
-            raise RunDirError(f"found {run_id[:200]!r}, expected the id of a run, as sort-20260301-120000-a1b2c3")
+            raise RunDirError(f"found {run_id[:200]!r}, expected a run id such as sort-20260301-120000-a1b2c3")
         root = runs / run_id
         if root.is_symlink() and not root.resolve().is_relative_to(runs.resolve()):
             raise RunDirError(
-                f"{root} is a link that leads out of {runs}: it is not followed. Move the run directory back, or point "
-                f"RLHF_RUNS to the folder that it is in"
+                f"{root} is a link to a folder outside {runs} and is not followed. Move the run directory back, or set "
+                "RLHF_RUNS to its parent folder"
             )
         return cls(root)
 
@@ -211,7 +211,7 @@ class RunDir:
         """
         kept = _CHECKPOINT_NAME.fullmatch(name)
         if kept is None:
-            raise RunDirError(f"found {name}, expected the name of a checkpoint, as step-20")
+            raise RunDirError(f"found {name}, expected a checkpoint name such as step-20")
         aside = self.aside(attempt)
         for checkpoint in self.checkpoints():
             if checkpoint.step > int(kept[1]):
@@ -247,7 +247,7 @@ class RunDir:
         try:
             content: Any = from_json(read_document(self.spec))
         except FileNotFoundError:
-            raise RunDirError(f"{self.root} is no run directory: it has no spec.json") from None
+            raise RunDirError(f"{self.root} is not a run directory: it has no spec.json") from None
         except UnfitFile as error:
             raise RunDirError(f"{self.spec} is damaged: {error.strerror}") from None
         except ValueError as error:
@@ -258,13 +258,13 @@ class RunDir:
         if version not in READABLE_VERSIONS:
             readable = " and ".join(map(str, READABLE_VERSIONS))
             raise RunDirError(
-                f"{self.spec} has schema_version {version}, this program reads {readable}; "
-                f"use the version of rlhf-flows that made it ({content.get('package_version', 'unknown')})"
+                f"{self.spec} has schema_version {version}, this program reads {readable}; use the version of "
+                f"rlhf-flows that created it ({content.get('package_version', 'unknown')})"
             )
         try:
             return StoredSpec.model_validate(content)
         except ValidationError as error:
-            raise RunDirError(f"{self.spec} does not fit this program: {error}") from None
+            raise RunDirError(f"{self.spec} is not valid in this version: {error}") from None
 
 
 def run_dirs(runs: Path) -> list[RunDir]:

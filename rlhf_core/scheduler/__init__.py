@@ -20,4 +20,4 @@ def get_scheduler(name: str) -> Scheduler:
         from rlhf_core.scheduler.slurm import SlurmScheduler
 
         return SlurmScheduler()
-    raise BadInput(f"RLHF_SCHEDULER={name} is no scheduler; use local or slurm")
+    raise BadInput(f"RLHF_SCHEDULER={name} is not a scheduler; use local or slurm")

@@ -77,19 +77,19 @@ class LocalScheduler:
         """
         if request.placement.num_nodes != 1:
             raise SubmissionFailed(
-                f"the local scheduler has 1 node, the placement asks for {request.placement.num_nodes}; "
-                f"set resources.num_nodes = 1"
+                f"the local scheduler has 1 node, the placement asks for {request.placement.num_nodes}; set "
+                "resources.num_nodes = 1"
             )
         if shutil.which(request.command[0]) is None:
             raise SubmissionFailed(
                 f"{request.command[0]} is not an executable program here; set RLHF_COMPUTE_PYTHON to the Python "
-                f"interpreter of the compute environment"
+                "interpreter of the compute environment"
             )
         executor = _LocalExecutor(request)
         try:
             job = executor.submit(_replaced_by_the_command)
         except OSError as error:
-            raise SubmissionFailed(f"the job could not be started: {error}") from error
+            raise SubmissionFailed(f"failed to start the job: {error}") from error
         pid = int(job.job_id)
         return Submission(
             attempt=request.placement.attempt,
@@ -206,7 +206,7 @@ def _status(submission: Submission) -> JobStatus:
     if controller is not None:
         return JobStatus(JobState.RUNNING, nodes=(submission.host,))
     if any(_drives(process, submission.command) for process in _marked(submission.marker)):
-        return JobStatus(JobState.RUNNING, "its controller is gone, its agent is not", nodes=(submission.host,))
+        return JobStatus(JobState.RUNNING, "its controller is gone, but its agent is running", nodes=(submission.host,))
     return JobStatus(JobState.ENDED, "its process has ended")
 
 

@@ -45,8 +45,8 @@ class PassedEnvironment:
         if missing:
             where = f", or write NAME=value into {self.file} (mode 600)" if self.file is not None else ""
             raise SubmissionFailed(
-                f"{', '.join(missing)}: named in slurm.pass_environment, without a value where the job is submitted. "
-                f"Set it in the environment of this process{where}, then `rlhf resume`"
+                f"{', '.join(missing)}: named in slurm.pass_environment but not set where the job is submitted. Set it "
+                f"in the environment of this process{where}, then `rlhf resume`"
             )
         return found
 
@@ -89,16 +89,16 @@ def read_private(path: Path) -> dict[str, str]:
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise SubmissionFailed(f"{path} (RLHF_JOB_SECRETS) is no file; expected one with lines NAME=value")
+        raise SubmissionFailed(f"{path} (RLHF_JOB_SECRETS) is not a file; expected a file with lines NAME=value")
     if found.st_uid != os.geteuid():
         raise SubmissionFailed(
-            f"{path} (RLHF_JOB_SECRETS) belongs to user {found.st_uid}, expected {os.geteuid()}, who submits the job: "
-            f"its owner decides what jobs are given"
+            f"{path} (RLHF_JOB_SECRETS) belongs to user {found.st_uid}, expected {os.geteuid()}, the submitter of the "
+            "job: the owner of the file controls the variables of jobs"
         )
     if found.st_mode & 0o077:
         raise SubmissionFailed(
-            f"{path} (RLHF_JOB_SECRETS) has mode {stat.S_IMODE(found.st_mode):o}, expected 600: others may use what "
-            f"stands in it. `chmod 600 {path}`, and change the secrets if others could read them"
+            f"{path} (RLHF_JOB_SECRETS) has mode {stat.S_IMODE(found.st_mode):o}, expected 600: others can access its "
+            f"secrets. Run `chmod 600 {path}`, and change the secrets if others could read them"
         )
 
 

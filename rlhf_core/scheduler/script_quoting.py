@@ -19,8 +19,8 @@ def one_line(name: str, value: str) -> str:
     """
     if CONTROL.search(value):
         raise SubmissionFailed(
-            f"{name}: found {value!r}, expected text without control characters, as it becomes part of a batch script. "
-            f"Correct it in the config, or move the run to a folder without them in its path"
+            f"{name}: found {value!r}, expected text without control characters, because it becomes part of a batch "
+            "script. Correct it in the config, or move the run to a folder with a path without them"
         )
     return value
 

@@ -112,10 +112,10 @@ class SlurmScheduler:
         except (FailedJobError, FailedSubmissionError) as error:
             said = refusal(str(error))
             if is_no_answer(said):
-                raise SchedulerError(f"Slurm did not answer whether it accepted the job: {said}") from error
+                raise SchedulerError(f"Slurm did not confirm the job: {said}") from error
             raise SubmissionFailed(f"Slurm refused the job: {said}") from error
         except OSError as error:
-            raise SubmissionFailed(f"the job could not be submitted: {error}") from error
+            raise SubmissionFailed(f"failed to submit the job: {error}") from error
         return _submission(request.run_id, request.placement.attempt, job.job_id, request.command)
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
@@ -186,7 +186,7 @@ class SlurmScheduler:
                         slurm_queue.run("scancel", job_id)
             if time.monotonic() - began > CANCEL_S:
                 if found.problem:
-                    raise SchedulerError(f"whether job {job_id} has ended is not known: {found.problem}")
+                    raise SchedulerError(f"the state of job {job_id} is unknown: {found.problem}")
                 return False
             time.sleep(0.5)
 
@@ -278,7 +278,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
 
 def _must_have_come(request: JobRequest) -> Iterator[str]:
     for name in request.passed.names:
-        why = "named in slurm.pass_environment, but the job did not get it; does this cluster keep it back?"
+        why = "named in slurm.pass_environment, but the job did not receive it; does the cluster filter variables?"
         yield f': "${{{name}:?{why}}}"'
 
 

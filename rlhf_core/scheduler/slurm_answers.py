@@ -74,8 +74,8 @@ def _from_accounting(job_id: str) -> JobStatus:
         )
         found = text.split()
         if found and found[0] in _ENDED:
-            return JobStatus(JobState.ENDED, f"Slurm's accounting says {found[0]}", scheduler_state=found[0])
-    return JobStatus(JobState.ENDED, "Slurm has forgotten the job")
+            return JobStatus(JobState.ENDED, f"Slurm's accounting reports {found[0]}", scheduler_state=found[0])
+    return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
 
 
 def only_the_lost_remain(status: JobStatus) -> bool:

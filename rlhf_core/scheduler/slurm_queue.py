@@ -71,10 +71,10 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
-        message = f"{words[0]} is not there; on this machine RLHF_SCHEDULER=slurm cannot work, use local"
+        message = f"{words[0]} is not installed; RLHF_SCHEDULER=slurm cannot work on this machine, use local"
         raise SchedulerError(message) from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{words[0]} did not answer within {seconds:.0f} s") from None
+        raise SchedulerError(f"{words[0]} did not respond within {seconds:.0f} s") from None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise SchedulerError(f"{words[0]}: {said}")
@@ -88,7 +88,7 @@ def require_job_id(text: str) -> str:
         SchedulerError: it is not a job id: a ``submission.json`` may contain anything.
     """
     if _JOB_ID.fullmatch(text) is None:
-        raise SchedulerError(f"found the job id {text[:80]!r}, expected a number of Slurm's, as 4711")
+        raise SchedulerError(f"found the job id {text[:80]!r}, expected a Slurm job number such as 4711")
     return text
 
 
@@ -101,9 +101,9 @@ def require_controller() -> None:
     try:
         answer = run("scontrol", "ping", seconds=PING_S)
     except SchedulerError as error:
-        raise SchedulerError(f"Slurm's controller does not answer: {error}") from None
+        raise SchedulerError(f"Slurm's controller does not respond: {error}") from None
     if " UP" not in answer:
-        raise SchedulerError(f"Slurm's controller does not answer: {answer.strip()}")
+        raise SchedulerError(f"Slurm's controller does not respond: {answer.strip()}")
 
 
 def listing(max_age_s: float = FRESH_S) -> Listing:

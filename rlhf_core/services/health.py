@@ -102,7 +102,7 @@ def listen(events: IO[str], answers: IO[str], on_tick: Callable[[], None]) -> No
             with Survived() as found:  # of a full disk, say: the check runs again at the next event
                 on_tick()
             if found.error is not None:
-                _log(f"the services could not be checked: {found.problem}")
+                _log(f"failed to check the services: {found.problem}")
             answers.write("RESULT 2\nOK")
             answers.flush()
 

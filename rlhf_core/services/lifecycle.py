@@ -94,12 +94,12 @@ class Lifecycle:
         environment = dict(os.environ)
         with alone(self._home):
             if self._supervisord.pid() and not self._supervisord.answers():
-                self._say("supervisord does not answer and is replaced")
+                self._say("supervisord does not respond and is replaced")
                 self._supervisord.shut_down(0)
             if foreign := self._supervisord.foreign_variables(environment):
                 self._say(
-                    f"the services keep the environment of the `rlhf up` that started the first of them, in which "
-                    f"{', '.join(foreign)} differ; `rlhf down`, then `rlhf up` gives them the present one"
+                    "the services keep the environment of the `rlhf up` that started the first of them, which differs "
+                    f"in {', '.join(foreign)}; run `rlhf down`, then `rlhf up` to update it"
                 )
             if not self._supervisord.pid():
                 self._configure([])
@@ -145,7 +145,7 @@ class Lifecycle:
         replaced = found.state is not ServiceState.STOPPED
         if replaced:
             _require_ours(found)
-            self._say(f"the {service.name} (process {found.pid}) does not answer and is replaced")
+            self._say(f"the {service.name} (process {found.pid}) does not respond and is replaced")
             self._end(service, found)
         self._say(f"starting the {service.name}")
         service.before_start()
@@ -235,7 +235,7 @@ class Lifecycle:
                 continue
             found = look(self._home, name)
             if found.record is not None and found.record.started_by == OURS and found.record.is_alive:
-                self._say(f"ending the {name} (process {found.pid}), which no supervisord keeps running")
+                self._say(f"ending the {name} (process {found.pid}), which has no supervisord")
                 found.record.end(timeouts_s[EARLIER_NAMES.get(name, name)])
                 ended.append(name)
         return ended
@@ -279,12 +279,12 @@ def _require_ours(status: ServiceStatus) -> None:
     if status.state is ServiceState.ELSEWHERE:
         raise BadInput(
             f"the {status.name} of this home folder runs on {status.record.host} (process {status.pid}): end it there, "
-            f"or use another RLHF_HOME here"
+            "or use another RLHF_HOME here"
         )
     if status.record.started_by != OURS:
         raise BadInput(
-            f"the {status.name} (process {status.pid}) is kept running by {status.record.started_by}: end it there, "
-            f"for instance with `systemctl stop rlhf-{status.name}`"
+            f"the {status.name} (process {status.pid}) is managed by {status.record.started_by}: end it there, for "
+            f"instance with `systemctl stop rlhf-{status.name}`"
         )
 
 

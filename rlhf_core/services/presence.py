@@ -150,7 +150,7 @@ def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], N
             record = read_model(files.record, ServiceRecord)
             holder = f"process {record.pid} on {record.host}" if record else "another process"
             raise BadInput(
-                f"the {name} of {home} is running already: {holder}. `rlhf up --status` shows it, `rlhf down` ends it"
+                f"the {name} of {home} is already running: {holder}. `rlhf up --status` shows it, `rlhf down` ends it"
             )
         files.heartbeat.unlink(missing_ok=True)
         write_model(files.record, _this_process(address))
@@ -184,7 +184,7 @@ def private_folder(path: Path) -> None:
         private_files.make_folder(path)
         found = path.stat()
     except OSError as error:
-        raise BadInput(f"cannot make {path} a folder of this user alone: {error.strerror}") from None
+        raise BadInput(f"cannot make {path} private to this user: {error.strerror}") from None
     if found.st_uid != os.geteuid():
         raise BadInput(
             f"{path} belongs to user {found.st_uid}, expected a folder of user {os.geteuid()}: use another RLHF_HOME"

@@ -236,7 +236,7 @@ def _device(gpus_per_node: int, local_rank: int) -> torch.device:
     visible = torch.cuda.device_count()
     if local_rank >= visible:
         raise WorkerError(
-            f"resources.gpus_per_node is {gpus_per_node}, but this node shows {visible} GPUs to torch and rank "
+            f"resources.gpus_per_node is {gpus_per_node}, but torch finds {visible} GPUs on this node and rank "
             f"{local_rank} of the node has none; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", local_rank)

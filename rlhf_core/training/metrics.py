@@ -210,7 +210,7 @@ def _pack(metrics: StepMetrics, request: str) -> list[float]:
     if len(own) > RANK_CAPACITY:
         raise ValueError(
             f"found {len(own)} values of each rank in one step, expected at most {RANK_CAPACITY} "
-            f"(metrics.RANK_CAPACITY)"
+            "(metrics.RANK_CAPACITY)"
         )
     mark = _hash(json.dumps([metrics.step, *entries, *own]), _DIGEST_BITS)
     votes = [float(request == vote) for vote in _VOTES]
@@ -258,7 +258,7 @@ def _explain(step: int, names: list[str], odd: list[int], steps_found: list[floa
     silent = [rank for rank in range(ranks.num_ranks) if rank not in told]
     steps = {rank: content["step"] for rank, content in told.items()}
     names_of = {rank: tuple(content["names"]) for rank, content in told.items()}
-    parts = [f"the metrics of the ranks do not belong together (rank {ranks.rank} reduced step {step})"]
+    parts = [f"the metrics of the ranks do not match (rank {ranks.rank} reduced step {step})"]
     if len(odd) < ranks.num_ranks:
         which = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
         brought = ", ".join(f"{steps_found[rank]:.0f}" for rank in odd)
@@ -273,4 +273,4 @@ def _explain(step: int, names: list[str], odd: list[int], steps_found: list[floa
         parts.append(f"not on every rank: {sorted(differing)}")
     if silent:
         parts.append(f"not in the metric collective but in another one: ranks {silent}")
-    return "; ".join(parts) + ". A rank left out or added a collective or a metric: this is a bug in the training code"
+    return "; ".join(parts) + ". A rank skipped or added a collective or a metric: this is a bug in the training code"

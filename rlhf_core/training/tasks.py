@@ -101,7 +101,7 @@ def sort_digits(
     num_numbers = 10**num_digits
     if num_train + num_eval > num_numbers:
         raise BadConfig(
-            f"sort_digits: found num_train + num_eval = {num_train + num_eval}, but {num_digits} digits make only "
+            f"sort_digits: found num_train + num_eval = {num_train + num_eval}, but {num_digits} digits allow only "
             f"{num_numbers} different numbers"
         )
     held_out = random.Random(f"sort_digits {num_digits}").sample(range(num_numbers), num_eval)

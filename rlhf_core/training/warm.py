@@ -26,7 +26,7 @@ def import_libraries() -> None:
     load_deepspeed(on_cpu=not torch.cuda.is_available())
     touched = [name for name, done in _initialised().items() if done]
     if touched:
-        raise WorkerError(f"imports have initialised {', '.join(touched)}")
+        raise WorkerError(f"imports initialized {', '.join(touched)}")
 
 
 def _initialised() -> dict[str, bool]:

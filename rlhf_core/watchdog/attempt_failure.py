@@ -140,17 +140,17 @@ def _remedy(
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
         changes = oom_remedy(with_changes(spec, before))
         what = ", ".join(f"{name} = {value}" for name, value in changes.items())
-        return _Remedy(f"going on with {what}; the global batch stays" if what else "", changes)
+        return _Remedy(f"continuing with {what}; the global batch is unchanged" if what else "", changes)
     roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)
     if roll_back and spec.supervise.rollback_on_non_finite and not rolled_back:
         steps = [checkpoint.step for checkpoint in run_dir.checkpoints()]
         step = rollback_step(kind, steps, incident.step if incident else None, spec)
         if step is not None:
             older = run_dir.checkpoint(step).root.name
-            return _Remedy(f"going back to {older}, once; newer checkpoints are put aside", {}, older)
+            return _Remedy(f"resuming once from {older}; newer checkpoints are set aside", {}, older)
     damaged = incident.damaged_checkpoint if incident is not None else ""
     if kind is FailureKind.CHECKPOINT_CORRUPT and (whole := run_dir.checkpoint_before(damaged)):
-        return _Remedy(f"{damaged} is put aside, going on from {whole.root.name}")
+        return _Remedy(f"{damaged} is set aside; resuming from {whole.root.name}")
     return _Remedy()
 
 
@@ -171,11 +171,11 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = snapshot.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
-    what = f"The job of attempt {snapshot.attempt} is gone and left no outcome. {diagnosis.message}"
+    what = f"The job of attempt {snapshot.attempt} is gone without an outcome. {diagnosis.message}"
     if snapshot.outcome is not None:
         what = f"{snapshot.verdict.cause}. {diagnosis.message}"
     elif snapshot.job.state is JobState.RUNNING:
-        what = f"The job of attempt {snapshot.attempt} is given up: {snapshot.verdict.cause}."
+        what = f"The job of attempt {snapshot.attempt} was given up: {snapshot.verdict.cause}."
     lines = text.strip().splitlines()
     said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
     return Incident(

@@ -145,8 +145,8 @@ class IngestReader:
         stored = self._run_dir.read_spec()
         if stored.run_id != self._run_dir.run_id:
             raise RunDirError(
-                f"{self._run_dir.spec} is that of run {stored.run_id}: the folder was copied or renamed. Give it back "
-                f"its name, or move it out of {self._run_dir.root.parent}"
+                f"{self._run_dir.spec} belongs to run {stored.run_id}: the folder was copied or renamed. Restore its "
+                f"name, or move it out of {self._run_dir.root.parent}"
             )
         self._batch.stored = stored
         self._batch.run_dir = str(self._run_dir.root.absolute())
@@ -303,7 +303,7 @@ class IngestReader:
             skipped = SkippedLine(name, 0, said)
             self.report.skipped.append(skipped)
             self.report.num_skipped += 1
-            self._set_aside(skipped, 0, f"it was left out: {said}")
+            self._set_aside(skipped, 0, f"it was skipped: {said}")
             return
         found.append(content)
         self._bytes += path.stat().st_size
@@ -347,6 +347,6 @@ def _damage(path: Path) -> JournalDamaged:
     except JournalDamaged as first:
         return first
     return JournalDamaged(
-        f"{path} can be read, but was changed before the place up to which the history has it: `rlhf db rebuild` reads "
-        f"it again from the beginning"
+        f"{path} changed before the position up to which the history has read it: `rlhf db rebuild` reads it again "
+        "from the beginning"
     )

@@ -82,11 +82,11 @@ class Presence:
         passed_s = now - self._since[1]
         if kind == "missing" and passed_s > GONE_S:
             self.is_gone = True
-            raise RunDirGone(f"{said} for {passed_s:.0f} s, and {self._run_dir.root.parent} is there")
+            raise RunDirGone(f"{said} for {passed_s:.0f} s, although {self._run_dir.root.parent} exists")
         if kind == "away" and passed_s > AWAY_S:
             raise RunDirError(
-                f"{said} for {passed_s:.0f} s. The run stays as it is: mend the file system, then "
-                f"`rlhf resume {self._run_dir.run_id}`"
+                f"{said} for {passed_s:.0f} s. The run is unchanged: repair the file system, then `rlhf resume "
+                f"{self._run_dir.run_id}`"
             )
         return said
 
@@ -99,7 +99,7 @@ class Presence:
             except (FileNotFoundError, NotADirectoryError):
                 if identity(run_dir.root.parent) == self._runs:
                     return "missing", f"{path if run_dir.root.is_dir() else run_dir.root} has been missing"
-                return "away", f"the file system of {run_dir.root.parent} has been away"
+                return "away", f"the file system of {run_dir.root.parent} has been unavailable"
             except OSError as error:
                 return "away", f"{path} could not be read ({error.strerror})"
         return "", ""

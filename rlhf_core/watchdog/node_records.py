@@ -69,7 +69,7 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
         DatabaseUnavailable: the history does not answer.
     """
     if not reason.strip():
-        raise BadInput("--reason is missing: say what was repaired, for the next time the node fails")
+        raise BadInput("--reason is missing: describe the repair, for the next time the node fails")
     records = {one.standing.node: one for one in node_records(store, now, runs)}
     if node not in records:
         known = f"; known are {', '.join(sorted(records))}" if records else ""
@@ -80,7 +80,7 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
     try:
         write_model(path, NodeCleared(node=node, time=now, by=by, reason=reason.strip()))
     except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror}; run this as a user who may write there") from None
+        raise BadInput(f"cannot write {path}: {error.strerror}; run this as a user with write access") from None
     return next(one for one in node_records(store, now, runs) if one.standing.node == node)
 
 

@@ -169,7 +169,7 @@ class Watcher:
             status = JobStatus(JobState.UNKNOWN, str(error))
         self._answered = status is not None and status.state is not JobState.UNKNOWN
         if status is None or status.state is JobState.UNKNOWN:
-            reason = status.reason if status else "the scheduler did not mention the job"
+            reason = status.reason if status else "the scheduler did not list the job"
             return replace(self._last_job, reason=f"state unknown: {reason}")
         self._last_job = status
         return status
@@ -203,9 +203,9 @@ class Watcher:
                 return None
         first, others = job.nodes[0], job.nodes[1:]
         if len(others) == 1 and self._progress.given_up.get(first) == others[0]:
-            cause = f"the agents of {first} and {others[0]} have lost each other, and both were alive"
+            cause = f"the agents of {first} and {others[0]} lost their connection although both were alive"
             return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NETWORK, job.nodes)
-        cause = f"the agents of all other nodes have lost that of {first}"
+        cause = f"the agents of all other nodes lost contact with the agent of {first}"
         return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
     def _silent(self, job: JobStatus) -> Silence | None:
@@ -286,10 +286,10 @@ def _given_up(silence: Silence) -> AttemptVerdict:
     """Verdict on silent agents. If all are silent, no single node is to blame; if only some are, the file system still
     works."""
     of = "its agents have" if silence.of_all else f"the agents of {', '.join(silence.nodes)} have"
-    cause = f"{of} said nothing for {silence.seconds:.0f} s, although the scheduler says that it runs"
+    cause = f"{of} been silent for {silence.seconds:.0f} s, although the scheduler reports the job as running"
     if silence.of_all:
         return AttemptVerdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
-    return AttemptVerdict(AttemptState.LOST, f"{cause} and the others go on", FailureKind.NODE_LOST, silence.nodes)
+    return AttemptVerdict(AttemptState.LOST, f"{cause} and the others continue", FailureKind.NODE_LOST, silence.nodes)
 
 
 _CANCELLED = "its job was cancelled at the scheduler"
@@ -305,7 +305,7 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
     if not asks or not job.scheduler_state:
         return own
     if job.state is not JobState.ENDED:
-        waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler to say why")
+        waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler's reason")
         was_ended = bool(outcome.ended_by) and job.scheduler_state == "COMPLETING"
         return waiting if told_for_s < (COMPLETING_TIMEOUT_S if was_ended else SCHEDULER_REASON_TIMEOUT_S) else own
     if job.scheduler_state == "CANCELLED":
@@ -313,7 +313,7 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
     if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:
         # Agents that saved exit with 0. One did not, and Slurm ended the others by the signal that also announces
         # a preemption.
-        cause = f"{job.reason}: an agent ended badly, and the others with it; {outcome.message}"
+        cause = f"{job.reason}: an agent failed, and the others ended with it; {outcome.message}"
         return AttemptVerdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)
     told = SCHEDULER_STATES.get(job.scheduler_state)
     if told is None:

@@ -139,7 +139,7 @@ def require_agreement(sent: SentVersion, receipts: Sequence[Receipt], receivers:
     for name in receivers:
         receipt = by_name.get(name)
         if receipt is None:
-            raise WeightSyncFailed(f"{name} has sent no receipt for version {sent.version}", name)
+            raise WeightSyncFailed(f"{name} did not send a receipt for version {sent.version}", name)
         if (receipt.version, receipt.digest) != (sent.version, sent.digest):
             raise WeightSyncFailed(
                 f"{name} has staged version {receipt.version} with digest {receipt.digest}, expected version "

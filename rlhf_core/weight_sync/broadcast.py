@@ -98,7 +98,7 @@ class BroadcastOutgoing:
         except Exception as error:
             if self._fallback not in (None, self.backend):
                 print(
-                    f"{self.name} sent no version over {self.backend}: {error}; links are over {self._fallback} now",
+                    f"{self.name} cannot send over {self.backend}: {error}; falling back to {self._fallback}",
                     flush=True,
                 )
                 self.backend = self._fallback
@@ -126,7 +126,7 @@ class BroadcastOutgoing:
             while not self._store.check([linked_key(self._session, name)]):
                 if self._cancelled.is_set() or time.monotonic() > deadline:
                     self._link = None
-                    reason = "an engine has failed" if self._cancelled.is_set() else f"{name} has made no links"
+                    reason = "an engine has failed" if self._cancelled.is_set() else f"{name} did not make links"
                     raise WeightSyncFailed(f"sending was given up: {reason}", "" if self._cancelled.is_set() else name)
                 beat()
                 time.sleep(POLL_INTERVAL_S)

@@ -84,7 +84,7 @@ class _PlaceInChain:
             links = self._links = _connect(offer, chain)
         elif links is None or chain.session != self._session:
             raise WeightSyncFailed(
-                f"{offer.receiver} has no links of this session; reset the sender when an engine was restarted",
+                f"{offer.receiver} has no links of this session; reset the sender after an engine restarts",
                 offer.receiver,
             )
         self._session = chain.session
@@ -183,7 +183,7 @@ class _Passage:
         announcement.wait()
         version, found = announced[:16].view(torch.int64).tolist()
         if found == ABANDONED:
-            raise WeightSyncFailed(f"{self._before} has given version {self._manifest.version} up", self._before)
+            raise WeightSyncFailed(f"{self._before} gave up version {self._manifest.version}", self._before)
         if (version, found) != (self._manifest.version, index):
             raise WeightSyncFailed(
                 f"{self._before} has sent bucket {found} of version {version}, expected bucket {index} of version "
@@ -225,8 +225,8 @@ class _Passage:
     def _verify(self, index: int, announced: Tensor, found: bytes) -> None:
         if bytes(announced[16:].tolist()) != found and self._failure is None:
             self._failure = WeightSyncFailed(
-                f"bucket {index} of version {self._manifest.version} was damaged on its way from {self._before}; "
-                "send the version again, and look at that link when it happens again",
+                f"bucket {index} of version {self._manifest.version} was damaged on the way from {self._before}; send "
+                "the version again, and check that link if this repeats",
                 self._before,
             )
 
@@ -248,5 +248,5 @@ def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
     except (WeightSyncFailed, RuntimeError) as error:
         if answers(store):
             raise
-        raise WeightSyncFailed(f"{chain.sender} was lost while links were made", chain.sender) from error
+        raise WeightSyncFailed(f"{chain.sender} was lost while making links", chain.sender) from error
     return upstream, downstream

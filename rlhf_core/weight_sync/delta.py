@@ -191,7 +191,7 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
             if int(places[-1]) >= len(target):
                 undo()
                 raise WeightSyncFailed(
-                    f"found a change of element {int(places[-1])} of {name}, expected one of its {len(target)}"
+                    f"found a change of element {int(places[-1])} of {name}, which has {len(target)} elements"
                 )
         before.append((target, places, target[places].clone()))
         target[places] = _bits(parts[name if name == entry.name else name + VALUES])

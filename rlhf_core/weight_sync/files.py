@@ -162,13 +162,13 @@ def _await_complete(offer: Offer, path: Path, beat: Beat) -> None:
     deadline = time.monotonic() + offer.stall_timeout_s
     while not (path / COMPLETE).exists():
         if (path / ABANDONED).exists() or not path.exists():
-            raise WeightSyncFailed(f"{offer.sender} has given version {offer.manifest.version} up", offer.sender)
+            raise WeightSyncFailed(f"{offer.sender} gave up version {offer.manifest.version}", offer.sender)
         found = [(file.name, file.stat().st_size) for file in path.iterdir()]
         if found != seen:
             seen, deadline = found, time.monotonic() + offer.stall_timeout_s
         if time.monotonic() > deadline:
             raise WeightSyncFailed(
-                f"{offer.sender} has written nothing to {path} for {offer.stall_timeout_s:g} s", offer.sender
+                f"{offer.sender} wrote nothing to {path} for {offer.stall_timeout_s:g} s", offer.sender
             )
         beat()
         time.sleep(POLL_INTERVAL_S)

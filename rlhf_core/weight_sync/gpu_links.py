@@ -60,7 +60,7 @@ class GpuLink:
                 self._group: Any = self.gpu.group(place, 1 - self._other, CONNECT_TIMEOUT_S)
                 self._meet(end.is_source)
         except RuntimeError as error:
-            text = f"no link over NCCL with {end.peer} was made: {first_line(error)}"
+            text = f"failed to make a link over NCCL with {end.peer}: {first_line(error)}"
             raise WeightSyncFailed(text, end.peer) from error
 
     def send(self, message: Tensor, tag: int) -> Pending:
@@ -118,7 +118,7 @@ class GpuLink:
         found = place.get(other).decode()
         if not found or found == gpu.identity:
             what = f"found {found} at both ends" if found else "the other end has no GPU"
-            raise RuntimeError(f"{what}, expected a GPU for each, as NCCL does; set rollout.sync.backend=gloo")
+            raise RuntimeError(f"{what}, expected a GPU at each end for NCCL; set rollout.sync.backend=gloo")
         return gpu
 
     def _meet(self, is_source: bool) -> None:
@@ -139,7 +139,7 @@ class _PendingBucket:
         while not self._work.is_completed():
             if time.monotonic() > deadline:
                 self._link.abort()
-                raise WeightSyncFailed(f"{self._peer} took and sent nothing for {self._timeout_s:g} s", self._peer)
+                raise WeightSyncFailed(f"{self._peer} did not send or receive for {self._timeout_s:g} s", self._peer)
             time.sleep(POLL_INTERVAL_S)
         if self._link.is_aborted:  # completed by that, not by the other end
             raise WeightSyncFailed(f"the link with {self._peer} was given up", self._peer)

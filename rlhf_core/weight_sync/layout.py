@@ -54,7 +54,7 @@ def require_whole(share: Share) -> None:
     """
     if share != WHOLE:
         raise ValueError(
-            f"found share {share.place + 1} of {share.senders}, expected the whole: this way has one sender"
+            f"found share {share.place + 1} of {share.senders}, expected the whole: this transport has one sender"
         )
 
 
@@ -150,13 +150,13 @@ def matched(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Iterat
             wanted = "no further tensor" if entry is None else f"{entry.name} {entry.dtype} {list(entry.shape)}"
             raise WeightSyncFailed(
                 f"found {found[0]} {found[1]} {list(found[2])} among the weights of version {manifest.version}, "
-                f"expected {wanted}; offer the layout of the weights that are sent"
+                f"expected {wanted}; offer the layout of the weights to send"
             )
         yield entry, tensor
     if (entry := next(expected, None)) is not None:
         raise WeightSyncFailed(
-            f"the weights of version {manifest.version} end before {entry.name}; offer the layout of the weights that "
-            "are sent"
+            f"the weights of version {manifest.version} end before {entry.name}; offer the layout of the weights to "
+            "send"
         )
 
 

@@ -105,7 +105,7 @@ class GlooLink:
             place.wait([f"here/{self._other}"], timedelta(seconds=CONNECT_TIMEOUT_S))
             self._group: Any = gloo(place, 1 - self._other, 2, options)
         except RuntimeError as error:
-            raise WeightSyncFailed(f"no link with {peer} was made: {first_line(error)}", peer) from error
+            raise WeightSyncFailed(f"failed to make a link with {peer}: {first_line(error)}", peer) from error
 
     def send(self, message: Tensor, tag: int) -> Pending:
         """Begin to send bytes; see :class:`Link`."""
@@ -167,7 +167,7 @@ def reach(address: str, port: int, owner: str) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
-        raise WeightSyncFailed(f"{owner} does not answer at {address}:{port}: {first_line(error)}", owner) from error
+        raise WeightSyncFailed(f"{owner} does not respond at {address}:{port}: {first_line(error)}", owner) from error
 
 
 def answers(store: Store) -> bool:
@@ -190,7 +190,7 @@ def own_address(towards: str) -> str:
 def _lost(peer: str, error: RuntimeError, timeout: timedelta | None = None) -> WeightSyncFailed:
     text = first_line(error)
     if timeout is not None and "Timed out" in text:
-        return WeightSyncFailed(f"{peer} took and sent nothing for {timeout.total_seconds():g} s", peer)
+        return WeightSyncFailed(f"{peer} did not send or receive for {timeout.total_seconds():g} s", peer)
     return WeightSyncFailed(f"{peer} is lost: {text}", peer)
 
 

@@ -99,7 +99,7 @@ class Receiver:
         """
         if self._staged is None or not self.is_ready(version):
             found = "none" if self._staged is None else f"version {self._staged.receipt.version}"
-            raise WeightSyncFailed(f"{self.name} has {found} staged, and is to commit version {version}", self.name)
+            raise WeightSyncFailed(f"{self.name} has {found} staged, expected version {version}", self.name)
         self._base, self._staged, self.version = self._staged, None, version
         return self._base
 
@@ -119,8 +119,8 @@ class Receiver:
         found = None if base is None else (base.receipt.version, base.receipt.digest)
         if base is None or row is None or found != (manifest.base_version, manifest.base_digest):
             raise WeightSyncFailed(
-                f"{self.name} has {'no version' if found is None else f'version {found[0]} ({found[1]})'} as base, and "
-                f"the delta of version {manifest.version} is against version {manifest.base_version} "
+                f"{self.name} has {'no version' if found is None else f'version {found[0]} ({found[1]})'} as base, "
+                f"but the delta of version {manifest.version} is against version {manifest.base_version} "
                 f"({manifest.base_digest}); send the whole weights",
                 self.name,
             )

@@ -179,7 +179,7 @@ class SenderGroup:
             raise self._lost() from error
 
     def _lost(self) -> WeightSyncFailed:
-        return WeightSyncFailed(f"{self.names[0]} is lost, which keeps the store of the senders", self.names[0])
+        return WeightSyncFailed(f"{self.names[0]} is lost, and with it the store of the senders", self.names[0])
 
     def _told(self, what: str, place: int, beat: Beat) -> bytes:
         return self._awaited(self._key(f"{what}/{place}"), self.names[place], beat)
@@ -194,7 +194,7 @@ class SenderGroup:
         try:
             while not self._store.check([key]):
                 if time.monotonic() > deadline:
-                    raise WeightSyncFailed(f"{name} has said nothing for {self._timeout_s:g} s", name)
+                    raise WeightSyncFailed(f"{name} was silent for {self._timeout_s:g} s", name)
                 beat()
                 time.sleep(POLL_INTERVAL_S)
             value: bytes = self._store.get(key)

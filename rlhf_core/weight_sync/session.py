@@ -125,7 +125,7 @@ def _require_ready(engines: Sequence[EngineControl], version: int, pool: ThreadP
     answers, failures = _outcomes(engines, lambda engine: engine.is_ready(version), pool, beat)
     for engine in engines:
         if not answers.get(engine.name, False):
-            reason = failures.get(engine.name, f"it has version {version} not staged any more")
+            reason = failures.get(engine.name, f"it no longer has version {version} staged")
             raise WeightSyncFailed(f"{engine.name} was lost before the commit: {reason}", engine.name)
 
 

@@ -136,7 +136,7 @@ class SharedMemoryIncoming:
                 file, lock = (os.open(one, os.O_RDWR | os.O_CLOEXEC) for one in (path, _lock_path(path)))
             except OSError as error:
                 raise WeightSyncFailed(
-                    f"{path} cannot be opened ({error.strerror}); engines on other hosts need another way", offer.sender
+                    f"{path} cannot be opened ({error.strerror}); other hosts need another transport", offer.sender
                 ) from error
             opened.callback(os.close, file)
             opened.callback(os.close, lock)
@@ -162,15 +162,13 @@ class SharedMemoryIncoming:
         while True:
             version, there = area.state.tolist()
             if version != offer.manifest.version or there == ABANDONED:
-                raise WeightSyncFailed(f"{offer.sender} has given version {offer.manifest.version} up", offer.sender)
+                raise WeightSyncFailed(f"{offer.sender} gave up version {offer.manifest.version}", offer.sender)
             if there > index:
                 return
             if _is_free(lock):
-                raise WeightSyncFailed(f"{offer.sender} has died after {there} buckets", offer.sender)
+                raise WeightSyncFailed(f"{offer.sender} died after {there} buckets", offer.sender)
             if time.monotonic() > deadline:
-                raise WeightSyncFailed(
-                    f"{offer.sender} has written nothing for {offer.stall_timeout_s:g} s", offer.sender
-                )
+                raise WeightSyncFailed(f"{offer.sender} wrote nothing for {offer.stall_timeout_s:g} s", offer.sender)
             time.sleep(POLL_INTERVAL_S)
 
     def close(self) -> None:

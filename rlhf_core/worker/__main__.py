@@ -38,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rlhf_core.worker", description="What runs on a node.")
+    parser = argparse.ArgumentParser(prog="python -m rlhf_core.worker", description="Programs that run on a node.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    agent = commands.add_parser("agent", help="start, watch and end the workers of an attempt on this node")
+    agent = commands.add_parser("agent", help="start, supervise and end the workers of an attempt on this node")
     _add_attempt(agent)
     agent.add_argument(
         "--target",
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ROLE=MODULE:FUNCTION",
-        help="run this for a role instead of the native training code",
+        help="function to run for a role instead of the native training code",
     )
     agent.add_argument("--path", type=Path, action="append", default=[], help="folder to import targets from")
 
@@ -57,25 +57,25 @@ def _parser() -> argparse.ArgumentParser:
     role.add_argument("role", type=Role, choices=list(Role))
     _add_attempt(role)
     role.add_argument("--restart", type=int, required=True, help="number of the restart, from 0")
-    role.add_argument("--generation", type=int, help="start of its group, where that is not counted as a restart")
+    role.add_argument("--generation", type=int, help="generation of its group, if not counted as a restart")
     role.add_argument("--node", required=True, help="name of this node")
-    role.add_argument("--store", type=Path, help="file in which the ranks meet when all are on this node")
+    role.add_argument("--store", type=Path, help="rendezvous file of the ranks if all are on this node")
     role.add_argument("--target", help="module:function to run instead of the native training code")
     role.add_argument("--path", type=Path, action="append", default=[], help="folder to import the target from")
-    role.add_argument("--damaged", action="append", default=[], help="checkpoint that is not to be used")
+    role.add_argument("--damaged", action="append", default=[], help="checkpoint to ignore")
 
-    server = commands.add_parser("fork-server", help="make the imports of a worker and fork workers; for agents")
+    server = commands.add_parser("fork-server", help="import the modules of a worker and fork workers; for agents")
     server.add_argument("orders", type=int, help="file descriptor from which orders are read")
     server.add_argument("answers", type=int, help="file descriptor to which answers are written")
-    server.add_argument("room", help="as many characters as the command line of a worker may have")
+    server.add_argument("room", help="maximum number of characters in the command line of a worker")
 
-    check = commands.add_parser("check-import", help="whether a module:function can be imported; one JSON line")
+    check = commands.add_parser("check-import", help="check the import of a module:function; one JSON line")
     check.add_argument("target", metavar="MODULE:FUNCTION")
     check.add_argument("--path", type=Path, action="append", default=[], help="folder to import from")
 
-    probe = commands.add_parser("probe", help="measure this node, with all others; started by an agent")
-    probe.add_argument("place", type=json.loads, help="where this process stands, as a JSON object")
-    content = commands.add_parser("check-content", help="look at rows, tokenizer and rewards of a spec; one JSON line")
+    probe = commands.add_parser("probe", help="measure this node together with all others; started by an agent")
+    probe.add_argument("place", type=json.loads, help="state of this process as a JSON object")
+    content = commands.add_parser("check-content", help="inspect rows, tokenizer and rewards of a spec; one JSON line")
     content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
     content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
     return parser

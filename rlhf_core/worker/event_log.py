@@ -45,7 +45,7 @@ class EventLog:
                 while self._losses:
                     self._writer.write(self._event("file", self._losses.pop()))
             except OSError as error:
-                self.say(f"the event could not be written: {error}")
+                self.say(f"failed to write the event: {error}")
                 self._close()
 
     def _event(

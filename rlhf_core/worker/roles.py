@@ -42,7 +42,7 @@ def target_of(role: Role, given: dict[Role, str]) -> str:
     """
     target = given.get(role) or TARGETS.get(role)
     if target is None:
-        raise BadInput(f"nothing runs for role {role} in this version; roles with a target: {', '.join(TARGETS)}")
+        raise BadInput(f"found no target for role {role}, expected one of: {', '.join(TARGETS)}")
     return target
 
 
@@ -63,7 +63,7 @@ def load(path: str) -> Callable[..., object]:
     except AttributeError:
         raise ImportError(f"module {module_name} has no {name}") from None
     if not callable(function):
-        raise BadInput(f"{path} is no function but {type(function).__name__}")
+        raise BadInput(f"{path} is not a function but {type(function).__name__}")
     return cast("Callable[..., object]", function)
 
 

@@ -202,9 +202,9 @@ def test_a_later_attempt_names_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("resources", "inventory", "says"),
     [
-        ({"num_nodes": 3}, {"nodes": ("a", "b")}, "3 nodes asked for, 2 there"),
-        ({"gpus_per_node": 8}, {"gpus_per_node": 4}, "8 GPUs per node asked for, 4 there"),
-        ({"memory_gb": 64}, {"memory_gb": 32.0}, "64 GiB of memory per node asked for, 32.0 there"),
+        ({"num_nodes": 3}, {"nodes": ("a", "b")}, "3 nodes requested, 2 available"),
+        ({"gpus_per_node": 8}, {"gpus_per_node": 4}, "8 GPUs per node requested, 4 there"),
+        ({"memory_gb": 64}, {"memory_gb": 32.0}, "64 GiB of memory per node requested, 32.0 there"),
     ],
 )
 def test_what_is_not_there_is_refused(resources: dict[str, float], inventory: dict[str, object], says: str) -> None:
@@ -216,7 +216,7 @@ def test_excluded_nodes_are_not_counted() -> None:
     inventory = FakeScheduler(nodes=("a", "b")).inventory()
     spec = make_spec(resources={"num_nodes": 2})
     assert shortages(spec.resources, inventory) == []
-    assert shortages(spec.resources, inventory, ["b"]) == ["2 nodes asked for, 1 there without the excluded b"]
+    assert shortages(spec.resources, inventory, ["b"]) == ["2 nodes requested, 1 available without the excluded b"]
 
 
 def test_cores_may_be_shared() -> None:

@@ -35,7 +35,7 @@ def test_an_attempt_has_as_many_nodes_as_there_are() -> None:
     down = {"d": "down*"}
     found = size(1, out_of_service=down)
     assert found.num_nodes == 2
-    assert "cannot give 4 nodes (d is down*): going on with 2, at least resources.min_nodes = 1" in found.reason
+    assert "cannot give 4 nodes (d is down*): continuing with 2, at least resources.min_nodes = 1" in found.reason
     assert size(0, out_of_service=down).num_nodes == 4, "control: without min_nodes it waits"
     assert size(4, out_of_service=down).num_nodes == 4
     assert size(1).num_nodes == 4

@@ -165,7 +165,7 @@ def _confusions(confused: Counter[tuple[str, str]]) -> Iterable[str]:
 
 
 REMEDIES = {
-    FailureKind.CHECKPOINT_CORRUPT: "the damaged one is put aside, going on from the one before",
+    FailureKind.CHECKPOINT_CORRUPT: "the damaged one is set aside; resuming from the one before",
     FailureKind.CUDA_OOM: "half the micro-batch",
     FailureKind.NON_FINITE: "going back to the checkpoint before",
 }

@@ -118,7 +118,7 @@ def test_metrics_are_chosen(two: tuple[str, str], capsys: pytest.CaptureFixture[
             ["A", "B", "--metric", "reward/men"],
             "none of the runs has the metric 'reward/men'; did you mean reward/mean?",
         ),
-        (["A", "B", "--open"], "give --html FILE"),
+        (["A", "B", "--open"], "requires --html FILE"),
         (["A", "B", "--html", "/dev/null/page.html"], "choose another file with --html"),
     ],
 )

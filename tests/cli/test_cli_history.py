@@ -248,7 +248,7 @@ def test_show_of_an_unknown_run(rlhf: Rlhf, known: RunFiles) -> None:
 def test_nodes_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
     (node,) = rlhf("nodes", "--json").json() or [None]
     if node is None:  # the run of the fixture is older than what the ledger remembers
-        assert "There are no strikes" in rlhf("nodes").out
+        assert "No node has strikes" in rlhf("nodes").out
     else:
         assert node["node"] == "n2"
         assert "n2" in rlhf("nodes").out
@@ -346,7 +346,7 @@ def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:
     for path in home.glob("history.db*"):
         path.unlink()
     answer = rlhf("db", "rebuild")
-    assert answer.out == f"1 run made again from {load_site().runs_dir}.\n"
+    assert answer.out == f"1 run rebuilt from {load_site().runs_dir}.\n"
     assert rlhf("show", "--json").json() == before
 
 
@@ -365,5 +365,5 @@ def test_rebuild_tells_what_it_could_not_do(rlhf: Rlhf, known: RunFiles, runs: P
 
 def test_rebuild_keeps_runs_without_a_directory(rlhf: Rlhf, known: RunFiles) -> None:
     shutil.rmtree(known.dir.root)
-    assert "1 run without a directory there kept" in " ".join(rlhf("db", "rebuild").out.split())
+    assert "1 run without a directory there left" in " ".join(rlhf("db", "rebuild").out.split())
     assert len(rlhf("runs", "--json").json()) == 1

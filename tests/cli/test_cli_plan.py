@@ -132,8 +132,8 @@ def test_seven_trainers_are_refused_with_the_nearest_that_divide(
     assert found["nearest"][0] == {"trainers": 8, "engines": 0, "tensor_parallel": 1, "engine_nodes": 0}
     assert execute(["plan", "qwen2.5-7b-gsm8k", "--set", "resources.ranks_per_node=7"]) == 2
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Refused: 7 trainers that sample themselves." in shown
-    assert "Nearest that divide: 8 trainers that sample themselves" in shown
+    assert "Refused: 7 trainers with in-process sampling." in shown
+    assert "Nearest that divide: 8 trainers with in-process sampling" in shown
 
 
 def test_another_program_has_its_own_layout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: Printed) -> None:
     path.write_text("mine")
     rlhf("init", str(tmp_path), expect=2)
     assert path.read_text() == "mine"
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_file_that_is_there_is_not_overwritten(folder: Path, capsys: Printed) 
     (folder / "my.toml").write_text("mine")
     rlhf("-o", "my.toml", *LINE, expect=2)
     assert (folder / "my.toml").read_text() == "mine"
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_standard_output_and_json(capsys: Printed) -> None:

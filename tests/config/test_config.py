@@ -63,7 +63,7 @@ def test_overrides_are_toml_values_and_bare_words_are_text(minimal: Path) -> Non
 
 @pytest.mark.parametrize("override", ["loops.main.num_steps", "=3", "loops..x=1", ".x=1"])
 def test_an_override_without_form_is_refused(minimal: Path, override: str) -> None:
-    with pytest.raises(BadConfig, match="not of the form"):
+    with pytest.raises(BadConfig, match="does not have the form"):
         config.load(minimal, [override])
 
 
@@ -82,7 +82,7 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
         ("loops.main.lr=1", 'the name here is "loops.main.optimizer.learning_rate"'),
         ("lops.main.num_steps=1", 'did you mean "loops.main.num_steps"?'),
         ("seeed=1", 'did you mean "seed"?'),
-        ("name=MyRun", 'beginning with a letter or a digit, for instance "myrun"'),
+        ("name=MyRun", 'starting with a letter or digit, for instance "myrun"'),
         ("loops.main.zzz=1", "[loops.main] has num_steps"),
         ("zzz=1", "the sections are"),
     ],
@@ -260,7 +260,7 @@ def test_a_problem_is_blamed_on_what_made_it(minimal: Path) -> None:
     assert "loops.main.num_stepz=3" in in_form
     assert "seed: found 'x'" in in_form
     assert "loops.warm_start.lr" in in_file
-    with pytest.raises(BadConfig, match="the form: override 'seed' is not of the form"):
+    with pytest.raises(BadConfig, match="the form: override 'seed' does not have the form"):
         config.load(minimal, ["seed"], "the form")
 
 

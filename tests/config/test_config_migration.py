@@ -186,7 +186,7 @@ def test_the_command_rewrites_the_file_in_place(old: Path, capsys: pytest.Captur
     assert load(old) == before
     assert "[train]" not in old.read_text()
     assert execute(["config", "migrate", str(old)]) == 0
-    assert "in the form of this version already" in capsys.readouterr().out
+    assert "already has the format of this version" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b'name = "\xff"', b"name = [", None])

@@ -112,7 +112,7 @@ def test_errors_are_known_by_class_and_message(error_type: str, message: str, ki
 
 
 def test_training_that_learns_nothing_is_the_fault_of_no_rank() -> None:
-    said = "Training learns nothing any more at step 9, since step 2 (identical): all are the same on rank 1 (node2)"
+    said = "Training no longer learns at step 9, since step 2 (identical): all are the same on rank 1 (node2)"
     found = classify(Evidence(workers=tuple(failed(rank, "rlhf_core.errors.DegenerateRl", said) for rank in (0, 1))))
     assert (found.kind, found.message) == (FailureKind.DEGENERATE_RL, said)
     assert (found.ranks, found.nodes) == ((), ())

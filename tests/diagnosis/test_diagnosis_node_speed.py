@@ -118,9 +118,9 @@ def test_who_came_least_far_is_to_blame_and_not_those_who_waited() -> None:
 
 
 def test_a_node_that_says_nothing_did_not_start() -> None:
-    results = judge(change(speeds(), 3, reached=("",), problems=("its agent said nothing",), pairs=()))
+    results = judge(change(speeds(), 3, reached=("",), problems=("its agent did not report",), pairs=()))
     assert ("probe.answer", "blocked", "n3") in troubles(results)
-    assert any("did not start: its agent said nothing" in one.found for one in results)
+    assert any("did not start: its agent did not report" in one.found for one in results)
 
 
 def test_without_progress_of_any_rank_none_is_blamed() -> None:

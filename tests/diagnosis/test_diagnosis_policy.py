@@ -57,7 +57,7 @@ def test_what_would_come_back_unchanged_is_retried_with_a_change_only(kind: Fail
 
 def test_a_damaged_checkpoint_ends_a_run_only_where_none_is_left() -> None:
     kind = FailureKind.CHECKPOINT_CORRUPT
-    instead = "step-000020 is put aside, going on from step-000010"
+    instead = "step-000020 is set aside; resuming from step-000010"
     assert decide_in_place(kind, 0, SPEC).action is Action.STOP
     assert decide_next(kind, 0, False, SPEC, 0.5).action is Action.STOP
     # Independent of the number of restarts, because each of these removes one checkpoint.

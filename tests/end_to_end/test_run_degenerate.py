@@ -17,13 +17,13 @@ LEARNS_NOTHING = (
 
 def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(site: Site) -> None:
     ended = site.rlhf("run", site.config(), "--no-prefect", *options(*LEARNS_NOTHING), code=1, timeout_s=600)
-    assert "Training learns nothing any more" in ended.stdout + ended.stderr
+    assert "Training no longer learns" in ended.stdout + ended.stderr
     shown: dict[str, Any] = site.rlhf("show", "last", "--json").json()
     run = shown["run"]
     assert run["state"] == "failed"
     assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "failed"]
     assert {incident["failure_kind"] for incident in shown["incidents"]} == {"degenerate_rl"}
-    ended_by = [one for one in shown["incidents"] if one["message"].startswith("Training learns nothing any more")]
+    ended_by = [one for one in shown["incidents"] if one["message"].startswith("Training no longer learns")]
     warnings = [one for one in shown["incidents"] if one not in ended_by]
     assert (len(ended_by), len(warnings)) == (2, 2)
     assert all("(train_gap): sampling and training disagree" in one["message"] for one in warnings)
@@ -43,6 +43,6 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     assert {path.name for path in aside.iterdir()} >= {"step-000015"}
 
     rows = site.rlhf("sql", "reward-collapses", "--json").json()
-    collapses = [row for row in rows if "learns nothing" in row["why"]]
+    collapses = [row for row in rows if "no longer learns" in row["why"]]
     assert [(row["attempt"], row["step"]) for row in collapses] == [(2, found_at), (1, found_at)]
     assert len(rows) == 4, "warnings of health are there as well"

@@ -201,7 +201,7 @@ def test_env_makes_lists_and_shows(
     assert main.execute(["env", "create", "trl"]) == 0
     assert 'Use it with trainer.environment = "trl".' in capsys.readouterr().out
     assert main.execute(["env", "create", "trl"]) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert main.execute(["env", "list", "--json"]) == 0
     assert {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)} == {
         "swift": "absent",

@@ -242,9 +242,9 @@ def test_restarts_and_the_next_attempt_go_on_from_the_memory_of_the_nodes(
     assert run is not None
     told = [event.message for _, event in events(run) if event.kind == "checkpoint"]
     assert len(told) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
-    no_copy = "going on from files: the nodes have no copy in memory that all ranks have a part of"
+    no_copy = "resuming from files: the nodes have no in-memory copy with a part of every rank"
     for message in told[:3]:
-        assert message.startswith("going on from the copy of step") or message == no_copy
+        assert message.startswith("resuming from the copy of step") or message == no_copy
     assert any(message != no_copy for message in told[:3])
     assert told[3] == no_copy, "a run that saved and ended leaves nothing in memory"
 
@@ -267,7 +267,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_all_of_them_when_they_are_back(
     assert smaller.state == "completed"
     reason = smaller.placements[1].size_reason
     assert "the cluster cannot give 2 nodes" in reason
-    assert "going on with 1, at least resources.min_nodes = 1; the global batch stays" in reason
+    assert "continuing with 1, at least resources.min_nodes = 1; the global batch is unchanged" in reason
     assert "the cluster cannot give 2 nodes" in smaller.shown
 
 

@@ -193,7 +193,7 @@ def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: P
     assert FlowRunLink().run_dir(site.runs_dir) is None, "without Prefect there is nothing to find"
     from rlhf_core.errors import RunDirError
 
-    with pytest.raises(RunDirError, match="exists already"):
+    with pytest.raises(RunDirError, match="already exists"):
         new_run(source, [], site, flow_run=one)
     assert len(list(site.runs_dir.iterdir())) == 1, "two processes of one flow run cannot make two runs"
 

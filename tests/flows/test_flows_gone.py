@@ -142,10 +142,10 @@ def test_a_file_system_that_is_away_is_waited_for_and_closes_nothing(desk: Desk,
 
     run_dir = trains(desk, happens)
     began = desk.clock.now
-    with pytest.raises(RunDirError, match="has been away for") as raised:
+    with pytest.raises(RunDirError, match="has been unavailable for") as raised:
         drive(desk.controller(run_dir))
     assert not isinstance(raised.value, RunDirGone)
-    assert "The run stays as it is" in str(raised.value)
+    assert "The run is unchanged" in str(raised.value)
     assert desk.clock.now - began > AWAY_S, "it ends, but not soon"
     assert desk.scheduler.cancelled == []
     assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"

@@ -154,7 +154,7 @@ def test_the_command_says_it_within_seconds_and_leaves_when_it_is_told_to(site: 
     assert time.monotonic() - began < 30
     printed = capsys.readouterr()
     assert printed.err.count("no worker of the pool 'rlhf' is online") == 2, "said once, and in the error"
-    assert "The request stays" in " ".join(printed.err.split())
+    assert "The request remains" in " ".join(printed.err.split())
     assert "is requested" in printed.out
 
 
@@ -182,7 +182,7 @@ def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decide
 
 def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys: Printed) -> None:
     assert execute(["cancel", asked.run_id, "--reason", "not needed"]) == 0
-    assert "had not begun" in capsys.readouterr().out
+    assert "had not started" in capsys.readouterr().out
     state = client.read_flow_run(UUID(asked.flow_run_id)).state
     assert (state.type.value, state.message) == ("CANCELLED", f"not needed (by {account()})")
     assert execute(["cancel", asked.run_id]) == 2, "once only"

@@ -559,7 +559,7 @@ def test_something_else_at_the_target_is_not_touched(desk: Desk) -> None:
     (target / "notes.txt").write_text("mine")
     drive(desk.controller(run_dir))
     assert standing(run_dir).state is PromotionState.FAILED
-    assert f"{target} exists already" in standing(run_dir).reason
+    assert f"{target} already exists" in standing(run_dir).reason
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 
 
@@ -569,7 +569,7 @@ def test_a_full_disk_is_said_and_can_be_tried_again(desk: Desk, monkeypatch: pyt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(promote, "write_text", full)
         controller = desk.controller(run_dir)
-        with pytest.raises(PromotionFailed, match=r"the disk is full\. Nothing is left there"):
+        with pytest.raises(PromotionFailed, match=r"the disk is full\. Nothing was left there"):
             promotion.carry_out(controller)
     assert standing(run_dir).state is PromotionState.FAILED
     assert list((desk.site.home / "promoted").iterdir()) == []

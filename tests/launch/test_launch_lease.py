@@ -110,7 +110,7 @@ def test_who_gives_way_does_not_wait_for_a_process_that_is_there(store: HistoryS
             sleep=lambda seconds: pytest.fail("it must not sleep"),
             fail_if_held=True,
         )
-    with pytest.raises(LeaseLost, match="It is alive"):
+    with pytest.raises(LeaseLost, match="It is running"):
         refuse_if_driven(store, RUN)
 
 

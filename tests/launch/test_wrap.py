@@ -270,7 +270,7 @@ def test_resume_options() -> None:
     assert "--resume_from_checkpoint" not in wrapped("swift sft --resume_from_checkpoint true --max_steps 1").argv
     kept = wrapped("swift sft --resume_from_checkpoint out/checkpoint-9 --max_steps 1")
     assert "out/checkpoint-9" in kept.argv
-    assert any("the first attempt begins there" in part.place for part in kept.read)
+    assert any("the first attempt starts from it" in part.place for part in kept.read)
 
 
 def test_secrets_are_in_no_config() -> None:
@@ -280,7 +280,7 @@ def test_secrets_are_in_no_config() -> None:
     assert "abcdef" not in found.text
     assert setting(found, "slurm.pass_environment") == ["HF_TOKEN", "WANDB_API_KEY"]
     assert [*found.argv] == ["python", "t.py", "--lr", "1"]
-    assert sum("it holds a secret" in part.what for part in found.unread) == 2
+    assert sum("it contains a secret" in part.what for part in found.unread) == 2
 
 
 def test_placeholders_of_the_user_are_kept_and_shown() -> None:
@@ -352,7 +352,7 @@ def test_the_line_that_runs_in_any_case_is_taken_before_one_in_a_branch() -> Non
     assert found.num_steps == 1
     found = script("if [ $# -gt 1 ]; then torchrun b.py --max_steps 2; fi")
     assert found.num_steps == 2
-    assert any("stands in a branch" in part.what for part in found.unread)
+    assert any("is inside a branch" in part.what for part in found.unread)
 
 
 def test_a_script_of_openrlhf_with_its_here_document() -> None:
@@ -368,7 +368,7 @@ def test_a_script_of_openrlhf_with_its_here_document() -> None:
 
 def test_a_space_after_a_backslash_is_named() -> None:
     found = script("torchrun t.py --max_steps 1 \\ \n  --lr 1\n")
-    assert any("no space may stand after the backslash" in part.advice for part in found.unread)
+    assert any("remove any space after the backslash" in part.advice for part in found.unread)
 
 
 def test_arguments_of_a_script() -> None:

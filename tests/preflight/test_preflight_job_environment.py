@@ -60,7 +60,7 @@ def test_usual_settings_are_no_secrets() -> None:
 
 
 def test_a_secret_that_is_not_there_blocks_before_anything_is_submitted() -> None:
-    problem = "A: named in slurm.pass_environment, without a value where the job is submitted. Set it"
+    problem = "A: named in slurm.pass_environment but not set where the job is submitted. Set it"
     (result,) = found(replace(with_slurm(pass_environment=("A",)), passed_problem=problem), "environment.passed")
     assert (result.status, result.advice) == (CheckStatus.BLOCKED, "Set it")
     (result,) = found(with_slurm(pass_environment=("A",)), "environment.passed")

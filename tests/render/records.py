@@ -220,7 +220,7 @@ def learned(**changes: Any) -> ReportData:
                 "nodes": ["box"],
                 "outcome": "completed",
                 "resumed_from_step": 80,
-                "message": "every role ended well",
+                "message": "every role succeeded",
             },
         ],
         "restarts": [

@@ -287,4 +287,4 @@ def test_a_run_without_directory_needs_an_output(
     _ingest(site, run_dir)
     remove_tree(run_dir.root)
     assert execute(["report", "last"]) == 2
-    assert "give a file to write with --output" in capsys.readouterr().err
+    assert "choose a file with --output" in capsys.readouterr().err

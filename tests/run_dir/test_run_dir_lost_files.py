@@ -75,7 +75,7 @@ def test_a_file_that_goes_away_is_written_anew_with_all_its_lines(pair: Pair, ac
     assert pair.seen == [1, 2, 3, 4, 5, 6], "nothing is lost for a follower, and nothing comes twice"
     (said,) = pair.said
     assert said.startswith("metrics.jsonl was ")
-    assert "bytes are in place again" in said
+    assert "bytes were restored" in said
 
 
 def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, furthe
     assert not pair.follow()
     assert pair.seen == [1, 2, 3, *range(4, 4 + further), 20]
     (said,) = pair.said
-    assert "was truncated while it was written" in said
+    assert "was truncated during writing" in said
 
 
 def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
@@ -129,9 +129,7 @@ def test_lines_that_their_file_system_has_not_kept_are_said_to_be_lost(
     monkeypatch.setattr(pair.writer, "_file", Stale())
     pair.write(4, 5)
     assert pair.written == [4, 5]
-    assert pair.said == [
-        "metrics.jsonl was deleted while it was written: its lines so far are not in it any more, further ones are"
-    ]
+    assert pair.said == ["metrics.jsonl was deleted during writing: its earlier lines are lost, later ones are kept"]
     pair.write(6, 7, 8)
     assert pair.follow()
     assert pair.seen == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -162,4 +160,4 @@ def test_events_tell_that_their_own_file_was_deleted(tmp_path: Path) -> None:
     events.close()
     told = read_models(place.events("n1"), AgentEvent)
     assert [event.kind for event in told] == ["agent_started", "role_started", "file"]
-    assert "events-n1.jsonl was deleted while it was written" in told[-1].message
+    assert "events-n1.jsonl was deleted during writing" in told[-1].message

@@ -210,7 +210,7 @@ def test_the_inventory_is_this_machine(scheduler: LocalScheduler) -> None:
 def test_schedulers_are_found_by_name() -> None:
     assert get_scheduler("local").name == "local"
     assert get_scheduler("slurm").name == "slurm"
-    with pytest.raises(BadInput, match="RLHF_SCHEDULER=pbs is no scheduler"):
+    with pytest.raises(BadInput, match="RLHF_SCHEDULER=pbs is not a scheduler"):
         get_scheduler("pbs")
 
 

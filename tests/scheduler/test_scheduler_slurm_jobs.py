@@ -103,7 +103,7 @@ def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, mo
     """The queue no longer lists it. A queue that does not answer is no evidence: the control."""
     gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1")
     status = scheduler.status([gone])[gone.job_id]
-    assert (status.state, status.reason) == (JobState.ENDED, "Slurm has forgotten the job")
+    assert (status.state, status.reason) == (JobState.ENDED, "Slurm no longer has a record of the job")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "no-such.conf"))
     assert state(scheduler, gone) is JobState.UNKNOWN
 
@@ -116,15 +116,15 @@ def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
     cluster.stop("slurmctld")
     try:
         until(lambda: state(scheduler, submission) is JobState.UNKNOWN)
-        with pytest.raises(SchedulerError, match="controller does not answer"):
+        with pytest.raises(SchedulerError, match="controller does not respond"):
             scheduler.find(run_id_of(tmp_path), 2)
-        with pytest.raises(SchedulerError, match="controller does not answer"):
+        with pytest.raises(SchedulerError, match="controller does not respond"):
             scheduler.submit(make_request(tmp_path, "true", attempt=2))
-        with pytest.raises(SchedulerError, match="controller does not answer"):
+        with pytest.raises(SchedulerError, match="controller does not respond"):
             scheduler.inventory()
         with monkeypatch.context() as hurry:
             hurry.setattr(slurm, "CANCEL_S", 1.0)
-            with pytest.raises(SchedulerError, match=r"has ended is not known: .*controller does not answer"):
+            with pytest.raises(SchedulerError, match=r"is unknown: .*controller does not respond"):
                 scheduler.cancel(submission)
     finally:
         cluster.start("slurmctld")
@@ -175,7 +175,7 @@ def test_a_lost_answer_never_makes_two_jobs(
     record_plan(run_dir, request.placement, journal)
     with monkeypatch.context() as broken:
         lose_the_answer(tmp_path, broken, accept=accept)
-        with pytest.raises(SchedulerError, match="did not answer whether"):
+        with pytest.raises(SchedulerError, match="did not confirm"):
             submit_once(run_dir, request, scheduler, journal)
     before = jobs_of(cluster, tmp_path)
     assert len(before) == int(accept)

@@ -375,7 +375,7 @@ def test_a_service_that_something_else_keeps_running_is_not_ended(tmp_path: Path
     try:
         until(lambda: site.pids().get("worker") == process.pid)
         found = site.rlhf("down", code=2)
-        assert "kept running by systemd" in found.stderr
+        assert "managed by systemd" in found.stderr
         assert process.poll() is None
     finally:
         process.terminate()

@@ -181,7 +181,7 @@ def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_earlier_name_of_a_service_is_understood_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert service_commands._present_names(["keeper", "worker"]) == ["daemon", "worker"]
-    assert "the keeper is called daemon now" in capsys.readouterr().err
+    assert "the keeper is now called daemon" in capsys.readouterr().err
     assert service_commands._present_names(["daemon"]) == ["daemon"]
     assert capsys.readouterr().err == ""
 
@@ -332,7 +332,7 @@ def test_where_a_server_should_be_is_said_when_it_does_not_answer(site: Site, mo
     [
         (["submit", "quickstart", "--set", "loops.main.num_stepz=3"], 2, 'did you mean "loops.main.num_steps"'),
         (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
-        (["submit", "My.Deployment"], 2, "there is no file of that name"),
+        (["submit", "My.Deployment"], 2, "there is no such file"),
         (["deploy", "quickstart", "--set", "seed=x"], 2, "1 problem in --set"),
         (["submit", "quickstart"], 1, "`rlhf up` starts"),
     ],

@@ -126,7 +126,7 @@ def test_another_environment_is_named_but_not_shown(house: House, monkeypatch: p
     assert not [text for text in house.said if "environment" in text]
     monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:an0ther")
     house.up("server")
-    assert "in which RLHF_PREFECT_AUTH differ; `rlhf down`, then `rlhf up`" in house.said[-1]
+    assert "which differs in RLHF_PREFECT_AUTH; run `rlhf down`, then `rlhf up`" in house.said[-1]
     assert not [text for text in house.said if "s3cret" in text or "an0ther" in text]
     assert "s3cret" not in house.supervisord.config.read_text()
 
@@ -261,7 +261,7 @@ def test_a_stopped_supervisord_is_replaced(house: House, monkeypatch: pytest.Mon
     until(lambda: process_state(old) == "T")
     assert set(house.up()) == set(NAMES)
     assert house.supervisord.pid() not in (0, old)
-    assert "supervisord does not answer and is replaced" in house.said
+    assert "supervisord does not respond and is replaced" in house.said
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
 
 
@@ -409,7 +409,7 @@ def test_a_service_of_systemd_is_not_ended(house: House, monkeypatch: pytest.Mon
         process = subprocess.Popen(program("worker"))
     with process:
         until(lambda: house.pids().get("worker") == process.pid)
-        with pytest.raises(BadInput, match="kept running by systemd"):
+        with pytest.raises(BadInput, match="managed by systemd"):
             house.lifecycle.down(NAMES)
         assert house.up() == {"server": "started", "worker": "was running", "daemon": "started"}
         house.lifecycle.down(["server", "daemon"])

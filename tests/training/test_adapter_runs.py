@@ -208,7 +208,7 @@ def test_what_is_promoted_is_whole(alone: list[str], folder: Path, name: str, ki
     shutil.copytree(run_dir.root, folder / "mixed" / name)
     mixed = RunDir(folder / "mixed" / name)
     shutil.rmtree(mixed.merged(6).root)
-    with pytest.raises(PromotionFailed, match=r"holds an adapter, and .* does not hold the model"):
+    with pytest.raises(PromotionFailed, match=r"holds an adapter, and .* does not contain the merged model"):
         model_source(mixed, 6)
 
 

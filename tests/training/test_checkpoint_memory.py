@@ -116,9 +116,9 @@ def test_killed_in_a_save_and_resumed_is_the_same_as_straight(folder: Path, mome
     assert final_state(folder, moment, 4) == final_state(folder, "straight", 4)
     (event,) = events(folder, moment)
     whence = (
-        f"going on from the copy of step {step} in the memory"
+        f"resuming from the copy of step {step} in the memory"
         if step == 4
-        else "going on from files: the nodes have no"
+        else "resuming from files: the nodes have no"
     )
     assert event.message.startswith(whence)
 
@@ -127,7 +127,7 @@ def test_a_damaged_copy_is_refused_and_the_files_are_used(folder: Path) -> None:
     """The control: the same copy, undamaged, was gone on from in the test above."""
     (event,) = events(folder, "damaged")
     assert event.message == (
-        "going on from files: the copy of step 4 in memory is damaged: "
+        "resuming from files: the copy of step 4 in memory is damaged: "
         "trainer_state/rank-00001.safetensors does not match its checksum"
     )
     assert min(told(folder, "damaged", restart=1)) == 3
@@ -190,7 +190,7 @@ def test_a_node_needs_the_state_of_its_ranks_and_what_belongs_to_all() -> None:
         (2, frozenset(), ""),
         (4, frozenset(), ""),
         (None, frozenset(), ""),
-        (6, frozenset(), "the copy in memory is of step 4, they are of step 6"),
+        (6, frozenset(), "the copy in memory is of step 4, the files are of step 6"),
         (2, frozenset({"step-000004"}), "the checkpoint of step 4 was found damaged"),
     ],
 )
@@ -205,5 +205,5 @@ def test_a_copy_of_an_earlier_attempt_has_to_be_what_the_controller_chose(tmp_pa
     context = dataclasses.replace(context_of(0, 2, str(tmp_path), "run"), attempt=2)
     found = newest_in_memory([part(0), part(1)], 2, "spec")
     refused = memory_resume.refusal(context, found, 4, lambda _: is_same)
-    whole = "the copy in memory is of step 4 of attempt 1, and not what this one goes on from"
+    whole = "the copy in memory is of step 4 of attempt 1, not of the checkpoint to resume from"
     assert refused == ("" if is_same else whole)

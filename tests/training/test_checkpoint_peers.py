@@ -38,15 +38,17 @@ and the sender once the parts of both ranks count."""
 
 LOST_AND_DAMAGED = "lost and damaged"
 WHENCE = {
-    **dict.fromkeys(("announced", "half sent", "received"), "files: the nodes have no copy in memory that all ranks"),
+    **dict.fromkeys(
+        ("announced", "half sent", "received"), "files: the nodes have no in-memory copy with a part of every rank"
+    ),
     "kept": "the copy of step 4 in the memory of the nodes; files from peer nodes: 1",
     "rank 0 lost": "the copy of step 4 in the memory of the nodes; files from peer nodes: 8",
     "damaged": "the copy of step 4 in the memory of the nodes; files from peer nodes: 1",
     LOST_AND_DAMAGED: f"files: the copy of step 4 in memory is damaged: {STATE} cannot be read: No such file",
-    "stale": "files: the nodes have no copy in memory that all ranks",
+    "stale": "files: the nodes have no in-memory copy with a part of every rank",
     "unchecked": "the copy of step 4 in the memory of the nodes; files from peer nodes: 1",
 }
-"""Copies, and the beginning of what the log says about them after "going on from"."""
+"""Copies, and the beginning of what the log says about them after "resuming from"."""
 
 
 def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:
@@ -185,7 +187,7 @@ def test_a_run_that_lost_the_memory_of_a_node_goes_on_as_if_nothing_had_happened
     The control has its checksums turned off: it goes on from a damaged copy, and ends with another state.
     """
     (event,) = events(folder, name, 1, 1)
-    assert event.startswith(f"going on from {WHENCE[name]}"), event
+    assert event.startswith(f"resuming from {WHENCE[name]}"), event
     assert told(folder, name) | told(folder, name, restart=1) == told(folder, "straight")
     is_same = final_state(folder, name, 4) == final_state(folder, "straight", 4)
     assert is_same is (name != "unchecked")
@@ -193,9 +195,9 @@ def test_a_run_that_lost_the_memory_of_a_node_goes_on_as_if_nothing_had_happened
 
 def test_the_next_attempt_goes_on_from_memory_only_where_it_has_what_the_controller_chose(folder: Path) -> None:
     """Its checksums are those of the checkpoint on the disk; a run that was sent back to step 2 starts there."""
-    assert events(folder, "kept", 2, 0) == ["going on from the copy of step 4 in the memory of the nodes"]
+    assert events(folder, "kept", 2, 0) == ["resuming from the copy of step 4 in the memory of the nodes"]
     assert events(folder, "kept", 3, 0) == [
-        "going on from files: the copy in memory is of step 4 of attempt 1, and not what this one goes on from"
+        "resuming from files: the copy in memory is of step 4 of attempt 1, not of the checkpoint to resume from"
     ]
     assert final_state(folder, "kept", 4) == final_state(folder, "straight", 4)
 

@@ -71,7 +71,7 @@ def test_equal_prompts_have_different_identities(load: Callable[..., Any]) -> No
         ("{}", "found {}, expected {column}"),
         ("{question!r}", "found {question!r}"),
         ("{question:>9}", "found {question:>9}"),
-        ("{question.__class__}", "expected {column} with the plain name"),
+        ("{question.__class__}", "expected {column} with a plain column name"),
     ],
 )
 def test_templates_that_are_not_well_formed_are_named(load: Callable[..., Any], template: str, message: str) -> None:
@@ -120,11 +120,11 @@ def test_a_template_with_an_unknown_column_names_those_there_are(load: Callable[
 
 
 def test_missing_files_and_unknown_kinds(tmp_path: Path, load: Callable[..., Any]) -> None:
-    with pytest.raises(BadData, match=r"gone\.jsonl: there is no such file \(data\.train\)"):
+    with pytest.raises(BadData, match=r"gone\.jsonl: no such file \(data\.train\)"):
         load_rows(spec_of(train=str(tmp_path / "gone.jsonl")), "train")
     with pytest.raises(BadData, match=r'ending in "\.txt"; expected one of \.jsonl, \.csv, \.parquet'):
         load("x", name="rows.txt")
-    with pytest.raises(BadData, match=r"no held-out data: give data\.eval"):
+    with pytest.raises(BadData, match=r"no held-out data: set data\.eval"):
         load_rows(spec_of(train="x.jsonl"), "eval")
 
 

@@ -51,12 +51,12 @@ def left_behind() -> list[str]:
 
 
 HARM = {
-    "endless": "gave no answer within",
-    "forking": "gave no answer within",
+    "endless": "did not respond within",
+    "forking": "did not respond within",
     "orphaning": "ended its process with exit code 4",
     "exiting": "ended its process with exit code 3",
     "crashing": "had its process ended by SIGSEGV",
-    "killed": "had its process ended by SIGKILL, most likely for its memory",
+    "killed": "had its process ended by SIGKILL, most likely for memory",
     "leaving": "raised SystemExit: 5",
     "greedy": "raised MemoryError",
     "raising": "raised KeyError: 'level'",
@@ -109,7 +109,7 @@ def test_what_fails_for_many_and_for_none_alone_is_said_to() -> None:
     assert found.total == [1.0] * 8
     assert "too many at once" in found.warnings[0]
     assert "for none of them alone, so none counts as 0" in found.warnings[0]
-    with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, and for none of"):
+    with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, but for none of"):
         one.score(rows(8), ["good"] * 8, 1, lambda: None)
 
 
@@ -146,7 +146,7 @@ def test_a_function_that_draws_at_random_draws_the_same_when_a_step_is_made_agai
         ("import no_such_module_at_all", "importing broken_rewards failed: ModuleNotFoundError"),
         ("import os; os._exit(7)", "its import ended its process with exit code 7"),
         ("raise SystemExit(2)", "raised SystemExit: 2"),
-        ("while True: pass", "its import gave no answer within 1 s"),
+        ("while True: pass", "its import did not respond within 1 s"),
     ],
 )
 def test_a_function_that_cannot_be_imported_is_named(

@@ -31,7 +31,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_training_rows_are_not() -
 
 
 def test_more_rows_than_there_are_numbers_is_refused() -> None:
-    with pytest.raises(BadConfig, match="num_train \\+ num_eval = 101, but 2 digits make only 100"):
+    with pytest.raises(BadConfig, match="num_train \\+ num_eval = 101, but 2 digits allow only 100"):
         sort_digits("train", 0, num_digits=2, num_train=90, num_eval=11)
 
 

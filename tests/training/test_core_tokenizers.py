@@ -88,9 +88,9 @@ def test_what_makes_no_tokenizer_is_named(tmp_path: Path) -> None:
         build_tokenizer("word", [], 320)
     with pytest.raises(BadConfig, match="tokenizer_vocab_size = 100; a bpe tokenizer needs at least 259"):
         build_tokenizer("bpe", CORPUS, 100)
-    with pytest.raises(BadConfig, match="is no folder"):
+    with pytest.raises(BadConfig, match="is not a folder"):
         load_tokenizer(tmp_path / "gone")
-    with pytest.raises(BadConfig, match="holds no tokenizer"):
+    with pytest.raises(BadConfig, match="contains no tokenizer"):
         load_tokenizer(tmp_path)
 
 

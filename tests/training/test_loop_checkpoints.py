@@ -289,7 +289,7 @@ def test_without_room_in_memory_the_step_waits_for_the_disk(
     saver.begin(progress(4), model, ENGINE_STATE)
     assert not saver.is_writing
     verify_checkpoint(run_dir.checkpoint(4), spec_with(), ranks)
-    assert "1 ranks have no room in main memory for a snapshot" in capsys.readouterr().out
+    assert "1 ranks lack main memory for a snapshot" in capsys.readouterr().out
 
 
 def test_a_file_system_that_takes_nothing_is_found(
@@ -303,7 +303,7 @@ def test_a_file_system_that_takes_nothing_is_found(
     saver.begin(progress(4), model, ENGINE_STATE)
     assert not saver.has_failed()
     time.sleep(0.1)
-    with pytest.raises(FileSystemStalled, match=r"nothing of it was written for 0 s .*0\.05 s.* does not answer"):
+    with pytest.raises(FileSystemStalled, match=r"nothing of it was written for 0 s .*0\.05 s.* does not respond"):
         saver.has_failed()
     stuck.set()
     saver.finish()
@@ -459,8 +459,8 @@ DAMAGE: dict[str, tuple[Callable[[CheckpointDir], Any], str]] = {
         lambda saved: make_unreadable(saved.trainer_state / "rank-00000.safetensors"),
         "00000.safetensors: found a symbolic link, expected a regular file",
     ),
-    "the manifest is truncated": (lambda saved: os.truncate(saved.complete, 50), "COMPLETE is no manifest: its 50 byt"),
-    "the manifest is emptied": (lambda saved: os.truncate(saved.complete, 0), "COMPLETE is no manifest: its 0 bytes"),
+    "the manifest is truncated": (lambda saved: os.truncate(saved.complete, 50), "COMPLETE is not a valid manifest"),
+    "the manifest is emptied": (lambda saved: os.truncate(saved.complete, 0), "COMPLETE is not a valid manifest (0"),
     "the manifest is gone": (lambda saved: saved.complete.unlink(), "COMPLETE is missing"),
     "the manifest cannot be read": (
         lambda saved: make_unreadable(saved.complete),
@@ -468,11 +468,11 @@ DAMAGE: dict[str, tuple[Callable[[CheckpointDir], Any], str]] = {
     ),
     "a byte of the manifest: settings": (
         lambda saved: flip_in_manifest(saved, spec_hash(spec_with())[:8], "0" * 8),
-        "COMPLETE does not fit the settings beside it",
+        "COMPLETE does not match the settings beside it",
     ),
     "a byte of the manifest: ranks": (
         lambda saved: flip_in_manifest(saved, '"num_ranks": 1', '"num_ranks": 3'),
-        "COMPLETE says 3 ranks and names the state of 1",
+        "COMPLETE lists 3 ranks but the state of 1",
     ),
     "a byte of the manifest: step": (
         lambda saved: flip_in_manifest(saved, '"step": 6', '"step": 7'),
@@ -694,7 +694,9 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
     assert point(0, "step-000002") == 2
     assert point(1, "step-000002") == 4
     assert point(1, "step-000004") == 4
-    with pytest.raises(CheckpointCorrupt, match=r"step-000006, which is not in .*there are: \['step-000002', 'step-00"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"step-000006, which is not in .*it contains \['step-000002', 'step-00"
+    ):
         point(0, "step-000006")
 
 

@@ -382,7 +382,7 @@ def test_state_goes_through_a_file_and_back_bitwise(
 
 def test_an_optimizer_of_0_1_is_refused_by_another_stage(two_ranks: list[dict[str, Any]]) -> None:
     for results in two_ranks:
-        assert "resume it so once" in results["0.1 in stage 2"]
+        assert "resume it once that way" in results["0.1 in stage 2"]
 
 
 def test_bfloat16_trains_with_float32_weights_behind_it(two_ranks: list[dict[str, Any]]) -> None:

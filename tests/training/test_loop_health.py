@@ -250,7 +250,7 @@ def test_ranks_that_make_the_same_completions_are_found() -> None:
 def test_completions_that_are_the_same_at_every_step_are_found() -> None:
     found = first_finding(curve((50, {"fingerprint": [7.0, *range(10, 17)]})))
     assert found is not None
-    assert "the same completions are made at every step" in found[2]
+    assert "every step produces the same completions" in found[2]
 
 
 def test_an_accident_in_one_step_is_none() -> None:
@@ -304,14 +304,14 @@ def test_a_reward_that_never_varies_is_said_to() -> None:
     found = first_finding(curve((60, GONE | {"max": 0.0})))
     assert found is not None
     assert found[1] == "no_spread"
-    assert "every completion so far was rewarded with 0, so there is nothing to compare" in found[2]
+    assert "every completion so far was rewarded with 0, so the gradient is 0" in found[2]
 
 
 @pytest.mark.parametrize(
     ("rule", "wrong", "right", "words"),
     [
-        ("clipped", {"clip_share": 0.95}, {"clip_share": 0.85}, "takes away the gradient of 95% of the tokens"),
-        ("train_gap", {"train_gap": 0.2}, {"train_gap": 0.09}, "by 0.2 nats in the mean, and by more than 0.1"),
+        ("clipped", {"clip_share": 0.95}, {"clip_share": 0.85}, "removes the gradient of 95% of the tokens"),
+        ("train_gap", {"train_gap": 0.2}, {"train_gap": 0.09}, "by 0.2 nats on average, and by more than 0.1"),
         ("kl", {"kl": 12.0}, {"kl": 9.0}, "the policy is 12 nats per token from the reference model"),
     ],
 )
@@ -414,7 +414,7 @@ def verdicts(steps: Any, spec: HealthSpec) -> list[tuple[int, HealthVerdict]]:
 def test_without_a_setting_a_finding_ends_the_training() -> None:
     ((step, verdict),) = verdicts(curve((10, {}), (20, {"changed_share": 0.0})), HealthSpec())
     assert (step, verdict.ends_by, verdict.warnings) == (15, "frozen", ())
-    assert verdict.message.startswith("Training learns nothing any more at step 15")
+    assert verdict.message.startswith("Training no longer learns at step 15")
 
 
 def test_a_warning_is_told_once_and_again_after_a_window_without_it() -> None:
@@ -424,7 +424,7 @@ def test_a_warning_is_told_once_and_again_after_a_window_without_it() -> None:
     assert [step for step, _ in told] == [15, 90]
     ((rule, message),) = told[0][1].warnings
     assert rule == "frozen"
-    assert message.endswith("Training goes on.")
+    assert message.endswith("Training continues.")
 
 
 def test_the_rule_that_stops_comes_before_one_that_rolls_back_and_a_warning_stays_one() -> None:
@@ -477,7 +477,7 @@ def test_two_real_ranks_end_a_degenerate_run_together_and_leave_a_healthy_one(tm
     assert told[0] == told[1], "all ranks say the same"
     assert told[0]["seed 1"] == "done"
     same, frozen = told[0]["seeds from ranks on one node"], told[0]["weights that do not change"]
-    assert same.startswith("DegenerateRl: Training learns nothing any more")
+    assert same.startswith("DegenerateRl: Training no longer learns")
     assert "the seed of another one of their group on rank 1 (node1). " in same
     assert "since step 1 (frozen)" in frozen
     assert math.isclose(json.loads((tmp_path / "runs" / "seed-1.jsonl").read_text().splitlines()[-1])["step"], 100)

@@ -94,7 +94,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_uneven_scores_are_refused() -> None:
-    with pytest.raises(ValueError, match="as many scores for every prompt"):
+    with pytest.raises(ValueError, match="equally many scores for every prompt"):
         mean_interval([[1.0], [0.0, 1.0]], 0.95)
-    with pytest.raises(ValueError, match="as many scores for every prompt"):
+    with pytest.raises(ValueError, match="equally many scores for every prompt"):
         mean_interval([], 0.95)

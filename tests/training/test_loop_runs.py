@@ -502,7 +502,7 @@ def test_metrics_that_are_deleted_meanwhile_are_there_at_the_end(results: list[d
     restart = RunDir(folder / "deleted").attempt(1).restart(0)
     events = read_models(restart.worker_events("trainer", "here", 0), AgentEvent)
     assert [event.kind for event in events] == ["file"] * len(events)
-    assert events[0].message.startswith("metrics.jsonl was deleted while it was written: its ")
+    assert events[0].message.startswith("metrics.jsonl was deleted during writing: its ")
 
 
 def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) -> None:

@@ -75,7 +75,7 @@ def test_a_part_arrives_and_counts(listen: Listen, tmp_path: Path) -> None:
 def test_a_sender_without_the_key_leaves_nothing(listen: Listen, tmp_path: Path, lines: list[str]) -> None:
     """It does not believe the receiver either: to a stranger that listens no part is sent."""
     receiver = listen(KEY)
-    with pytest.raises(PeerRefused, match="is no rank of this attempt"):
+    with pytest.raises(PeerRefused, match="is not a rank of this attempt"):
         send_part(receiver.address, OTHER_KEY, part_of(CONTENT), CONTENT)
     assert not (tmp_path / "peer").exists()
     send_part(receiver.address, KEY, part_of(CONTENT), CONTENT)  # the control, after the stranger
@@ -115,7 +115,7 @@ def test_a_part_that_does_not_come_whole_does_not_count(
         with contextlib.nullcontext() if fault == "torn" else pytest.raises(PeerRefused):
             send_part(receiver.address, KEY, part_of(CONTENT), {**sent, "empty": b""})
         # The next transfer begins when the receiver has ended this one.
-        with pytest.raises(PeerRefused, match="is no rank"):
+        with pytest.raises(PeerRefused, match="is not a rank"):
             send_part(receiver.address, OTHER_KEY, part_of(CONTENT), CONTENT)
     assert parts_here(tmp_path) == []
     words = {"damaged": "does not match its checksum", "torn": "before the end of a file", "no room": "1000 free"}

@@ -78,7 +78,7 @@ BAD_ROWS = [
     ({"prompt": ASKED, "chosen": said("2"), "rejected": said("2")}, "are the same"),
     ({"prompt": ASKED, "chosen": [{"role": "assistant"}]}, 'chosen: expected messages with text as "content"'),
     ({"prompt": ["1+1?"]}, 'prompt: expected messages with a "role"'),
-    ({"chosen": said("2")}, "expected a list of messages as prompt too"),
+    ({"chosen": said("2")}, "expected a list of messages as prompt as well"),
     ({"margin": "much"}, 'expected a number in column "margin"'),
 ]
 
@@ -135,7 +135,7 @@ def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> N
     (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
     assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")
     assert common_beginning("ab", "abc") == 1, "something is left of both"
-    with pytest.raises(BadData, match="nothing in common"):
+    with pytest.raises(BadData, match="no common beginning"):
         load(tmp_path, {"chosen": "a", "rejected": "b"})
 
 
@@ -146,7 +146,7 @@ def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path)
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}think{% endif %}"
     )
     data = spec_of(train="x").data
-    with pytest.raises(BadData, match="but otherwise when the chosen completion follows"):
+    with pytest.raises(BadData, match="but differently before the chosen completion"):
         encode_prompts(rows, tokenizer, data)
     tokenizer.chat_template = None
     with pytest.raises(BadData, match="a tokenizer without a chat template"):

@@ -179,9 +179,7 @@ def test_one_rank_makes_the_steps_of_two(results: list[dict[str, Any]], folder: 
 
 def test_what_learns_nothing_is_found(results: list[dict[str, Any]], folder: Path) -> None:
     for result in results:
-        assert result["frozen"].startswith(
-            "DegenerateRl: Training learns nothing any more at step 3, since step 1 (fro"
-        )
+        assert result["frozen"].startswith("DegenerateRl: Training no longer learns at step 3, since step 1 (fro")
         assert result["not finite"].startswith("NonFiniteLoss: train/")
 
 

@@ -100,7 +100,7 @@ def test_an_update_that_is_skipped_is_found_however_small_it_is(
     remote.load(before, 2, no_beat)
     monkeypatch.setattr(remote_module, "MAX_SYNCS", 1)  # after the second the engines end
     skips = [group.gate("skip", rank).close() for rank in range(2)]
-    with pytest.raises(StaleWeights, match=r"does not hold \d+ tensors of the adapter as it was given them"):
+    with pytest.raises(StaleWeights, match=r"has \d+ tensors of the adapter that differ from those sent"):
         remote.load(trained(group, 2), 3, no_beat)
     for skip in skips:
         skip.open()
@@ -121,7 +121,7 @@ def test_an_engine_with_another_base_model_does_not_serve(
     group.restart(1)
     remote.load(model, 0, no_beat)
     assert [weights_of(group, rank) for rank in range(2)] == [0, None]
-    assert "engine-1 has read another base model than the trainer" in capfd.readouterr().out
+    assert "engine-1 read a different base model than the trainer" in capfd.readouterr().out
     shutil.copytree(kept, folder, dirs_exist_ok=True)
     group.restart(1)
     damage = group.gate("other-base", 1).close()

@@ -184,9 +184,9 @@ def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer:
     )
     for rank in range(2):
         group.kill(rank)
-    with pytest.raises(EnginesLost, match=r"no rollout engine serves.*start_timeout_s = 1"):
+    with pytest.raises(EnginesLost, match=r"no rollout engine has served.*start_timeout_s = 1"):
         trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)
-    with pytest.raises(EnginesLost, match=r"no rollout engine answers.*engine-0 does not answer"):
+    with pytest.raises(EnginesLost, match=r"no rollout engine responded.*engine-0 does not respond"):
         trainer.load(tiny_model(seed=2), 2, no_beat)
 
 
@@ -218,7 +218,7 @@ def test_an_engine_that_skips_two_updates_in_a_row_ends_to_be_started_again(
         assert weights_of(group, 1) == (None if skips else version)
     trainer.load(tiny_model(seed=5), 5, no_beat)
     group.processes[1].join()
-    assert "StaleWeights: engine 1 does not compute with the weights that it was given in 2 syncs" in group.output(1)
+    assert "StaleWeights: engine 1 failed verification of its weights in 2 syncs" in group.output(1)
     assert weights_of(group, 0) == 5
     skip.open()
     before = group.address(1)

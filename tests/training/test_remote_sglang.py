@@ -72,7 +72,7 @@ def test_what_the_server_refuses_is_an_error(sampler: SglangSampler) -> None:
     sampler.cancel([1])
     assert sampler.num_waiting == 0
     sampler.submit(SamplerRequest(2, PROMPTS[0], [1], replace(DRAWN, temperature=-1.0)))
-    with pytest.raises(WorkerError, match="SGLang has not completed a prompt"):
+    with pytest.raises(WorkerError, match="SGLang failed to complete a prompt"):
         until(lambda: sampler.step(no_beat))
     sampler._http.headers["Authorization"] = "Bearer wrong"
     with pytest.raises(WorkerError, match="401"):

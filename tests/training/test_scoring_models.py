@@ -196,8 +196,8 @@ def test_another_tokenizer_is_told_of(tmp_path: Path) -> None:
     load(make_reward_model(tmp_path / "same"), log=log)
     load(make_reward_model(tmp_path / "other", tokenizer=build_tokenizer("byte", [], 0)), log=log)
     assert "fingerprint" in log[0]
-    assert "another tokenizer" not in log[0]
-    assert log[1].endswith("another tokenizer than the policy's reads the texts")
+    assert "its tokenizer" not in log[0]
+    assert log[1].endswith("its tokenizer differs from the policy's")
 
 
 def language_model(folder: Path) -> None:
@@ -215,9 +215,9 @@ def headless(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: None, "which is no folder here"),
+        (lambda folder: None, "which is not a folder"),
         (language_model, "has 2 outputs"),
-        (headless, "lacks score.weight, so that its scores would be random"),
+        (headless, "lacks score.weight, so its scores would be random"),
         (lambda folder: make_reward_model(folder, num_labels=2), "has 2 outputs; expected a reward model"),
     ],
     ids=["nothing", "language model", "headless", "two outputs"],
@@ -233,7 +233,7 @@ def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     folder = make_reward_model(tmp_path / "model", tokenizer=tokenizer)
     settings = {"good": ScoringModelSpec(path=str(folder))}
-    with pytest.raises(BadConfig, match="found conversations to be scored, and no chat template"):
+    with pytest.raises(BadConfig, match="found conversations to score, but no chat template"):
         load_scoring_models(settings, ranks(), char_tokenizer(), {}, lambda: None, has_conversations=True)
     assert load_scoring_models(settings, ranks(), char_tokenizer(), {}, lambda: None).models
 
@@ -243,14 +243,14 @@ def test_other_weights_than_those_of_the_checkpoint_are_refused(tmp_path: Path) 
     before = load(folder).states["good"]
     assert load(folder, before).states["good"] == before, "negative control: the same are taken"
     flip_last_bit(folder / "model.safetensors")
-    with pytest.raises(ResumeMismatch, match=r"reward.models.good: .* holds other files than those that"):
+    with pytest.raises(ResumeMismatch, match=r"reward.models.good: .* contains other files than those used"):
         load(folder, before)
 
 
 def test_copies_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model")
     odd = SimpleNamespace(**{**vars(ranks()), "gather": lambda value: [value, "not there"]})
-    with pytest.raises(BadConfig, match=r"do not find the same files .* rank 1: not there"):
+    with pytest.raises(BadConfig, match=r"found different files .* rank 1: not there"):
         load_scoring_models({"good": ScoringModelSpec(path=str(folder))}, odd, char_tokenizer(), {}, lambda: None)
 
 

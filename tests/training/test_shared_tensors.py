@@ -48,7 +48,7 @@ def test_of_several_rows_the_newest_is_mapped(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_one_process_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="found tensor w in memory of this process"):
+    with pytest.raises(ValueError, match="found tensor w in private memory"):
         place_of("w", torch.zeros(4))
 
 

@@ -343,7 +343,7 @@ def test_out_of_memory_goes_on_with_less_as_long_as_there_is_less(run_dir: RunDi
     decision = explain(run_dir, look, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
     assert decision.action is Action.NEW_ATTEMPT
     assert decision.config_diff == {"trainer.micro_batch_size": 2}
-    assert "trainer.micro_batch_size = 2; the global batch stays" in decision.reason
+    assert "trainer.micro_batch_size = 2; the global batch is unchanged" in decision.reason
     smallest = {"micro_batch_size": 1, "gradient_checkpointing": True}
     nothing_left = make_spec(train=smallest, trainer={"zero_stage": 3}, rollout={"batch_size": 1})
     assert explain(run_dir, look, nothing_left, first_attempt=1).decision.action is Action.STOP
@@ -435,7 +435,7 @@ def test_a_job_that_failed_was_not_preempted_and_srun_says_which_agent_it_was(ru
     """Slurm ends the agents that are left by the signal that also announces a preemption; with the control of one."""
     agent = FakeAgent(run_dir)
     agent.begin()
-    agent.end(AttemptState.PREEMPTED, None, "saved and ended early: SIGTERM")
+    agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early: SIGTERM")
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
     (folder / "101_0_log.out").write_text("srun: error: n3: task 2: Killed\nsrun: Terminating StepId=7.0\n")
@@ -473,7 +473,7 @@ def test_a_job_that_somebody_cancelled_is_no_lost_job() -> None:
 def test_a_node_that_slurm_lost_is_blamed_although_it_is_back_already(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
-    agent.end(AttemptState.PREEMPTED, None, "saved and ended early")
+    agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early")
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
     (folder / "7_0_log.out").write_text("srun: error: Node failure on node2\n")

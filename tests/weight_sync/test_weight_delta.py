@@ -101,7 +101,7 @@ def test_a_delta_on_a_stale_base_is_refused_and_the_whole_weights_follow(fleet: 
     sync(new_sender(), fleet, 9, odd_weights(9))  # another trainer's: the base is gone
     sender.reset()
     new = changed(weights)
-    with pytest.raises(WeightSyncFailed, match=r"engine-1 has version 9 .* as base, and the delta"):
+    with pytest.raises(WeightSyncFailed, match=r"engine-1 has version 9 .* as base, but the delta"):
         sync(sender, fleet, 1, new)
     assert engine.in_force()[0] == 9
     assert not sync(sender, fleet, 1, new).sent.is_delta

@@ -203,7 +203,7 @@ def test_an_engine_that_dies_in_mid_transfer_leaves_the_old_version_everywhere(
     [
         ("raise", "trainer-1 failed: ZeroDivisionError: a fault of a test"),
         ("layout", "expected odd bfloat16"),
-        ("damage", "damaged on its way from trainer-1"),
+        ("damage", "damaged on the way from trainer-1"),
     ],
 )
 def test_a_sender_that_fails_is_named_and_sends_the_next_version(

@@ -200,7 +200,7 @@ def test_a_damaged_bucket_is_caught(fleet: Fleet, monkeypatch: pytest.MonkeyPatc
     engines, sender = fleet.start(2), new_sender()
     sync(sender, engines, 0, OLD)
     _damage_one_bucket(monkeypatch, tag=1, after=4)
-    with pytest.raises(WeightSyncFailed, match="bucket 3 of version 1 was damaged on its way from trainer"):
+    with pytest.raises(WeightSyncFailed, match="bucket 3 of version 1 was damaged on the way from trainer"):
         sync(sender, engines, 1, NEW)
     assert [engine.in_force() for engine in engines] == [(0, digests(OLD))] * 2
     sync(sender, engines, 1, NEW)
@@ -243,7 +243,7 @@ def test_an_engine_that_has_staged_other_weights_stops_the_commit(
 def test_an_engine_that_skipped_a_version_is_caught(fleet: Fleet) -> None:
     (engine,), sender = fleet.start(1), new_sender()
     sync(sender, [engine], 0, OLD)
-    with pytest.raises(WeightSyncFailed, match="has none staged, and is to commit version 1"):
+    with pytest.raises(WeightSyncFailed, match="has none staged, expected version 1"):
         engine.commit(1)
     assert engine.in_force() == (0, digests(OLD))
 

@@ -42,7 +42,7 @@ def test_help_names_the_commands_and_imports_nothing_heavy() -> None:
         ("print('noise while importing')\ndef reward(**_): return []", "user_code:reward", ""),
         ("import not_installed_anywhere", "user_code:reward", "ModuleNotFoundError: No module named 'not_installed"),
         ("x = 1", "user_code:reward", "ImportError: module user_code has no reward"),
-        ("reward = 3", "user_code:reward", "BadInput: user_code:reward is no function but int"),
+        ("reward = 3", "user_code:reward", "BadInput: user_code:reward is not a function but int"),
         ("raise SystemExit('I am a script')", "user_code:reward", "SystemExit: I am a script"),
         ("1 / 0", "user_code:reward", "ZeroDivisionError"),
         ("", "user_code", "BadInput: found 'user_code', expected module:function"),
@@ -78,7 +78,7 @@ def test_a_damaged_run_directory_ends_with_an_outcome(tmp_path: Path) -> None:
 def test_a_given_target_comes_before_the_native_one() -> None:
     assert target_of(Role.TRAINER, {Role.TRAINER: "mine:run"}) == "mine:run"
     assert target_of(Role.EVALUATOR, {}) == TARGETS[Role.EVALUATOR]
-    with pytest.raises(BadInput, match="nothing runs for role reward"):
+    with pytest.raises(BadInput, match="found no target for role reward"):
         target_of(Role.REWARD, {})
 
 

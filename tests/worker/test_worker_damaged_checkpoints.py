@@ -47,7 +47,7 @@ def test_damaged_checkpoints_are_put_aside_one_after_the_other(agent_run: MakeRu
         assert f"It is kept as checkpoints/damaged-1.{restart}/{damaged}; {used} is used instead" in incident.message
         assert (incident.suspect_ranks, incident.suspect_nodes) == ((), ()), "no node is to blame for a disk"
         assert decision.action is Action.RESTART_IN_PLACE
-        assert decision.reason == f"checkpoint_corrupt: {damaged} is put aside, going on from {used}"
+        assert decision.reason == f"checkpoint_corrupt: {damaged} is set aside; resuming from {used}"
         assert (aside / "weights").read_text(encoding="utf-8") == "0"
         assert any(damaged in event.message for event in run.events(restart, "checkpoint"))
     steps = [line.step for number in range(4) for line in read_models(run.restart(number).metrics, MetricsLine)]
@@ -65,7 +65,7 @@ def test_the_run_stops_when_no_checkpoint_is_left_and_says_what_to_do(agent_run:
     outcome = run.outcome()
     assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.CHECKPOINT_CORRUPT)
     folder = run.run_dir.checkpoint(5).root
-    assert "No complete checkpoint before it is left. Bring its files back from a copy, or move" in outcome.message
+    assert "No earlier complete checkpoint is left. Restore its files from a copy, or move" in outcome.message
     assert f"move {folder} away to train from the beginning; then resume the run" in outcome.message
     assert run.decision(1).action is Action.STOP
     assert run.run_dir.put_aside_folders() == [], "the last one stays: to begin anew is for the user to say"
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_not_evaluated_in_the_shape_of_an_older_one(agen
     code, _ = run.run_through()
     assert (code, run.outcome().failure_kind) == (1, FailureKind.CHECKPOINT_CORRUPT)
     assert run.decision(1).action is Action.NEW_ATTEMPT
-    assert "have to be trained again" in run.decision(1).reason
+    assert "must be trained again" in run.decision(1).reason
     newest = run.run_dir.newest_checkpoint()
     assert newest is not None
     assert newest.step == 15
@@ -117,12 +117,12 @@ def test_what_cannot_be_moved_is_passed_over(tmp_path: Path) -> None:
     (run_dir.checkpoints_dir / "damaged-1.0").write_text("in the way", encoding="utf-8")
     damaged, said = DamagedCheckpoints(run_dir), Said()
     failure = failure_of("step-000015")
-    assert damaged.remedy(failure) == "step-000015 is put aside, going on from step-000010"
+    assert damaged.remedy(failure) == "step-000015 is set aside; resuming from step-000010"
     damaged.put_aside(failure, restart, cast("Any", said))
     assert damaged.names == ["step-000015"]
-    assert said.messages == ["step-000015 is damaged and could not be moved: File exists; it is passed over"]
+    assert said.messages == ["step-000015 is damaged and could not be moved: File exists; it is skipped"]
     assert damaged.remedy(failure) == "", "the workers were told: that they come back with it will not get better"
-    assert damaged.remedy(failure_of("step-000010")) == "step-000010 is put aside, going on from step-000005"
+    assert damaged.remedy(failure_of("step-000010")) == "step-000010 is set aside; resuming from step-000005"
 
 
 def save_empty(run_dir: RunDir, step: int) -> None:

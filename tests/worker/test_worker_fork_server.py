@@ -191,13 +191,13 @@ def stop(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def change_the_environment(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("OMP_NUM_THREADS", "17")
-    return "environment or code have changed"
+    return "environment or code has changed"
 
 
 def change_the_code(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
     fake = Path(os.environ["PYTEST_CURRENT_TEST"].split("::")[0]).resolve()
     monkeypatch.setattr(fork_server.rlhf_core, "__file__", str(fake))
-    return "environment or code have changed"
+    return "environment or code has changed"
 
 
 @pytest.mark.parametrize("damage", [kill, stop, change_the_environment, change_the_code])
@@ -239,7 +239,7 @@ def test_a_server_that_does_not_answer_is_ended(
     pid = ready(server)
     monkeypatch.setattr(fork_server, "ANSWER_TIMEOUT_S", 0.0)
     assert server.fork([str(tmp_path / "said")], environment()) is None
-    assert "it did not answer within 0 s" in said[0]
+    assert "it did not respond within 0 s" in said[0]
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -285,7 +285,7 @@ def test_the_server_is_ended_when_memory_becomes_short(
     monkeypatch.setattr(server, "_memory", lambda: (2 * GIB, 64 * GIB))
     server.watch_memory()
     assert not Path(f"/proc/{pid}").exists()
-    assert "memory is short (2.0 of 64.0 GiB are free)" in said[0]
+    assert "memory is low (2.0 of 64.0 GiB are free)" in said[0]
     monkeypatch.setattr(server, "_memory", lambda: PLENTY)
     server.prepare()
     assert server.pids == frozenset(), "not again in this attempt: it would come and go"
@@ -309,7 +309,7 @@ def test_imports_that_cannot_be_forked_are_not_tried_again(
     monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", package)
     server.prepare()
     until(lambda: not server.is_importing)
-    assert f"it ended with exit code {code} in its imports" in said[0]
+    assert f"it ended with exit code {code} during its imports" in said[0]
     server.prepare()
     assert server.pids == frozenset()
 
@@ -322,7 +322,7 @@ def test_imports_that_take_too_long_are_given_up(
     assert server.is_importing
     monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 0.0)
     assert not server.is_importing
-    assert "it has not made its imports within 0 s" in said[0]
+    assert "it did not finish its imports within 0 s" in said[0]
 
 
 def test_real_imports_start_no_thread_and_touch_nothing() -> None:
@@ -360,5 +360,5 @@ def test_imports_that_touch_a_process_group_are_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(warm, "load_deepspeed", lambda on_cpu: None)
     monkeypatch.setattr(warm.dist, "is_initialized", lambda: True)
-    with pytest.raises(WorkerError, match="have initialised a process group"):
+    with pytest.raises(WorkerError, match="imports initialized a process group"):
         warm.import_libraries()

@@ -187,9 +187,9 @@ def test_the_next_agent_of_a_run_takes_over_what_was_left_in_memory_and_that_of_
 def test_a_foreign_file_is_refused(tmp_path: Path, slots: SlotFile) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_bytes(bytes(1024))
-    with pytest.raises(ValueError, match="no slot file"):
+    with pytest.raises(ValueError, match="not a slot file"):
         Beat(foreign, 0, 0, 0)
-    with pytest.raises(ValueError, match="with a slot 2"):
+    with pytest.raises(ValueError, match="with slot 2"):
         Beat(slots.path, 2, 0, 0)
 
 

@@ -60,7 +60,7 @@ lock = threading.Lock(); lock.acquire(); lock.acquire()
 WAITS = [
     pytest.param(DEADLOCK, Wait.LOCK, id="a lock that is never given back"),
     pytest.param("import time; time.sleep(60)", Wait.TIME, id="a sleep"),
-    pytest.param("import threading; threading.Event().wait(60)", Wait.TIME, id="a lock with a time-out"),
+    pytest.param("import threading; threading.Event().wait(60)", Wait.TIME, id="a lock with a timeout"),
     pytest.param("import multiprocessing as m; l = m.Lock(); l.acquire(); l.acquire()", Wait.OUTSIDE, id="shared lock"),
     pytest.param("while True: pass", Wait.RUNNING, id="a loop"),
     pytest.param(
@@ -225,5 +225,5 @@ def test_a_worker_that_cannot_be_looked_at_says_so() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     found = look(gone.pid)[0]
-    assert "could not be looked at" in found.problem
+    assert "could not be inspected" in found.problem
     assert found.main is Wait.OUTSIDE, "and waits for nothing that proves anything"

@@ -124,7 +124,7 @@ def test_without_agent_0_the_others_end_their_workers(agent_run: MakeRun) -> Non
     run.agents[0].kill()
     assert run.agents[1].wait(60) == 1
     assert not any(map(is_alive, workers.values()))
-    assert "agent 0 does not answer" in run.printed(1)
+    assert "agent 0 no longer responds" in run.printed(1)
 
 
 def test_orders_and_signals_reach_all_nodes(agent_run: MakeRun) -> None:

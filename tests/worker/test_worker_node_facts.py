@@ -83,7 +83,7 @@ def plug_in(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "no licence",
         ),
         ("def look(): raise OSError('server away')", "node.plugin", "warning", "OSError: server away"),
-        ("def look(): return [dict(status='perhaps')]", "node.plugin", "warning", "no finding"),
+        ("def look(): return [dict(status='perhaps')]", "node.plugin", "warning", "other than a finding"),
         ("raise ImportError('gone')", "node.plugin", "warning", "ImportError: gone"),
     ],
 )

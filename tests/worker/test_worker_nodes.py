@@ -24,7 +24,7 @@ def test_every_node_finds_itself_and_agent_0() -> None:
         ({"SLURM_NODEID": "1"}, "no RLHF_NODES"),
         ({"SLURM_NODEID": "x"}, "expected a number"),
         ({"RLHF_NODES": "a,b"}, "expected name=address"),
-        ({"RLHF_NODES": "a=1,a=2"}, "a name twice"),
+        ({"RLHF_NODES": "a=1,a=2"}, "a duplicate name"),
         ({"RLHF_NODES": THREE, "SLURM_NODEID": "3"}, "names 3 nodes"),
         ({"RLHF_NODES": THREE, "SLURM_NODEID": "1", "SLURMD_NODENAME": "c"}, "node 1 is b"),
     ],

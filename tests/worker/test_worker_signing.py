@@ -30,13 +30,13 @@ def test_everything_else_is_refused() -> None:
     cases = {
         "": "not signed",
         '{"restart": 0}': "not signed",
-        "rlhf-1 1 1 " + "0" * 64 + "\n{}": "not that of agent 1",
-        genuine.replace('"restart": 0', '"restart": 1'): "not that of agent 1",
-        MessageSigner(OTHER, "toy/1", 1).sign("state/1", "{}"): "not that of agent 1",
-        MessageSigner(SECRET, "toy/2", 1).sign("state/1", "{}"): "not that of agent 1",
-        MessageSigner(SECRET, "toy/1", 2).sign("state/1", "{}"): "not that of agent 1",
-        sender.sign("pulse/1", "{}"): "not that of agent 1",
-        sender.sign("state/1", "x" * MAX_MESSAGE_BYTES): "more than any agent sends",
+        "rlhf-1 1 1 " + "0" * 64 + "\n{}": "not signed by agent 1",
+        genuine.replace('"restart": 0', '"restart": 1'): "not signed by agent 1",
+        MessageSigner(OTHER, "toy/1", 1).sign("state/1", "{}"): "not signed by agent 1",
+        MessageSigner(SECRET, "toy/2", 1).sign("state/1", "{}"): "not signed by agent 1",
+        MessageSigner(SECRET, "toy/1", 2).sign("state/1", "{}"): "not signed by agent 1",
+        sender.sign("pulse/1", "{}"): "not signed by agent 1",
+        sender.sign("state/1", "x" * MAX_MESSAGE_BYTES): "exceed the limit for agents",
     }
     for message, words in cases.items():
         with pytest.raises(MessageRefused, match=words):

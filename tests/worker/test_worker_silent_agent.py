@@ -50,7 +50,7 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
         process.suspend()
     assert run.agents[1].wait(60) == 1
     (said,) = [event for event in run.events(0, "peer") if event.data.get("leader_lost")]
-    assert (said.node, said.message) == ("node2", "agent 0 does not answer any more; everything is ended")
+    assert (said.node, said.message) == ("node2", "agent 0 no longer responds; ending everything")
     assert not any(is_alive(pid) for rank, pid in workers.items() if run.nodes(0)[rank] == "node2")
 
     # The controller has gone on without it.
@@ -78,7 +78,7 @@ def test_an_agent_0_that_was_stopped_and_wakes_up_blames_its_own_node(agent_run:
     outcome = run.outcome()
     assert (outcome.state, outcome.failure_kind) == (AttemptState.FAILED, FailureKind.NODE_LOST)
     assert run.incident(0).suspect_nodes == ("node1",)
-    assert "stood still for" in run.incident(0).message
+    assert "was suspended for" in run.incident(0).message
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(agent_run: MakeRun) -> None:
@@ -92,7 +92,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(agent_run: MakeRun) -> None:
     for process in everything:
         process.resume()
     until(lambda: run.reached(0, reached + 20))
-    assert not run.events(0, "peer") or all("are here" in event.message for event in run.events(0, "peer"))
+    assert not run.events(0, "peer") or all("have joined" in event.message for event in run.events(0, "peer"))
     run.order("cancel")
     assert run.finish_all() == [1, 1]
     assert run.outcome().state is AttemptState.CANCELLED

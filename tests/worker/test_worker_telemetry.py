@@ -257,7 +257,7 @@ def test_without_a_driver_there_are_no_gpu_figures_and_it_is_said_once(monkeypat
     try:
         until(lambda: reads.read([]) and said)
         assert not any(name.startswith("gpu") for name in reads.read([]))
-        assert said == ["no figures of GPUs: NVML: NVML Shared Library Not Found"]
+        assert said == ["no GPU metrics: NVML: NVML Shared Library Not Found"]
     finally:
         reads.stop()
 

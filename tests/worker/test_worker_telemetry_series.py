@@ -120,7 +120,7 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_follows(
         series._thread.join(0.01)
     series.stop(20.0)
     assert len(said) == 1
-    assert "telemetry could not be written" in said[0]
+    assert "failed to write telemetry" in said[0]
 
 
 def test_a_torn_line_is_closed_off(series: TelemetrySeries, place: RestartDir) -> None:

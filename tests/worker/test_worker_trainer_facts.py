@@ -146,4 +146,4 @@ def test_of_a_folder_with_very_many_files_names_and_sizes_count(tmp_path: Path) 
     assert fingerprints.fingerprint(tmp_path, 3) != fingerprints.fingerprint(tmp_path, 2)
     (tmp_path / "a").write_text("22")
     assert fingerprints.fingerprint(tmp_path, 2) != before
-    assert fingerprints.fingerprint(Path("/dev/null"), 2) == "no regular file"
+    assert fingerprints.fingerprint(Path("/dev/null"), 2) == "not a regular file"

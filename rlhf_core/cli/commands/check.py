@@ -58,7 +58,7 @@ def init(
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise BadInput(f"{target} exists already; give another folder, or remove it first") from None
+        raise BadInput(f"{target} already exists; choose another folder, or remove it first") from None
     except OSError as error:
         raise BadInput(f"cannot write {target}: {error.strerror}") from None
     output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")

@@ -22,7 +22,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN RUN...",
-            help="Two or more: ids or beginnings of ids, names (the newest of that name), or `last`. "
+            help="Two or more: ids or their prefixes, names (the newest of that name), or `last`. "
             "The others are compared with the first.",
         ),
     ],
@@ -42,7 +42,7 @@ def compare(
     from rlhf_core.render.compare import compare as compare_runs
 
     if show and html is None:
-        raise BadInput("--open needs a page to open: give --html FILE")
+        raise BadInput("--open requires --html FILE")
     with open_history() as store:
         run_ids = [queries.resolve_run(store, run) for run in runs]
         for run_id in run_ids:
@@ -129,7 +129,7 @@ def _print_evaluations(compared: Facts) -> None:
     ]
     if rows:
         output.print_text("")
-        output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows, spare="gain")
+        output.print_table(("evaluation", "run", "before", "after", "gain", "after, vs. A"), rows, spare="gain")
 
 
 def _print_metrics(compared: Facts) -> None:

@@ -40,10 +40,10 @@ def migrate(
 
     after = migrated_text(file)
     if after == file.read_text(encoding="utf-8"):
-        output.print_text(f"{file} is in the form of this version already.")
+        output.print_text(f"{file} already has the format of this version.")
         return
     write_text(file, after)
-    output.print_text(f"{file} was rewritten; it means the same.")
+    output.print_text(f"{file} was rewritten; its meaning is unchanged.")
 
 
 def migrated_text(file: Path) -> str:
@@ -68,7 +68,7 @@ def migrated_text(file: Path) -> str:
         return text
     by_hand = "\n".join(f"  write {current_name(name)} instead of {name}" for name in old)
     if "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
-        raise BadConfig(f"{file} has to be rewritten by hand:\n{by_hand}")
+        raise BadConfig(f"{file} must be rewritten by hand:\n{by_hand}")
     wanted = current_document(content)
     meant = validate(wanted, str(file))
     document = parse(text)
@@ -84,7 +84,7 @@ def migrated_text(file: Path) -> str:
     except (BadConfig, ValueError):
         same = False
     if not same:
-        raise BadConfig(f"{file} has to be rewritten by hand:\n{by_hand}")
+        raise BadConfig(f"{file} must be rewritten by hand:\n{by_hand}")
     return found
 
 

@@ -44,9 +44,9 @@ def rebuild(as_json: output.JsonOption = False) -> None:
     if as_json:
         output.print_json({"rebuilt": sorted(report.runs), "failed": report.failed, "kept": report.kept})
     else:
-        output.print_text(f"{count(len(report.runs), 'run')} made again from {runs_dir}.")
+        output.print_text(f"{count(len(report.runs), 'run')} rebuilt from {runs_dir}.")
         if report.kept:
-            output.print_text(f"{count(len(report.kept), 'run')} without a directory there kept as they were.")
+            output.print_text(f"{count(len(report.kept), 'run')} without a directory there left unchanged.")
     for run_id, why in report.failed.items():
         output.warn(f"{run_id}: {why}")
     for run_id, done in report.runs.items():
@@ -74,11 +74,11 @@ def reader(
     url = database.parse_url(load_site().database_url)
     if database.sqlite_file(url) is not None:
         raise BadInput(
-            f"found the SQLite history {database.displayed(url)}, which has no roles and needs none: `rlhf sql` opens "
-            f"it read-only. The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
+            f"found the SQLite history {database.displayed(url)}, which has no roles: `rlhf sql` opens it read-only. "
+            "The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
         )
     name = owner or url.username
     if not name:
-        raise BadInput("RLHF_DATABASE_URL names no user: say who owns the tables with --owner USER")
+        raise BadInput("RLHF_DATABASE_URL names no user: name the owner of the tables with --owner USER")
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
     sys.stdout.write(f"\\set owner '{quoted}'\n{read_only.reader_script()}")

@@ -147,7 +147,7 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
     configs.check_overrides(overrides)  # other errors depend on the deployed config
     if not is_name(config.removeprefix("rlhf-run/")):
         expected = expected_name(Path(config).stem)
-        raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
+        raise BadInput(f"found {config!r}: there is no such file, and as a deployment name {expected}")
 
 
 def site_in_prefect() -> "Site":
@@ -171,7 +171,7 @@ def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_js
         raise RunCancelled(f"run {asked.run_id} was cancelled: {record.cause}")
     if record.state is not RunState.COMPLETED:
         raise RunFailed(
-            f"run {asked.run_id} {record.state.value}: {record.cause}. `rlhf show {asked.run_id}` says more"
+            f"run {asked.run_id} {record.state.value}: {record.cause}. `rlhf show {asked.run_id}` has the details"
         )
 
 
@@ -199,14 +199,14 @@ def _await_beginning(
             return  # while Prefect was asked
         if wait.words != said:
             said = wait.words
-            (output.warn if wait.stuck else output.note)(f"run {asked.run_id} has not begun: {said}")
+            (output.warn if wait.stuck else output.note)(f"run {asked.run_id} has not started: {said}")
         now = clock()
         stuck_since = (now if stuck_since is None else stuck_since) if wait.stuck else None
         late = begin_within_s is not None and now - started >= begin_within_s
         if late or (timeout_s is not None and stuck_since is not None and now - stuck_since >= timeout_s):
             raise RunNotBegun(
-                f"run {asked.run_id} has not begun after {output.seconds_text(now - started)}: {said}. The request "
-                f"stays, and the run begins when it can: do not request it again; Cancel on its page withdraws it: "
+                f"run {asked.run_id} has not started after {output.seconds_text(now - started)}: {said}. The request "
+                "remains, and the run starts when it can: do not request it again. Cancel on its page withdraws it: "
                 f"{asked.url}"
             )
         sleep(POLL_INTERVAL_S)

@@ -42,7 +42,7 @@ def create(
     wanted = environments.definition(name)
     place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
     made = environments.create(wanted, place, torch=torch, python=python, tell=_tell)
-    done = "is there already" if made.was_there else f"was made in {made.seconds:.0f} s"
+    done = "already exists" if made.was_there else f"was built in {made.seconds:.0f} s"
     use = name if folder is None else str(place)
     output.print_text(f'{place} {done}. Use it with trainer.environment = "{use}".')
 

@@ -23,7 +23,7 @@ class Target(StrEnum):
 def export(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Ids or beginnings of ids, names (the newest of that name), or `last`."),
+        typer.Argument(metavar="RUN...", help="Ids or their prefixes, names (the newest of that name), or `last`."),
     ],
     to: Annotated[Target, typer.Option("--to", help="Format.", show_default=False)],
     out: Annotated[

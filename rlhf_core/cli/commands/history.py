@@ -25,7 +25,7 @@ Facts = Mapping[str, Any]
 
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Its id or the beginning of it, its name (the newest of that name), or `last`."),
+    typer.Argument(metavar="RUN", help="Its id or a prefix of it, its name (the newest of that name), or `last`."),
 ]
 
 _SHOWN_METRICS = 30
@@ -128,7 +128,7 @@ def nodes(
     from rlhf_core.watchdog.node_records import clear_node, node_records
 
     if (reason or by) and not clear:
-        raise BadInput("--reason and --by are about --clear NODE, which is not given")
+        raise BadInput("--reason and --by require --clear NODE")
     runs = load_site().runs_dir
     with open_history() as store:
         if clear:
@@ -142,7 +142,7 @@ def nodes(
     elif clear:
         _print_cleared(found[0])
     elif not found:
-        output.print_text("There are no strikes against any node.")
+        output.print_text("No node has strikes.")
     else:
         _print_nodes(found)
 
@@ -166,8 +166,8 @@ def _print_nodes(found: "Sequence[NodeRecord]") -> None:
 def _print_cleared(found: "NodeRecord") -> None:
     node = found.standing.node
     output.print_text(
-        f"{node} is cleared ({_cleared(found)}). New attempts may use it again, and later strikes count. "
-        f"A run that has excluded it itself continues without it."
+        f"{node} is cleared ({_cleared(found)}). New attempts may use it again, and later strikes count. A run that "
+        "already excluded it continues without it."
     )
 
 
@@ -192,7 +192,7 @@ def catch_up(store: "HistoryStore", run_id: str) -> None:
     try:
         sync(run_dir, store)
     except (RlhfError, OSError) as error:
-        output.warn(f"this is the stored history, which could not be updated: {error}")
+        output.warn(f"showing the stored history, which could not be updated: {error}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,12 +44,12 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     spec = load(config, overrides)
     if spec.trainer.kind != "native":
         raise BadInput('found trainer.kind = "command"; expected the native trainer: the layout of another program is '
-                       "in its own arguments")  # fmt: skip
+                       "set by its own arguments")  # fmt: skip
     try:
         with open_history() as store:
             measured = queries.measured_shape(store, shape_key(spec), engine_nodes=spec.rollout.nodes)
     except HistoryError as error:
-        output.warn(f"the history does not answer, so nothing is compared: {error}")
+        output.warn(f"the history is unavailable, so nothing is compared: {error}")
         measured = {}
     inventory = get_scheduler(load_site().scheduler).inventory()
     return plan_run(spec, inventory, model_config(spec.model), inspect_model(spec.model), measured)
@@ -91,7 +91,7 @@ def _memory_rows(found: "RunPlan") -> Iterator[tuple[str, str, str]]:
             yield role, part, _gib(size)
         limit = f" of {_gib(found.limit)} ({estimate.peak_bytes / found.limit:.0%})" if found.limit else ""
         too_much = " - too much" if found.limit and estimate.peak_bytes > found.limit else ""
-        yield role, f"most at once{limit}{too_much}", _gib(estimate.peak_bytes)
+        yield role, f"peak{limit}{too_much}", _gib(estimate.peak_bytes)
 
 
 def _peak_parts(estimate: "Estimate") -> list[tuple[str, int]]:
@@ -139,19 +139,19 @@ def _notes(found: "RunPlan") -> Iterator[str]:
     """Sentences on what the figures rest on."""
     spec, measured = found.spec, found.measured
     if not found.memory:
-        yield "The model's config does not give its dimensions: memory and step time are not predicted."
+        yield "The model's config lacks its dimensions: memory and step time are not predicted."
     elif found.limit is None:
-        yield "The type of GPU is not known: name it in slurm.gpu_type to have its memory held against this."
+        yield "The GPU type is unknown: set slurm.gpu_type to compare with its memory."
     if found.step is None and found.memory:
-        yield "A step is predicted for GPUs whose rates are known; on CPU only what earlier runs took is shown."
+        yield "A step is predicted for GPUs whose rates are known; on CPU only earlier measurements are shown."
     elif found.scale:
         yield "Rates of the proposals: predicted, times measured / predicted of the earlier runs, phase by phase."
     elif found.step is not None:
-        yield "Rates are assumed (docs/planning.md): no run of this shape is in the history yet."
+        yield "Rates are assumed (docs/planning.md): the history has no run of this shape yet."
     if any(one.layout.tensor_parallel > 1 for one in found.proposals):
         yield "GPUs of each engine: rollout.vllm.tensor_parallel."
     if any(one.layout.engine_nodes for one in found.proposals):
-        yield "Nodes of their own for engines: rollout.nodes, the last of resources.num_nodes."
+        yield "Engine nodes: rollout.nodes, the last of resources.num_nodes."
     peak = measured.get("gpu_gb") if spec.resources.gpus_per_node else measured.get("workers_gb")
     if peak is not None and found.memory:
         yield _peak_note(found, peak)
@@ -165,7 +165,7 @@ def _peak_note(found: "RunPlan", peak_gb: float) -> str:
     rank = peak_gb / resources.ranks_per_node
     return (
         f"Measured peak of main memory: {rank:.2f} GiB a rank, {rank / estimate:.2f} of the estimate (means of ten "
-        f"seconds; pages that ranks share are counted for each)."
+        "seconds; pages shared by ranks are counted for each)."
     )
 
 

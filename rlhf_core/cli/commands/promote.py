@@ -75,7 +75,7 @@ def notify(
         output.print_json({"automations": names, "test": answer or None})
         return
     output.print_text(
-        f"registered: {', '.join(names)}" if names else "nothing is notified: notify.webhook_url is empty"
+        f"registered: {', '.join(names)}" if names else "no notification sent: notify.webhook_url is empty"
     )
     if test:
         output.print_text(f"test message sent: {answer}")

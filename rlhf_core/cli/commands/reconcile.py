@@ -40,7 +40,7 @@ def reconcile(
         output.print_text("Database, Prefect and scheduler agree.")
     else:
         rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, said) for one, _, said in found]
-        output.print_table(("run", "action", "why", "how it went"), rows)
+        output.print_table(("run", "action", "why", "result"), rows)
     if any(done is False for action, done, _ in found if action.kind is not ActionKind.NOTE):
         raise typer.Exit(1)
 

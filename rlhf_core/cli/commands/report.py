@@ -34,11 +34,11 @@ def report(
         on_disk = RunDir.find(site.runs_dir, run)  # it may be one that the history does not know yet
         run_dir = on_disk or RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, run))))
         if out is None and not run_dir.root.is_dir():
-            raise BadInput(f"the run directory {run_dir.root} is gone; give a file to write with --output")
+            raise BadInput(f"the run directory {run_dir.root} no longer exists; choose a file with --output")
         try:
             sync(run_dir, store)
         except (RlhfError, OSError) as error:
-            output.warn(f"the report shows what the history had; it could not be brought up to date: {error}")
+            output.warn(f"the report shows the stored history, which could not be updated: {error}")
         target = (out or run_dir.report).absolute()
         try:
             path = write_report(store, run_dir, target)

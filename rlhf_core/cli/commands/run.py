@@ -115,7 +115,7 @@ def cancel(
             missing = cancel_missing(run, site, store, why) if store is not None else None
             if missing is None and not _withdraw(site, run, why):
                 raise
-            not_begun = f"run {run} had not begun; its flow run in Prefect is cancelled"
+            not_begun = f"run {run} had not started; its flow run in Prefect is cancelled"
             run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
         else:
             run_id = run_dir.run_id
@@ -135,7 +135,7 @@ def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
     try:
         store = HistoryStore(site.database_url)
     except HistoryError as error:
-        output.warn(f"{error} The run is searched among the run directories")
+        output.warn(f"{error} Searching the run directories instead")
     with store or nullcontext():
         yield store
 
@@ -171,7 +171,7 @@ def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
     if on_disk is not None:
         return on_disk
     if store is None:
-        raise UnknownRun(f"{site.runs_dir} has no run {text!r}: without the history it is found by its whole id alone")
+        raise UnknownRun(f"{site.runs_dir} has no run {text!r}: without the history only its full id finds it")
     run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, text))))
     if not run_dir.spec.is_file():
         raise UnknownRun(f"the directory of run {run_dir.run_id}, {run_dir.root}, is gone")
@@ -211,8 +211,8 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
             _carry_out(controller, no_prefect)
         except KeyboardInterrupt:
             output.note(
-                f"left; the job of {run_dir.run_id} continues by itself. "
-                f"`rlhf resume {run_dir.run_id}` adopts it, `rlhf cancel {run_dir.run_id}` ends it"
+                f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts it, "
+                f"`rlhf cancel {run_dir.run_id}` ends it"
             )
             raise
 
@@ -248,7 +248,7 @@ def watch(
 
 def logs(
     run: RunArgument = "last",
-    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent for the agents.")] = "",
+    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Attempt; default: the newest.")] = None,
     restart: Annotated[int | None, typer.Option(min=0, help="Restart; default: the newest.")] = None,

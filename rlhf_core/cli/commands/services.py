@@ -51,7 +51,7 @@ def up(
         _print_status(site)
     if status:
         if unwatched := lacks_supervisord(site):
-            output.warn("no supervisord answers that would start a service again; `rlhf up` starts one")
+            output.warn("no supervisord responds, so services are not restarted; `rlhf up` starts one")
         if unwatched or down_ones(site, names):
             raise typer.Exit(1)
     if as_json or status:
@@ -90,12 +90,12 @@ def down(services: ServicesArgument = None) -> None:
     try:
         runs = _active_runs(site)
     except HistoryError as error:
-        output.warn(f"which runs go on is not known: {error}")
+        output.warn(f"active runs are unknown: {error}")
         return
     if runs:
         output.print_text(
-            f"{len(runs)} run(s) have not ended: {', '.join(runs)}. Their jobs go on by themselves; the next "
-            f"`rlhf up` picks them up again, `rlhf resume RUN` one of them, `rlhf cancel RUN` ends one"
+            f"{len(runs)} run(s) are active: {', '.join(runs)}. Their jobs continue; the next `rlhf up` adopts them, "
+            "`rlhf resume RUN` one of them, `rlhf cancel RUN` ends one"
         )
 
 
@@ -120,7 +120,7 @@ def _present_names(services: Sequence[str]) -> list[str]:
 
     for name in services:
         if name in EARLIER_NAMES:
-            output.note(f"the {name} is called {EARLIER_NAMES[name]} now; write that")
+            output.note(f"the {name} is now called {EARLIER_NAMES[name]}; use that name")
     return [EARLIER_NAMES.get(name, name) for name in services]
 
 

@@ -43,7 +43,7 @@ def sql(
     ] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"At most so many rows. Default: {_TABLE_ROWS} in a table, all with --json."),
+        typer.Option(min=1, help=f"Maximum number of rows. Default: {_TABLE_ROWS} in a table, all with --json."),
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
@@ -68,7 +68,7 @@ def sql(
         _list_queries(as_json)
         return
     if not query:
-        raise BadInput("nothing to run: give a statement or the name of a saved query (`rlhf sql --list`)")
+        raise BadInput("nothing to run: pass a statement or the name of a saved query (`rlhf sql --list`)")
     text = sys.stdin.read() if query == "-" else query
     found = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
     clock = WorkClock(read_only.QUERY_TIMEOUT_S)
@@ -87,7 +87,7 @@ def sql(
             more = result.truncated
             _print_result(result, found, given)
     if more:
-        output.warn(f"only the first {limit} rows are shown; give --limit for more")
+        output.warn(f"only the first {limit} rows are shown; use --limit for more")
 
 
 def _print_result(result: "SqlResult", query: "SavedQuery", given: Mapping[str, str]) -> None:

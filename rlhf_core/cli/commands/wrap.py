@@ -59,7 +59,7 @@ def wrap(
     from rlhf_core.launch.wrap.wrapping import WrapOptions
 
     if str(out) != "-" and out.exists():
-        raise BadInput(f"{out} exists already; give another file with -o, or remove it first")
+        raise BadInput(f"{out} already exists; choose another file with -o, or remove it first")
     found = _wrapped(line, WrapOptions(name=name, framework=framework, steps=steps))
     if str(out) == "-":
         sys.stdout.write(found.text)
@@ -98,7 +98,7 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
         return wrap_line(words, around, options)
     text = _read_file(words[0])
     if text is None:
-        raise BadInput(f"cannot read {words[0]}: it is no text file of at most 1 MiB in UTF-8")
+        raise BadInput(f"cannot read {words[0]}: it is not a UTF-8 text file of at most 1 MiB")
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
     known |= {"PWD": str(folder), FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
     return wrap_script(text, words[0], around, options, known, words[1:])

@@ -43,7 +43,7 @@ def conclude(controller: Controller, number: int) -> None:
     snapshot = _final_snapshot(controller, number, attempt)
     match snapshot.verdict.state:
         case AttemptState.COMPLETED:
-            journal.move_attempt(number, AttemptState.COMPLETED, snapshot.verdict.cause or "every role ended well")
+            journal.move_attempt(number, AttemptState.COMPLETED, snapshot.verdict.cause or "every role succeeded")
             if journal.record.state in (RunState.QUEUED, RunState.TRAINING):
                 journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
             journal.move_run(RunState.COMPLETED, f"attempt {number} completed")

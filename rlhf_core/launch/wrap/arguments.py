@@ -93,8 +93,8 @@ def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
         draft.put("argument", STEPS, "{num_steps}", "")
     elif found is not None:
         draft.missing(
-            "the option that tells the program how many steps to make",
-            "see to it that it makes as many as trainer.num_steps: one that ends before has failed",
+            "the option that sets the number of steps of the program",
+            "make sure that it runs trainer.num_steps steps: ending earlier counts as a failure",
         )
     epochs = _value(draft, family, *_EPOCHS)
     if found is None:
@@ -126,7 +126,7 @@ def _read_output(draft: Draft, family: Family) -> None:
     draft.said("output folder", given or "its default", "trainer.output_dir, in the run directory")
     if family.name == "swift":
         draft.put("argument", ["add_version"], "false", "--add_version")
-        draft.said("--add_version", "true, its default", "false: every attempt finds the checkpoints in one folder")
+        draft.said("--add_version", "true, its default", "false: all attempts share one folder of checkpoints")
 
 
 def _read_checkpoints(draft: Draft, family: Family) -> None:
@@ -137,7 +137,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
     if family.has_trainer:
         if _value(draft, family, "save_strategy") not in (None, "steps"):
             draft.put("argument", ["save_strategy"], "steps", family.spelled("save_strategy"))
-            draft.said("--save_strategy", _value(draft, family, "save_strategy"), "steps: counted as the run counts")
+            draft.said("--save_strategy", _value(draft, family, "save_strategy"), "number of steps of the run")
         draft.put("argument", ["save_steps"], "{checkpoint_every}", family.spelled("save_steps"))
     elif family.name == "openrlhf":
         option = family.either(draft, "save_steps", "ckpt.save_steps")
@@ -153,7 +153,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
         draft.settings["checkpoint.every_num_steps"] = chosen
         draft.missing(
             "steps between checkpoints" + (f": {text}" if text else ""),
-            f"set checkpoint.every_num_steps, where {chosen} stands now: a failure loses the steps since the last one",
+            f"set checkpoint.every_num_steps, currently {chosen}: a failure loses the steps since the last checkpoint",
         )
     keep = number(_value(draft, family, *_KEEP))
     if keep is not None and draft.find("argument", *_KEEP) is not None:
@@ -161,7 +161,7 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
         draft.set("checkpoint.keep_last", keep, "checkpoints kept")
     if draft.given("argument", "save_only_model") in ("true", "True", ""):
         draft.missing(
-            "--save_only_model: checkpoints have no state of the optimizer", "take it out, or a retry starts it anew"
+            "--save_only_model: checkpoints lack the optimizer state", "remove it, or a retry resets the optimizer"
         )
 
 
@@ -183,17 +183,17 @@ def _read_resume(draft: Draft, family: Family) -> None:
             "trainer.resume": "in_place",
         }
         draft.said("resume", option, 'trainer.resume = "in_place"')
-        draft.missing("layout of the checkpoints", "compare trainer.checkpoint_name with what a run of yours has saved")
+        draft.missing("layout of the checkpoints", "compare trainer.checkpoint_name with those of earlier runs")
         return
     index = draft.find("argument", *_RESUME)
     name = draft.line.items[index].name if index is not None else "resume_from_checkpoint"
     if index is not None:
         value = draft.value_at(index)
         if "/" in value:
-            draft.said(f"--{name}", value, f"{_STAYS}: the first attempt begins there")
+            draft.said(f"--{name}", value, f"{_STAYS}: the first attempt starts from it")
         else:
             draft.drop("argument", name)
-            draft.said(f"--{name}", value or "(flag)", "trainer.resume_argv, when there is a checkpoint")
+            draft.said(f"--{name}", value or "(flag)", "trainer.resume_argv, if there is a checkpoint")
     if family.has_trainer:
         spelling = family.spelled("resume_from_checkpoint")
         joined = spelling.endswith("=")
@@ -202,7 +202,7 @@ def _read_resume(draft: Draft, family: Family) -> None:
     draft.settings |= {"trainer.resume": "none"}
     draft.missing(
         "the way it resumes" + (f" (it has --{name})" if index is not None else ""),
-        "set trainer.checkpoint_name, checkpoint_complete, resume and resume_argv; until then a retry begins at step 0",
+        "set trainer.checkpoint_name, checkpoint_complete, resume and resume_argv; until then a retry starts at step 0",
     )
 
 
@@ -218,7 +218,7 @@ def _read_batch(draft: Draft) -> None:
         draft.said("batch", found, _STAYS)
     elif one or accumulated:
         draft.missing(
-            f"batch: {one} on a rank, {accumulated} accumulated", "write numbers in the launch line, or in trainer.argv"
+            f"batch: {one} on a rank, {accumulated} accumulated", "write numbers into the launch line or trainer.argv"
         )
 
 
@@ -236,7 +236,7 @@ def _read_model(draft: Draft) -> None:
         draft.replace(index, "{model}")
         draft.set("model.path", value, "model")
     elif value:
-        draft.said("model", value, f"{_STAYS}: no folder of this name here")
+        draft.said("model", value, f"{_STAYS}: found no folder of this name")
 
 
 def _read_others(draft: Draft) -> None:
@@ -247,7 +247,7 @@ def _read_others(draft: Draft) -> None:
             "completions of a prompt",
             ("num_generations", "n_samples_per_prompt", "actor_rollout_ref.rollout.n", "rollout.n_samples_per_prompt"),
         ),
-        ("steps between lines of the log", ("logging_steps", "log_interval")),
+        ("steps between log lines", ("logging_steps", "log_interval")),
     ):
         index = draft.find("argument", *names)
         if index is not None and draft.value_at(index):
@@ -256,7 +256,7 @@ def _read_others(draft: Draft) -> None:
             draft.said(what, draft.value_at(index) if item.is_joined else " ".join(words[1:]), _STAYS)
     if draft.given("argument", "report_to") == "none":
         draft.missing(
-            "--report_to none: progress is seen only by checkpoints and by the ranks from outside",
+            "--report_to none: progress is only visible through checkpoints and outside observation of the ranks",
             "write --report_to tensorboard",
         )
     logs = [
@@ -264,7 +264,7 @@ def _read_others(draft: Draft) -> None:
     ]
     for option in logs:
         draft.put("argument", [option], "{output_dir}/runs", "")
-        draft.said(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, where progress is looked for")
+        draft.said(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, which is searched for progress")
 
 
 def _own_placeholders(draft: Draft) -> None:

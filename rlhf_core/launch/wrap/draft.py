@@ -197,8 +197,8 @@ class Draft:
             if self.words[index] and (named or carries_secret(value)):
                 self.words[index] = ()
                 self.missing(
-                    f"--{item.name or 'a word'}: it holds a secret, and was left out",
-                    "give it by a variable whose name stands in slurm.pass_environment",
+                    f"--{item.name or 'a word'}: removed because it contains a secret",
+                    "pass it in a variable listed in slurm.pass_environment",
                 )
 
 

@@ -64,7 +64,7 @@ def recognise(draft: Draft, framework: FrameworkName | None) -> Family:
     if found.algorithm:
         draft.set("trainer.algorithm", found.algorithm, "algorithm")
     else:
-        draft.missing("algorithm", 'set trainer.algorithm, for instance "grpo": runs are compared by it')
+        draft.missing("algorithm", 'set trainer.algorithm, for instance "grpo": it is used to compare runs')
     return found
 
 
@@ -74,7 +74,7 @@ def _recognised(draft: Draft) -> Family:
     words = line.program[-1] if line.program else ""
     command = re.split(r"[./]", words.removesuffix(".py"))[-1]
     if line.program[:1] == ("megatron",):
-        draft.missing("megatron: its checkpoints have another form", "set trainer.checkpoint_name and trainer.resume")
+        draft.missing("megatron: different checkpoint format", "set trainer.checkpoint_name and trainer.resume")
         return Family("script", line.value("rlhf_type") or command)
     if line.launcher == "swift" or re.search(r"\bswift[./]cli[./]", program):
         return Family("swift", line.value("rlhf_type") or ("dpo" if command == "rlhf" else command))

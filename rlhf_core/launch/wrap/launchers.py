@@ -28,7 +28,7 @@ _BY_VARIABLES = {
     "MASTER_PORT": "{master_port}",
 }
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-_GIVEN_BY_RUN = "given by the run to every node"
+_GIVEN_BY_RUN = "set by the run for every node"
 
 
 def read_launcher(draft: Draft) -> None:
@@ -50,17 +50,17 @@ def read_launcher(draft: Draft) -> None:
         elif not any(part.what.startswith("ranks on every node") for part in draft.unread):
             draft.missing(
                 "ranks on every node",
-                f"set resources.ranks_per_node, where {draft.settings['resources.ranks_per_node']} stands now",
+                f"set resources.ranks_per_node, currently {draft.settings['resources.ranks_per_node']}",
             )
     on_processors = draft.given("argument", "use_cpu", "no_cuda") in ("true", "True", "") or (
         draft.given("argument", "device") == "cpu"
     )
     if on_processors:
-        draft.set("resources.gpus_per_node", 0, "GPUs", "none: the line says to use the processor")
+        draft.set("resources.gpus_per_node", 0, "GPUs", "none: the launch line selects the CPU")
     if "resources.gpus_per_node" not in draft.settings:
         draft.settings["resources.gpus_per_node"] = 0
         draft.missing(
-            "GPUs on every node", "set resources.gpus_per_node (often as many as ranks); 0, for processors, stands now"
+            "GPUs on every node", "set resources.gpus_per_node (often the number of ranks); currently 0, for CPU"
         )
 
 
@@ -70,7 +70,7 @@ def _read_variables(draft: Draft) -> None:
             draft.variables[name] = _BY_VARIABLES[name]
         elif name in _OF_RANKS:
             del draft.variables[name]
-            draft.said(name, value, "taken out: set for every rank by the run")
+            draft.said(name, value, "removed: set for every rank by the run")
     devices = draft.variables.pop("CUDA_VISIBLE_DEVICES", None)
     if devices is not None:
         ids = [one for one in devices.split(",") if one.strip() not in ("", "-1")]
@@ -90,13 +90,13 @@ def _counts(draft: Draft, nodes: str | None, ranks: str | None) -> None:
         if found is not None:
             draft.set(setting, found, what)
         elif text and setting not in draft.settings:
-            draft.missing(f"{what}: {text}", f"set {setting}; the launch line itself has a placeholder there")
+            draft.missing(f"{what}: {text}", f"set {setting}; the launch line has a placeholder there")
 
 
 def _torchrun(draft: Draft) -> None:
     nodes = draft.given("launcher_option", "nnodes")
     if nodes and re.fullmatch(r"\d+:\d+", nodes):
-        draft.missing(f"elastic number of nodes {nodes}", "a run has a fixed number; resources.num_nodes is the larger")
+        draft.missing(f"elastic number of nodes {nodes}", "the number is fixed; resources.num_nodes is the larger one")
         nodes = nodes.partition(":")[2]
     _counts(draft, nodes, _ranks_or_gpus(draft, draft.given("launcher_option", "nproc_per_node")))
     # A static rendezvous numbers ranks by node, as a run's evidence does; c10d numbers them by arrival.
@@ -108,9 +108,9 @@ def _torchrun(draft: Draft) -> None:
             "rendezvous", ", ".join(filter(None, gone)) or "--standalone", "--master_addr and --master_port of the run"
         )
     if any(count not in ("", "0") for count in draft.drop("launcher_option", "max_restarts")):
-        draft.said("--max_restarts", "of torchrun", "taken out: supervise.max_restarts, from the newest checkpoint")
+        draft.said("--max_restarts", "of torchrun", "removed: supervise.max_restarts, from the newest checkpoint")
     if draft.drop("launcher_option", "redirects", "r"):
-        draft.said("--redirects", "of torchrun", "taken out: the run keeps the output of the ranks")
+        draft.said("--redirects", "of torchrun", "removed: the run keeps the output of the ranks")
     _put(draft, _TORCHRUN)
 
 
@@ -134,7 +134,7 @@ def _accelerate(draft: Draft) -> None:
         draft.set("resources.gpus_per_node", len(ids[-1].split(",")), "GPUs (--gpu_ids)", ids[-1])
     if draft.find("launcher_option", "cpu") is not None and (number(total) or 1) > 1:
         draft.missing(
-            f"--cpu with {total} processes: accelerate starts one of them, and leaves the others to mpirun",
+            f"--cpu with {total} processes: accelerate starts one of them and expects mpirun to start the others",
             "start the program with torchrun --nproc_per_node instead, and wrap that line",
         )
     if draft.find("launcher_option", "cpu") is not None:
@@ -180,7 +180,7 @@ def _deepspeed(draft: Draft) -> None:
     draft.said("deepspeed", "reaches nodes through ssh", "torchrun, which the agent of each node starts")
     draft.missing(
         "--local_rank: deepspeed gives it to the program, torchrun sets LOCAL_RANK instead",
-        "nothing, if the program takes either (deepspeed and transformers do)",
+        "nothing, if the program accepts both (deepspeed and transformers do)",
     )
     for names, value in _TORCHRUN:
         draft.launcher_words.append(f"--{names[0]}={value}")
@@ -247,7 +247,8 @@ def _python(draft: Draft) -> None:
         draft.put("argument", _RAY_GPUS, "{gpus_per_node}", "")
     if (number(nodes) or 1) > 1:
         draft.missing(
-            "Ray on the other nodes", "start it in trainer.setup: a line of it for node 0, another for the rest"
+            "Ray on the other nodes",
+            "start it in trainer.setup: one line for node 0, another for the rest",
         )
 
 
@@ -263,7 +264,7 @@ def _mpirun(draft: Draft) -> None:
         if items[index].role in ("launcher", "launcher_option"):
             draft.words[index] = ()
     draft.missing(
-        "mpirun: the ranks are started by the run instead, with RANK, LOCAL_RANK and WORLD_SIZE",
+        "mpirun: the run starts the ranks itself, with RANK, LOCAL_RANK and WORLD_SIZE",
         "change the program if it reads OMPI_COMM_WORLD_RANK or uses MPI itself; set resources.num_nodes for several",
     )
     _per_rank(draft)

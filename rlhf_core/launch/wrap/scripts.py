@@ -55,7 +55,7 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
         script = read_shell(text, {**known, **_known_to_job(script.sbatch)}, arguments)
     facts = ScriptFacts(sbatch=script.sbatch, folder=folder)
     for note in script.unread[:_MAX_REPORTED]:
-        facts.unread.append(UnreadPart(note, "see whether it changes the launch line in trainer.argv"))
+        facts.unread.append(UnreadPart(note, "check whether it changes the launch line in trainer.argv"))
     # Prefer a line that always runs to one in a branch, and that to one with only a variable.
     ranked = [(_rank(command) * 2 - command.is_conditional, command) for command in script.commands]
     best = max([0, *(rank for rank, _ in ranked)])
@@ -129,7 +129,7 @@ def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
         facts.unread.append(
             UnreadPart(
                 f"line {command.line}: {' '.join(words)}",
-                "see that conda works in a shell of a job, or set trainer.environment to the folder of the environment",
+                "check that conda works in a shell of a job, or set trainer.environment to its folder",
             )
         )
 
@@ -144,21 +144,19 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
             return
         shown = f"line {command.line}: {' '.join(command.argv[:3])[:100]}"
         if name.startswith("-"):
-            advice = "options without a program: no space may stand after the backslash of the line before"
+            advice = "options without a program: remove any space after the backslash of the previous line"
         elif command in chosen:
-            advice = "several lines train, the last one was taken: wrap this one by itself, or pass its options below"
+            advice = "several lines train, the last one was used: wrap this one separately, or pass its options"
         elif command.in_background:
-            advice = "it runs beside the training, and no run starts it: start it as a job of its own, and keep it up"
+            advice = "it runs beside the training, and the run does not start it: keep it running as a separate job"
         else:
-            advice = "it is not part of the run: do it once before, or add it to trainer.setup"
+            advice = "it is not part of the run: run it once beforehand, or add it to trainer.setup"
         facts.unread.append(UnreadPart(shown, advice))
 
 
 def _choose(facts: ScriptFacts, command: ShellCommand, known: dict[str, str]) -> None:
     if command.is_conditional:
-        facts.unread.append(
-            UnreadPart(f"line {command.line} stands in a branch", "see that it is the line that you mean")
-        )
+        facts.unread.append(UnreadPart(f"line {command.line} is inside a branch", "check that it is the intended line"))
     line = read_launch_line(command.argv)
     variables = dict(command.variables) | dict(line.variables)
     inner = _inner(line)

@@ -81,7 +81,7 @@ def wrap_script(
     if facts.line is None:
         notes = "".join(f"\n  {part.what}" for part in facts.unread[:20])
         raise BadInput(
-            f"found no line in {source} that starts a training; give that line itself: rlhf wrap -- torchrun ...{notes}"
+            f"found no line in {source} that starts training; pass that line itself: rlhf wrap -- torchrun ...{notes}"
         )
     return _wrapped(facts, around, options, source)
 
@@ -134,8 +134,8 @@ def _spelled(name: str, value: str) -> tuple[str, ...]:
 
 def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
     draft.missing(
-        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: taken out, the program starts Ray itself",
-        "that is enough on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
+        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: removed, the program starts Ray itself",
+        "this suffices on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
     )
     if wrapper.options.get("runtime_env_json", "{}") != "{}":
         draft.missing("--runtime-env-json of ray", "put its variables into trainer.variables")
@@ -146,11 +146,11 @@ def _take_wrappers(draft: Draft) -> None:
         if item.role == "variable" or (item.role == "wrapper" and item.name in _DROPPED):
             draft.words[index] = ()
         elif item.role == "wrapper":
-            draft.said(item.name, " ".join(draft.words[index]), "stays in front of the launch line")
+            draft.said(item.name, " ".join(draft.words[index]), "stays before the launch line")
 
 
 def _read_places(draft: Draft, facts: ScriptFacts) -> None:
-    draft.set("trainer.working_dir", facts.folder, "folder it is started in")
+    draft.set("trainer.working_dir", facts.folder, "working directory")
     if facts.setup:
         draft.set("trainer.setup", list(facts.setup), "lines before it", "; ".join(facts.setup))
     environment = facts.environment
@@ -174,7 +174,7 @@ def _say_processors(draft: Draft, family: Family) -> None:
     if not family.has_trainer or has_gpus or "ACCELERATE_USE_CPU" in draft.variables:
         return
     draft.variables["ACCELERATE_USE_CPU"] = "{use_cpu}"
-    draft.said("use of the processor", "GPUs are not given", "ACCELERATE_USE_CPU in trainer.variables, false with GPUs")
+    draft.said("use of the CPU", "GPUs unknown", "ACCELERATE_USE_CPU in trainer.variables, false with GPUs")
 
 
 def _name(draft: Draft, family: Family, given: str) -> None:
@@ -207,7 +207,7 @@ def _unusable_variables(draft: Draft) -> None:
     for name, value in list(draft.variables.items()):
         if not VARIABLE.fullmatch(name) or not value.replace("\n", " ").replace("\t", " ").isprintable():
             del draft.variables[name]
-            draft.missing(f"variable {name!r}: no config can hold its value", "set it in trainer.setup")
+            draft.missing(f"variable {name!r}: its value cannot be stored in a config", "set it in trainer.setup")
 
 
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
@@ -223,7 +223,7 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     whole = "\0".join([*draft.argv, *settings])
     left = [source for source in sources if source.partition(" (")[0] in whole]
     for source in left[:_MAX_SHOWN]:
-        draft.missing(f"{source}: only the shell would know", "write its value into the config; no shell fills it in")
+        draft.missing(f"{source}: known only to the shell", "write its value into the config; no shell expands it")
     if len(left) > _MAX_SHOWN:
         draft.missing(f"{len(left) - _MAX_SHOWN} more of them", "look for $ in the config")
 
@@ -236,6 +236,6 @@ def _require_valid(text: str, has_steps: bool) -> None:
         BadInput: it is too long.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_CONFIG_BYTES:
-        raise BadInput(f"found a launch line of which a config would have more than {MAX_CONFIG_BYTES} bytes")
+        raise BadInput(f"found a launch line that needs a config of more than {MAX_CONFIG_BYTES} bytes")
     whole = text if has_steps else text.replace("# num_steps = ", "num_steps = 1", 1)
     validate(tomllib.loads(whole), "the config of this launch line")

@@ -21,8 +21,8 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
         chosen = next((checkpoint for checkpoint in saved if checkpoint.root.name == named), None)
         if chosen is None:
             raise CheckpointCorrupt(
-                f"attempt {context.attempt} is to go on from checkpoint {named}, which is not in "
-                f"{context.run_dir.checkpoints_dir} any more; there are: {[one.root.name for one in saved]}",
+                f"attempt {context.attempt} was to resume from checkpoint {named}, which is not in "
+                f"{context.run_dir.checkpoints_dir}; it contains {[one.root.name for one in saved]}",
                 named,
             )
     newer = [checkpoint for checkpoint in saved if chosen is None or checkpoint.step >= chosen.step]

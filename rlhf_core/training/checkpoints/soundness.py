@@ -102,8 +102,8 @@ def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, in
         verify_checkpoint(checkpoint, context.spec, ranks, initial)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(
-            f"{error}. It is the reference that the divergence of this run is measured against, so none before it "
-            f"can take its place: bring its files back from a copy and resume, or start a new run"
+            f"{error}. It is the reference for the divergence of this run, so no earlier one can replace it: restore "
+            "its files from a copy and resume, or start a new run"
         ) from None
     return checkpoint.model
 
@@ -140,14 +140,14 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) 
     checkpoint.verify()
     manifest = checkpoint.manifest()
     if manifest is None:
-        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} went away while it was read", checkpoint.root.name)
+        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} disappeared while it was read", checkpoint.root.name)
     if isinstance(spec.trainer, CommandTrainer):
         return checkpoint  # only its model is needed; its settings and ranks are checked by its own program
     _require_own_settings(checkpoint, manifest)
     if manifest.spec_hash != spec_hash(spec) and _saved_settings(checkpoint) != training_part(spec):
         raise ResumeMismatch(
-            f"checkpoint {checkpoint.root} was made with other settings: {_differences(checkpoint, spec)}. "
-            f"Resume with the settings it was made with, or start a new run"
+            f"checkpoint {checkpoint.root} was written with other settings: {_differences(checkpoint, spec)}. Resume "
+            "with the same settings, or start a new run"
         )
     if base is not None and is_adapter(checkpoint.model):
         require_base(checkpoint.model, base)
@@ -159,13 +159,13 @@ def _require_own_settings(checkpoint: CheckpointDir, manifest: CheckpointManifes
     look like one of other settings, an error that cannot be recovered from."""
     if manifest.spec_hash != hash_of_settings(json.loads(settings_file(checkpoint).read_bytes())):
         raise CheckpointCorrupt(
-            f"checkpoint {checkpoint.root} is damaged: COMPLETE does not fit the settings beside it",
+            f"checkpoint {checkpoint.root} is damaged: COMPLETE does not match the settings beside it",
             checkpoint.root.name,
         )
     saved = [name for name in manifest.files if name.startswith("trainer_state/rank-")]
     if len(saved) != manifest.num_ranks:
         raise CheckpointCorrupt(
-            f"checkpoint {checkpoint.root} is damaged: COMPLETE says {manifest.num_ranks} ranks and names the state of "
+            f"checkpoint {checkpoint.root} is damaged: COMPLETE lists {manifest.num_ranks} ranks but the state of "
             f"{len(saved)}",
             checkpoint.root.name,
         )

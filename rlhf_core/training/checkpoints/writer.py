@@ -204,7 +204,7 @@ class CheckpointWriter:
             raise FileSystemStalled(
                 f"checkpoint {save.step} is written in the background, and nothing of it was written for "
                 f"{save.stands_still_s:.0f} s (expected: for at most supervise.checkpoint_floor_s = {longest_s:g} s): "
-                f"the file system of {self._run_dir.checkpoints_dir} does not answer"
+                f"the file system of {self._run_dir.checkpoints_dir} does not respond"
             )
         return save.verdict is not None and bool(save.verdict.problem)
 
@@ -241,12 +241,12 @@ class CheckpointWriter:
             raise DiskFull(
                 f"no room for the checkpoint of step {part.progress.step}: it needs about {_readable(needed_by_all)}, "
                 f"{self._run_dir.root} has {_readable(free_for_all)} free. Older checkpoints are untouched; make room, "
-                f"then resume the run"
+                "then resume the run"
             )
         if without and self._spec.checkpoint.background and not has_adapter(part.model):
             self._ranks.log(
-                f"{without:.0f} ranks have no room in main memory for a snapshot of what they save, or weights that "
-                f"are converted for the disk: the step waits until the checkpoint is written"
+                f"{without:.0f} ranks lack main memory for a snapshot of their state, or convert weights for the disk: "
+                "the step waits until the checkpoint is written"
             )
         return not without
 
@@ -294,7 +294,7 @@ class CheckpointWriter:
                 return verdict
             return Report.from_json(self._awaited(f"{key}/verdict"))
         except Exception as error:  # noqa: BLE001 - torch's store, the agent's, is gone: the step has to hear of it
-            return Report({}, f"rank {self._ranks.rank} heard nothing of the others any more: {error}")
+            return Report({}, f"rank {self._ranks.rank} no longer received messages from the others: {error}")
 
     def _awaited(self, key: str) -> bytes:
         """Wait as long as a collective would: longer than the agent takes to detect a rank that never arrives."""

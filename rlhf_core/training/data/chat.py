@@ -71,9 +71,9 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
         whole = _apply(tokenizer, [*chat.prompt, *completion], add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise BadData(
-                f"the chat template renders a prompt as {prompt[-60:]!r}, but otherwise when the {name} completion "
-                f"follows ({whole[max(0, len(prompt) - 60) : len(prompt) + 20]!r}); take a chat template that renders "
-                f"it alike"
+                f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
+                f"({whole[max(0, len(prompt) - 60) : len(prompt) + 20]!r}); use a chat template that renders it "
+                "identically"
             )
         texts[name] = whole[len(prompt) :]
     return dataclasses.replace(row, prompt=prompt, **texts)
@@ -82,8 +82,8 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase") -> Row:
 def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_generation_prompt: bool) -> str:
     if not tokenizer.chat_template:
         raise BadData(
-            "found a prompt of messages, and a tokenizer without a chat template; give text, or the folder of a "
-            "tokenizer with a chat template as model.tokenizer"
+            "found a prompt of messages, and a tokenizer without a chat template; use text, or set model.tokenizer to "
+            "the folder of a tokenizer with a chat template"
         )
     text: Any = ""
     conversation: Any = [dict(message) for message in messages]

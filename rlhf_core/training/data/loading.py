@@ -94,7 +94,7 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
             rows.append(reader.row(content))
         except MalformedRow as error:
             if data.malformed_rows == "error":
-                raise BadData(f'{where}: {error} (data.malformed_rows = "drop" leaves such rows out)') from None
+                raise BadData(f'{where}: {error} (data.malformed_rows = "drop" skips such rows)') from None
             problems.append(f"{where}: {error}")
     if not rows:
         found = f"all {len(problems)} rows are malformed; the first: {problems[0]}" if problems else "it has no rows"
@@ -105,7 +105,7 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
 def _source(data: DataSpec, split: Split) -> str:
     source = data.generator or (data.train if split == "train" else data.eval)
     if not source:
-        raise BadData("no held-out data: give data.eval a file in the format of data.train")
+        raise BadData("no held-out data: set data.eval to a file in the format of data.train")
     return source
 
 
@@ -123,7 +123,7 @@ def _records(spec: RunSpec, split: Split, source: str) -> Iterator[Record]:
     if reader is None:
         raise BadData(f'{path}: found a file ending in "{path.suffix}"; expected one of {", ".join(KINDS)}')
     if not path.is_file():
-        raise BadData(f"{path}: there is no such file (data.{split})")
+        raise BadData(f"{path}: no such file (data.{split})")
     return ((place(path, number), content) for number, content in reader(path))
 
 
@@ -160,7 +160,7 @@ def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, Jso
     for number, row in enumerate(rows):
         yield (
             f"{source}: row {number}",
-            row if isinstance(row, Mapping) else Malformed(f"is no dictionary but {row!r:.80}"),
+            row if isinstance(row, Mapping) else Malformed(f"is not a dictionary but {row!r:.80}"),
         )
 
 
@@ -218,7 +218,7 @@ def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", da
             kept.rows.append(row)
             kept.token_ids.append(token_ids)
         elif problem.policy == "error":
-            raise BadData(f'{problem.text}; raise it, or leave such rows out with data.{problem.setting} = "drop"')
+            raise BadData(f'{problem.text}; raise it, or skip such rows with data.{problem.setting} = "drop"')
         else:
             num_overlong += 1
     if rows and not kept.rows:

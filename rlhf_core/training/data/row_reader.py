@@ -108,7 +108,7 @@ class RowReader:
     def _conversation(self, fields: Mapping[str, JsonValue], columns: Mapping[str, JsonValue]) -> Row:
         """Make a row of messages. Templates apply to text only; the tokenizer's chat template renders messages."""
         if not isinstance(fields["prompt"], list):
-            raise MalformedRow(f"expected a list of messages as prompt too, found {fields['prompt']!r:.60}")
+            raise MalformedRow(f"expected a list of messages as prompt as well, found {fields['prompt']!r:.60}")
         completions: dict[str, Messages] = {}
         for name, column in (("target", "answer"), ("chosen", "chosen"), ("rejected", "rejected")):
             value = fields.get(column) if name == "target" or self._pairs else None
@@ -170,7 +170,7 @@ def _split(chosen: JsonValue, rejected: JsonValue) -> dict[str, JsonValue]:
         if isinstance(chosen, kind) and isinstance(rejected, kind):
             length = common_beginning(chosen, rejected)
             if not length:
-                raise MalformedRow("no prompt, and the chosen and the rejected completion begin with nothing in common")
+                raise MalformedRow("no prompt, and the chosen and the rejected completion have no common beginning")
             return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
     raise MalformedRow("no prompt, and completions that are neither both texts nor both lists of messages")
 

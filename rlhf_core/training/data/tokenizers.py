@@ -46,9 +46,7 @@ def build_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> PreTrai
     elif kind == "bpe":
         core = _bpe(texts, vocab_size)
     else:
-        raise BadConfig(
-            f'found tokenizer "{kind}", which is none that can be built: expected {", ".join(BUILT_TOKENIZERS)}'
-        )
+        raise BadConfig(f'found tokenizer "{kind}", expected one of: {", ".join(BUILT_TOKENIZERS)}')
     size = core.get_vocab_size()
     reserved = [f"<|reserved_{number}|>" for number in range(-size % VOCAB_MULTIPLE)]
     core.add_special_tokens([*_SPECIAL, *reserved])
@@ -70,17 +68,17 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         BadConfig: there is none, or it has no end token.
     """
     if not path.is_dir():
-        raise BadConfig(f"{path} is no folder here; expected a folder with a Hugging Face tokenizer")
+        raise BadConfig(f"{path} is not a folder; expected a folder with a Hugging Face tokenizer")
     from transformers import AutoTokenizer  # it imports torch, which building a tokenizer does not need
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:
         raise BadConfig(
-            f"{path} holds no tokenizer that transformers can load: {str(error).splitlines()[0]}"
+            f"{path} contains no tokenizer that transformers can load: {str(error).splitlines()[0]}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise BadConfig(f"the tokenizer in {path} has no end token (eos_token); completions could not end")
+        raise BadConfig(f"the tokenizer in {path} has no end token (eos_token); completions would never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -259,7 +259,7 @@ def load_evaluator(
     if "label" in spec.data_kinds and len({row.desirable for row in data.rows}) < 2:
         raise BadData(
             f"found held-out rows of one label only (data.{spec.data.label_column} of {len(data.rows)} rows), expected "
-            f"desirable and undesirable ones: how the model ranks them is measured"
+            "desirable and undesirable ones: the evaluation measures their ranking"
         )
     if trains_on_samples or completes(spec, data):
         return Evaluator(spec, ranks, tokenizer, data, scorer, start())

@@ -29,7 +29,9 @@ def mean_interval(scores: Sequence[Sequence[float]], confidence: float) -> tuple
     """
     samples_per_prompt = {len(samples) for samples in scores}
     if len(samples_per_prompt) != 1 or 0 in samples_per_prompt:
-        raise ValueError(f"expected as many scores for every prompt, at least one; found {sorted(samples_per_prompt)}")
+        raise ValueError(
+            f"expected equally many scores for every prompt, at least one; found {sorted(samples_per_prompt)}"
+        )
     means = [fmean(samples) for samples in scores]
     if all(score in (0, 1) for samples in scores for score in samples):
         return wilson_interval(fmean(means), effective_samples(scores), confidence)

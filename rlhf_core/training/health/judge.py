@@ -26,7 +26,7 @@ from rlhf_core.schemas.health import HealthAction, HealthRule, HealthSpec
 from rlhf_core.training.health.rules import HealthFinding, findings
 from rlhf_core.training.health.state import Batch, HealthState, observe
 
-_ADVICE = "`rlhf report` shows curves and completions; health.off turns off a rule that does not fit the task"
+_ADVICE = "`rlhf report` shows curves and completions; health.off disables a rule that does not fit the task"
 
 
 _LEARNS_ON = frozenset[HealthRule]({"clipped", "train_gap", "kl", "length"})
@@ -73,7 +73,7 @@ class Judge:
         news = [finding for finding in by_action["warn"] if finding.key not in warned]
         warned |= {finding.key: step for finding in by_action["warn"]}
         self.state = self.state.model_copy(update={"warned": tuple(warned.items())})
-        warnings = tuple((finding.rule, f"{in_words([finding], step)}. Training goes on.") for finding in news)
+        warnings = tuple((finding.rule, f"{in_words([finding], step)}. Training continues.") for finding in news)
         ending = by_action["stop"] + by_action["roll_back"]
         if not ending:
             return HealthVerdict(warnings)
@@ -85,5 +85,5 @@ def in_words(found: Sequence[HealthFinding], step: int) -> str:
     since = min(finding.since_step for finding in found)
     also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
     learns_on = all(finding.rule in _LEARNS_ON for finding in found)
-    what = "Training goes wrong" if learns_on else "Training learns nothing any more"
+    what = "Training goes wrong" if learns_on else "Training no longer learns"
     return f"{what} at step {step}, since step {since} ({found[0].rule}): {found[0].message}{also}. {_ADVICE}"

@@ -99,8 +99,8 @@ def _frozen(state: HealthState, spec: HealthSpec) -> HealthFinding | None:
     return HealthFinding(
         "frozen",
         state.frozen_since,
-        f"{state.frozen_why}, {num_steps} steps in a row. Expected trained weights (requires_grad) that are reached by "
-        f"the loss, and a learning rate that their number format does not round away",
+        f"{state.frozen_why}, {num_steps} steps in a row. Expected trained weights (requires_grad) with a gradient "
+        "from the loss, and a learning rate that their number format does not round to zero",
     )
 
 
@@ -115,15 +115,15 @@ def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Healt
             "within groups",
             f"all {batch.samples_per_prompt} completions of every prompt are identical{whatever}",
         ),
-        (ranks, len(ranks.ranks), "across ranks", "ranks make the same completions as other ranks"),
-        (steps, len(steps.ranks), "across steps", "the same completions are made at every step"),
+        (ranks, len(ranks.ranks), "across ranks", "ranks produce the same completions as other ranks"),
+        (steps, len(steps.ranks), "across steps", "every step produces the same completions"),
     )
     return [*(_repetition(*one, state, spec, batch) for one in told), *seeds]
 
 
 _SEEDS = (
-    "Expected sampling seeds that differ for every step, prompt and sample; seeds made from a rank, a replica or a "
-    "node repeat themselves"
+    "Expected different sampling seeds for every step, prompt and sample; seeds derived from a rank, a replica or a "
+    "node repeat"
 )
 
 
@@ -170,8 +170,8 @@ def _reward_collapse(view: _View) -> HealthFinding | None:
         "reward_collapse",
         best.since_step + block_steps(view.spec),
         f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {block_steps(view.spec)} steps, from step "
-        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower loops.main.optimizer.learning_rate or a "
-        f"KL penalty (loops.main.algorithm.kl_coefficient), and see whether the reward function still works",
+        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower loops.main.optimizer.learning_rate or a KL "
+        "penalty (loops.main.algorithm.kl_coefficient), and check that the reward function still works",
     )
 
 
@@ -186,9 +186,9 @@ def _no_spread(view: _View) -> HealthFinding | None:
         "no_spread",
         state.recent[-1].step - without + 1,
         f"in {without} steps, {without * view.batch.num_completions} completions, no prompt had completions with "
-        f"different rewards{constant}, so there is nothing to compare and the gradient is 0; the mean reward is "
-        f"{view.now.mean:.3g} ({before}). Expected prompts that are solved some of the time: see whether the reward "
-        f"function fits the completions, the task is too hard, or the learning rate has destroyed the model",
+        f"different rewards{constant}, so the gradient is 0; the mean reward is {view.now.mean:.3g} ({before}). "
+        "Expected prompts that are solved some of the time: check that the reward function fits the completions, "
+        "that the task is not too hard, and that the learning rate has not destroyed the model",
     )
 
 
@@ -204,8 +204,8 @@ def _truncated(view: _View) -> HealthFinding | None:
         "truncated",
         state.recent[0].step,
         f"{state.recent[-1].truncated:.0%} of the completions are cut off at rollout.max_new_tokens, as in all of "
-        f"{view.steps}, and none is rewarded. Expected completions that end: raise rollout.max_new_tokens, or see why "
-        f"the model does not write its end token",
+        f"{view.steps}, and none is rewarded. Expected completions that end: raise rollout.max_new_tokens, or find "
+        "out why the model does not emit its end token",
     )
 
 
@@ -217,9 +217,8 @@ def _entropy_collapse(view: _View) -> HealthFinding | None:
         "entropy_collapse",
         state.recent[0].step,
         f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
-        f"the first ones, and the reward has not risen by it. Try a lower "
-        f"loops.main.optimizer.learning_rate, a higher loops.main.algorithm.clip_high or a KL penalty "
-        f"(loops.main.algorithm.kl_coefficient)",
+        "the first ones, without a gain in reward. Try a lower loops.main.optimizer.learning_rate, a higher "
+        "loops.main.algorithm.clip_high or a KL penalty (loops.main.algorithm.kl_coefficient)",
     )
 
 
@@ -230,9 +229,9 @@ def _clipped(view: _View) -> HealthFinding | None:
     return HealthFinding(
         "clipped",
         view.state.recent[0].step,
-        f"the clip takes away the gradient of {shares[-1]:.0%} of the tokens, as in all of {view.steps}. Expected a "
-        f"share under a third: try a lower loops.main.optimizer.learning_rate, fewer updates a step (num_epochs, "
-        f"num_minibatches), or see whether the old log-probabilities are those of the policy that sampled",
+        f"the clip removes the gradient of {shares[-1]:.0%} of the tokens, as in all of {view.steps}. Expected a "
+        "share under a third: try a lower loops.main.optimizer.learning_rate, fewer updates a step (num_epochs, "
+        "num_minibatches), or check that the old log-probabilities come from the sampling policy",
     )
 
 
@@ -243,10 +242,10 @@ def _train_gap(view: _View) -> HealthFinding | None:
     return HealthFinding(
         "train_gap",
         view.state.recent[0].step,
-        f"sampling and training disagree about the log-probability of a token by {gaps[-1]:.3g} nats in the mean, and "
+        f"sampling and training disagree about the log-probability of a token by {gaps[-1]:.3g} nats on average, and "
         f"by more than {view.spec.max_train_gap:g} (health.max_train_gap) in all of {view.steps}. Expected about 0.01 "
-        f"or less: see whether both have the same weights, number format and temperature, or correct for it "
-        f"(loops.main.algorithm.correction)",
+        "or less: check that both use the same weights, number format and temperature, or correct for it "
+        "(loops.main.algorithm.correction)",
     )
 
 
@@ -261,8 +260,8 @@ def _kl(view: _View) -> HealthFinding | None:
         "kl",
         view.state.recent[0].step,
         f"the policy is {divergences[-1]:.3g} nats per token from the reference model, and more than "
-        f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, with no gain in reward for it. Expected under "
-        f"1: try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate",
+        f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, without a gain in reward. Expected under 1: "
+        "try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate",
     )
 
 
@@ -295,9 +294,9 @@ def _length(view: _View) -> HealthFinding | None:
         "length",
         state.recent[0].step,
         f"the reward rises by length: completions have {length:.3g} tokens over {view.steps} and had "
-        f"{state.first_length:.3g} over the first ones, and among the completions of a prompt reward and length have a "
-        f"correlation of {correlation:.2f}. Expected answers that are better and not only longer: read some, and take "
-        f"the length out of the reward",
+        f"{state.first_length:.3g} over the first ones, and among the completions of a prompt reward and length have "
+        f"a correlation of {correlation:.2f}. Expected better answers, not only longer ones: read some, and remove "
+        "the length from the reward",
     )
 
 

@@ -179,7 +179,7 @@ def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
     if CHAT[0]["content"] not in prompt:
         return "leaves the user's message out"
     if prompt == plain:
-        return "adds no generation prompt: the model is not told that it is its turn"
+        return "adds no generation prompt, so the model does not see that it is its turn"
     return ""
 
 

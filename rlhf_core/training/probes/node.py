@@ -132,7 +132,7 @@ def _steps(place: MeasuringPlace) -> Iterator[dict[str, Any]]:
         yield {"step": "pairs"}
         _await_all(place, store, "paired")
         if store.add("dead links", 0):
-            raise RuntimeError("nothing gets through some links, so that not all can meet")
+            raise RuntimeError("some links pass no data, so the rendezvous fails")
         group = _group(place, PrefixStore("all", store), place.rank, place.world)
         yield _right("all_reduce", _sum_is_right(place, group, device))
         yield _right("all_gather", _parts_are_right(place, group, device))
@@ -210,7 +210,7 @@ def _in_time(place: MeasuringPlace, speak: Callable[[], dict[str, Any]]) -> dict
     try:
         return heard.get(timeout=place.timeout_s)
     except queue.Empty:
-        return {"problem": f"no answer within {place.timeout_s:.0f} s"}
+        return {"problem": f"no response within {place.timeout_s:.0f} s"}
 
 
 def _exchange(place: MeasuringPlace, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def try_rewards(
     for path in functions:
         left = min(trial_s, deadline - time.monotonic())
         if left <= 0:
-            message = f"the functions before it took {all_s:g} s"
+            message = f"the previous functions took {all_s:g} s"
             trials.append(RewardTrial(function=path, problem=TrialProblem.NOT_TRIED, message=message))
         else:
             trials.append(_bounded(path, rows, left, memory_bytes))
@@ -100,7 +100,7 @@ def _bounded(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes: int
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
     if answer is None:
-        message = f"no answer within {timeout_s:.0f} s"
+        message = f"no response within {timeout_s:.0f} s"
         return RewardTrial(function=path, problem=TrialProblem.TIMEOUT, message=message)
     if not answer:
         return RewardTrial(function=path, problem=TrialProblem.DIED, message=_ending(os.waitstatus_to_exitcode(status)))
@@ -128,7 +128,7 @@ def _read_line(reading: int, deadline: float) -> bytes | None:
 def _ending(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
-        return f"its process was ended by {name}" + (", most likely for its memory" if name == "SIGKILL" else "")
+        return f"its process was ended by {name}" + (", most likely for memory" if name == "SIGKILL" else "")
     return f"its process ended with exit code {code}"
 
 
@@ -208,7 +208,7 @@ def _wrong_columns(function: RewardFunction, rows: Sequence[Row]) -> str:
     needed = [one.name for one in parameters.values() if one.kind in kinds and one.default is inspect.Parameter.empty]
     missing = [name for name in needed if name not in given]
     if missing:
-        return f"it needs {', '.join(missing)}, which the data does not have; it has {', '.join(sorted(given))}"
+        return f"it needs {', '.join(missing)}; the data has only {', '.join(sorted(given))}"
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     refused = [name for name in given if name not in parameters]
     if refused and not takes_all:

@@ -103,7 +103,7 @@ class RewardProcess:
             path = self._unread[0]
             answer = self._receive(time.monotonic() + self._load_timeout_s, self._load_timeout_s, beat)
             if isinstance(answer, str):
-                raise BadConfig(f"reward function {path}: its import {answer}; see what its module does when imported")
+                raise BadConfig(f"reward function {path}: its import {answer}; check what its module does on import")
             if unloadable := answer.get("unloadable"):
                 raise BadConfig(unloadable)
             if failure := answer.get("failure"):
@@ -164,7 +164,7 @@ class RewardProcess:
             answer: dict[str, Any] = json.loads(body)
         except ValueError:
             self.close()
-            return "has written into the connection of its process"
+            return "wrote to the connection of its process"
         return answer
 
     def _read(self, count: int, deadline: float, timeout_s: float, beat: Callable[[], None]) -> bytes | str:
@@ -201,7 +201,7 @@ class RewardProcess:
                 return self._died()
             if left <= 0:
                 self.close()
-                return f"gave no answer within {timeout_s:.3g} s"
+                return f"did not respond within {timeout_s:.3g} s"
 
     def _died(self) -> str:
         assert self._process is not None
@@ -214,7 +214,7 @@ class RewardProcess:
         if code >= 0:
             return f"ended its process with exit code {code}"
         name = signal.Signals(-code).name
-        return f"had its process ended by {name}" + (", most likely for its memory" if name == "SIGKILL" else "")
+        return f"had its process ended by {name}" + (", most likely for memory" if name == "SIGKILL" else "")
 
 
 def _packed(request: CallRequest) -> bytes:

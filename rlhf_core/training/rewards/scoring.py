@@ -195,8 +195,8 @@ class RewardScorer:
         told = [self._warning(name, _FunctionScores([], problems, None), rows, completions)] if problems else []
         if scores.num_cut:
             told.append(
-                f"On rank {self._rank}, {scores.num_cut} of {len(rows)} completions are, with their prompts, longer "
-                f"than reward model {name} reads: their beginnings are left out (reward.models.{name}.max_tokens)."
+                f"On rank {self._rank}, {scores.num_cut} of {len(rows)} completions with their prompts exceed the "
+                f"limit of reward model {name}: their beginnings are cut off (reward.models.{name}.max_tokens)."
             )
         return told
 
@@ -248,8 +248,8 @@ class RewardScorer:
                 self._refuse(name, problems, allowed, rows, completions)
         if as_one is not None and stops:
             raise _error(
-                f"reward function {name} {as_one.failure} for {count} completions at once, and for none of them alone; "
-                f"give it more time (reward.timeout_s), or fewer completions a step",
+                f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them "
+                "alone; allow more time (reward.timeout_s), or use fewer completions per step",
                 as_one,
             )
         return _FunctionScores(values, problems, as_one)
@@ -288,7 +288,7 @@ class RewardScorer:
         index, problem = next(iter(problems.items()))
         told = self._sentence(name, index, problem, rows, completions)
         advice = (
-            'Call it with this completion alone to see why; reward.on_failure = "zero" counts such completions as 0'
+            'Call it with this completion alone to find the cause; reward.on_failure = "zero" counts it as 0'
             if not allowed
             else f"It has failed for {len(problems)} of {len(completions)} completions, more than "
             f"reward.max_failed_share = {self._reward.max_failed_share:g}"
@@ -299,13 +299,13 @@ class RewardScorer:
         if not found.problems and found.as_one is not None:
             return (
                 f"On rank {self._rank}, reward function {name} {found.as_one.failure} for {len(completions)} "
-                f"completions at once, and for none of them alone, so none counts as 0; give it more time "
-                f"(reward.timeout_s), or fewer completions a step."
+                "completions at once, but for none of them alone, so none counts as 0; allow more time "
+                "(reward.timeout_s), or use fewer completions per step."
             )
         index, problem = next(iter(found.problems.items()))
         return (
             f"On rank {self._rank}, {self._sentence(name, index, problem, rows, completions)}. The completion counts "
-            f"as 0 (reward.on_failure), and so will others; reward/failed_share tells how many."
+            "as 0 (reward.on_failure), and so will others; reward/failed_share is their share."
         )
 
     def _sentence(

@@ -217,18 +217,18 @@ def load_scoring_models(
         known = before.get(name)
         if known is not None and known.fingerprint != found:
             raise ResumeMismatch(
-                f"reward.models.{name}: {one.path} holds other files than those that the checkpoint was trained by "
-                f"(fingerprint {found}, then {known.fingerprint}); bring them back, or start a new run"
+                f"reward.models.{name}: {one.path} contains other files than those used for the checkpoint "
+                f"(fingerprint {found}, then {known.fingerprint}); restore them, or start a new run"
             )
         states[name] = known or ScoringModelState(fingerprint=found)
         model, tokenizer = load_scoring_model(name, one, ranks.device)
         if not tokenizer.chat_template and (one.template == "chat" or (one.template == "data" and has_conversations)):
             raise BadConfig(
-                f"reward.models.{name}: found conversations to be scored, and no chat template in {one.path}; expected "
-                f'the one that the model was trained with, or template = "text"'
+                f"reward.models.{name}: found conversations to score, but no chat template in {one.path}; expected "
+                f'the one used to train the model, or template = "text"'
             )
         models.append(ScoringModel(name, one, model, tokenizer))
-        anew = "" if _is_same(tokenizer, policy_tokenizer) else "; another tokenizer than the policy's reads the texts"
+        anew = "" if _is_same(tokenizer, policy_tokenizer) else "; its tokenizer differs from the policy's"
         ranks.log(
             f"reward model {name}: {type(model).__name__} of {one.path}, fingerprint {found}, {one.dtype} on "
             f"{model.device}{anew}"
@@ -247,13 +247,13 @@ def load_scoring_model(
     """
     folder, setting = Path(settings.path), f"reward.models.{name}"
     if not folder.is_dir():
-        raise BadConfig(f'found {setting}.path = "{folder}", which is no folder here; give that of a reward model')
+        raise BadConfig(f'found {setting}.path = "{folder}", which is not a folder; set it to the folder of a model')
     tokenizer = load_tokenizer(folder)
     try:
         config = dropout_free_config(folder)
         if config.num_labels != 1:
             raise BadConfig(
-                f"{setting}: {folder} has {config.num_labels} outputs; expected a reward model, which has one"
+                f"{setting}: {folder} has {config.num_labels} outputs; expected a reward model with one output"
             )
         model, about = AutoModelForSequenceClassification.from_pretrained(
             str(folder),
@@ -264,12 +264,12 @@ def load_scoring_model(
         )
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split())[:400]
-        raise BadConfig(f"{setting}: {folder} holds no sequence classifier that transformers loads: {told}") from error
+        raise BadConfig(f"{setting}: {folder} has no sequence classifier for transformers: {told}") from error
     missing = sorted(about["missing_keys"])
     if missing:
         raise BadConfig(
-            f"{setting}: {folder} lacks {', '.join(missing[:3])}, so that its scores would be random; expected a "
-            f"reward model, not a language model"
+            f"{setting}: {folder} lacks {', '.join(missing[:3])}, so its scores would be random; expected a reward "
+            "model, not a language model"
         )
     model.to(device if settings.device == "rank" else torch.device("cpu"))
     return model, tokenizer
@@ -281,8 +281,8 @@ def _same_everywhere(name: str, settings: ScoringModelSpec, ranks: Ranks) -> str
     if len(set(found)) > 1:
         told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
         raise BadConfig(
-            f"reward.models.{name}: the ranks do not find the same files in {settings.path} ({told}); put the model "
-            f"where all nodes see it, or the same copy on each"
+            f"reward.models.{name}: the ranks found different files in {settings.path} ({told}); put the model where "
+            "all nodes can read it, or the same copy on each"
         )
     return found[0]
 

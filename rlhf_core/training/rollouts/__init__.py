@@ -1,5 +1,5 @@
 """Ways to sample completions: one protocol (``base``) and one implementation per engine.
 
-Engines in processes of their own are called from ``remote`` and run by ``server``; ``vllm`` and ``sglang`` are what is
-particular to these two.
+``remote`` calls engines in separate processes, ``server`` runs them; ``vllm`` and ``sglang`` contain the code specific
+to these two.
 """

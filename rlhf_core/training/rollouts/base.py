@@ -159,8 +159,8 @@ def require_version(found: int | None, expected: int) -> None:
     """
     if found != expected:
         raise StaleWeights(
-            f"the rollout engine has weights of {'no step' if found is None else f'step {found}'} in force, and "
-            f"completions of those of step {expected} are asked for; they were not made"
+            f"the rollout engine has weights of {'no step' if found is None else f'step {found}'} active, but step "
+            f"{expected} was requested; nothing was sampled"
         )
 
 

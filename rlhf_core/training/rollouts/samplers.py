@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Completions that were asked for and are not made."""
+        """Number of unfinished completions."""
 
     @property
     def exit_code(self) -> int | None:
@@ -67,7 +67,7 @@ class Sampler(Protocol):
         """Log-probability of every token but the first."""
 
     def submit(self, request: SamplerRequest) -> None:
-        """Take a request."""
+        """Accept a request."""
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
         """Process the requests for a while.
@@ -80,7 +80,7 @@ class Sampler(Protocol):
         """
 
     def cancel(self, keys: Collection[int]) -> None:
-        """Drop requests that are not done."""
+        """Drop unfinished requests."""
 
 
 class TransformersSampler:
@@ -94,7 +94,7 @@ class TransformersSampler:
         device: torch.device,
         lora: LoraSpec | None = None,
     ) -> None:
-        """Build the model with random weights, or read it if versions are those of an adapter.
+        """Build the model with random weights, or read it if versions are adapters.
 
         Args:
             folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
@@ -106,7 +106,7 @@ class TransformersSampler:
 
     @property
     def num_waiting(self) -> int:
-        """Completions that were asked for and are not made."""
+        """Number of unfinished completions."""
         return sum(len(request.seeds) for request in list(self._waiting.values()))
 
     @property
@@ -116,7 +116,7 @@ class TransformersSampler:
 
     @property
     def pids(self) -> Sequence[int]:
-        """None."""
+        """Always empty."""
         return ()
 
     @torch.no_grad()
@@ -128,15 +128,15 @@ class TransformersSampler:
             place = places.get(name)
             if place is None or place.shape != tensor.shape:
                 found = "no weight of that name" if place is None else f"one of shape {tuple(place.shape)}"
-                raise StaleWeights(f"weight {name} of shape {tuple(tensor.shape)} came, and the engine has {found}")
+                raise StaleWeights(f"weight {name} of shape {tuple(tensor.shape)} received, expected {found}")
             place.copy_(tensor)
             missing.discard(name)
             beat()
         if missing:
-            raise StaleWeights(f"{len(missing)} weights did not come, among them {min(missing)}")
+            raise StaleWeights(f"{len(missing)} weights were not received, among them {min(missing)}")
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Compare an adapter with that of the model; see :class:`Sampler`."""
+        """Compare the given adapter with the one in the model; see :class:`Sampler`."""
         return count_differing(tensors, taken_weights(self._model)) if has_adapter(self._model) else 0
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class TransformersSampler:
         return probe_logprobs(self._model(torch.tensor([list(tokens)], device=self._model.device)).logits[0], tokens)
 
     def submit(self, request: SamplerRequest) -> None:
-        """Take a request."""
+        """Accept a request."""
         self._waiting[request.key] = request
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
@@ -168,7 +168,7 @@ class TransformersSampler:
         return [(request.key, completions) for request, completions in zip(batch, made, strict=True)]
 
     def cancel(self, keys: Collection[int]) -> None:
-        """Drop requests that are not done."""
+        """Drop unfinished requests."""
         for key in keys:
             self._waiting.pop(key, None)
 
@@ -188,7 +188,7 @@ class OpenPrompts:
     """Prompts with unfinished completions: bookkeeping for samplers that generate each completion separately."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without requests."""
         self._made: dict[int, list[Completion | None]] = {}
 
     @property
@@ -197,7 +197,7 @@ class OpenPrompts:
         return sum(completion is None for group in list(self._made.values()) for completion in group)
 
     def add(self, request: SamplerRequest) -> None:
-        """Take a request."""
+        """Accept a request."""
         self._made[request.key] = [None] * len(request.seeds)
 
     def put(self, key: int, place: int, completion: Completion) -> list[Completion] | None:

@@ -1,6 +1,6 @@
-"""Tensors in memory shared by processes of one host: mapped files, and references by which others find a tensor.
+"""Tensors in memory shared by processes of one host: mapped files, and references to locate a tensor.
 
-The process of a split engine stages weights in such memory (``vllm/worker.py``): its workers read them in place,
+The process of a split engine stages weights in such memory (``vllm/worker.py``); its workers read them in place,
 without a copy between processes.
 """
 
@@ -30,30 +30,30 @@ class TensorPlace:
 
 
 class SharedMemory:
-    """One row of bytes at a time, in a file of its own; the file of the row before is removed."""
+    """One array of bytes at a time, in its own file; the previous file is removed."""
 
     def __init__(self, folder: Path) -> None:
         """Args:
-        folder: in a file system in memory; of this process alone.
+        folder: in an in-memory file system; used only by this process.
         """
         self._folder = folder
         self._number = 0
 
     def allocate(self, size: int) -> Tensor:
-        """Take memory, all of it at once.
+        """Allocate memory, all of it at once.
 
         Args:
             size: bytes.
 
         Raises:
-            OSError: there is not as much.
+            OSError: there is not enough.
         """
         self._path().unlink(missing_ok=True)
         self._number += 1
         path = self._path()
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:
-            # A page that were missing later would end the process without an error.
+            # A page missing later would kill the process without an error.
             os.posix_fallocate(file, 0, max(size, 1))
         finally:
             os.close(file)
@@ -64,20 +64,20 @@ class SharedMemory:
 
 
 def place_of(name: str, tensor: Tensor) -> TensorPlace:
-    """Place of a tensor that is a part of a row of :class:`SharedMemory`.
+    """Place of a tensor that is part of an array of :class:`SharedMemory`.
 
     Raises:
-        ValueError: it lies in memory of this process alone.
+        ValueError: it is in private memory of this process.
     """
     path = tensor.untyped_storage().filename
     if path is None or not tensor.is_contiguous():
-        raise ValueError(f"found tensor {name} in memory of this process, expected it in a row that processes share")
+        raise ValueError(f"found tensor {name} in private memory, expected it in shared memory")
     start = int(tensor.storage_offset()) * tensor.element_size()
     return TensorPlace(name, path, start, tensor.dtype, tensor.shape)
 
 
 def buckets_of_places(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[TensorPlace]]:
-    """Places of tensors that lie in a shared row, some at a time.
+    """Places of tensors in shared memory, in buckets.
 
     Args:
         size: bytes of each bucket; the tensor that exceeds them is its last.
@@ -95,11 +95,11 @@ def buckets_of_places(tensors: Iterable[tuple[str, Tensor]], size: int) -> Itera
 
 
 def remove_mapped_files(prefixes: tuple[str, ...]) -> None:
-    """Remove the files that this process and its descendants have mapped, by name. They keep the memory, and it is
-    given back with the last of them, however they end.
+    """Unlink the files that this process and its descendants have mapped. The memory is released with the last of these
+    processes, however they end.
 
     Args:
-        prefixes: beginnings of the paths that are meant.
+        prefixes: prefixes of the paths.
     """
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
@@ -112,7 +112,7 @@ def remove_mapped_files(prefixes: tuple[str, ...]) -> None:
 
 
 class MappedRow:
-    """The row of another process, mapped once for as long as it is the one in use."""
+    """Shared memory of another process, mapped once for as long as it is in use."""
 
     def __init__(self) -> None:
         """Map nothing yet."""
@@ -123,7 +123,7 @@ class MappedRow:
         """The tensor at a place; not a copy.
 
         Raises:
-            FileNotFoundError: the row is not in use any more.
+            FileNotFoundError: the memory is no longer in use.
         """
         if place.path != self._path:
             size = Path(place.path).stat().st_size

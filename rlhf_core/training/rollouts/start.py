@@ -21,8 +21,8 @@ def start_engine(
     """Start the engine of ``rollout.engine`` without weights, or connect to the engines of the group. Collective.
 
     Args:
-        folder: Hugging Face folder with the configuration of the model that is to sample, in the trainer the one that
-            training starts from: a base model is read there.
+        folder: Hugging Face folder with the configuration of the sampling model; in the trainer the initial model,
+            because a base model is read from it.
     """
     spec = context.spec
     is_trainer = context.role is Role.TRAINER

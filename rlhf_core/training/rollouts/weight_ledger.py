@@ -39,7 +39,7 @@ class RecordedEngine:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights in force; None before the first."""
+        """Version of the current weights; None before the first."""
         return self._engine.version
 
     @property
@@ -48,9 +48,9 @@ class RecordedEngine:
         return self._engine.ahead
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
-        """Take over the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
+        """Load the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
-        Collective. The engines of all ranks have answered when it returns: none samples before the others can.
+        Collective. It returns once the engines of all ranks have responded: none samples before the others can.
         """
         if self.version == version:
             return self._engine.load(model, version, beat)
@@ -75,15 +75,15 @@ class RecordedEngine:
         return self._engine.sample(prompts, seeds, sampling, version, beat)
 
     def take_counts(self) -> Mapping[str, float]:
-        """Metrics of this rank's calls since the last time."""
+        """Metrics of this rank's calls since the last call."""
         return self._engine.take_counts()
 
     def sleep(self) -> None:
-        """Give memory back that only sampling needs."""
+        """Release the memory that only sampling needs."""
         self._engine.sleep()
 
     def close(self) -> None:
-        """Give back what the engine holds, and close the ledger."""
+        """Release the engine's resources, and close the ledger."""
         self._engine.close()
         if self._file is not None:
             self._file.close()

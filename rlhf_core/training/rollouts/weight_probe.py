@@ -72,6 +72,6 @@ def require_same(name: str, found: Sequence[float], probe: WeightProbe, advice: 
     if not all(one <= probe.tolerance for one in differences):  # not any(>): NaN is refused too
         raise StaleWeights(
             f"{name} and the trainer compute different log-probabilities with the same weights, by up to "
-            f"{max(differences):.3g}; expected at most {probe.tolerance}. The engine has not taken over all "
-            f"weights, or its kernels are wrong for this model{advice}"
+            f"{max(differences):.3g}; expected at most {probe.tolerance}. The engine did not apply all weights, or its "
+            f"kernels are wrong for this model{advice}"
         )

@@ -212,8 +212,8 @@ class TrainingContext:
         """
         if count % self.ranks.num_ranks:
             raise BadConfig(
-                f"found {count} rows per step for {self.ranks.num_ranks} ranks; expected a multiple of the ranks: "
-                f"change the rows per step of the algorithm, or resources.ranks_per_node"
+                f"found {count} rows per step for {self.ranks.num_ranks} ranks; expected a multiple of the number of "
+                "ranks: change the rows per step of the algorithm, or resources.ranks_per_node"
             )
         upcoming = self._upcoming(count)
         places = self._by_length(upcoming) if by_length else self.ranks.deal(range(count))

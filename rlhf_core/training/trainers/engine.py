@@ -87,8 +87,8 @@ class Engine:
             )
         if self._stage >= 2 and not hasattr(engine, "managed_gradient_accumulation"):
             raise BadConfig(
-                f"found trainer.zero_stage = {self._stage} and DeepSpeed {deepspeed.__version__}, which takes every "
-                f"backward pass for a whole step; install the version of constraints.txt, or use stage 0 or 1"
+                f"found trainer.zero_stage = {self._stage} and DeepSpeed {deepspeed.__version__}, which treats every "
+                "backward pass as a whole step; install the version of constraints.txt, or use stage 0 or 1"
             )
         # Stages 0 and 1: step() reduces, so no micro-batch needs to know whether it is the last.
         engine.enable_backward_allreduce = self._stage >= 2
@@ -174,8 +174,8 @@ class Engine:
         own = self._engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
         if self._stage != 1 or [part.shape for part in own] != [part.shape for part in state["weights"]]:
             raise ResumeMismatch(
-                "found a checkpoint of rlhf-flows 0.1, whose optimizer state fits trainer.zero_stage = 1 and as many "
-                "ranks as wrote it; resume it so once: checkpoints written from then on fit any number of ranks"
+                "found a checkpoint of rlhf-flows 0.1, whose optimizer state requires trainer.zero_stage = 1 and the "
+                "same number of ranks; resume it once that way: later checkpoints fit any number of ranks"
             )
         with torch.no_grad():
             for partition, saved in zip(own, state["weights"], strict=True):

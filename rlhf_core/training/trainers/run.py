@@ -279,8 +279,8 @@ def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Pat
     if context.spec.model.lora is not None:
         if is_adapter(initial):
             raise BadConfig(
-                f"found model.path = {initial}, an adapter, and model.lora, expected a whole model to put the new "
-                f"adapter on: merge the one that is there (peft: merge_and_unload), and give the folder of the result"
+                f"found model.path = {initial}, an adapter, and model.lora, expected a whole model for the new "
+                "adapter: merge the existing adapter (peft: merge_and_unload), and use the folder of the result"
             )
         if ranks.is_first:
             # Read once, so that the first checkpoint does not wait for it.
@@ -301,12 +301,12 @@ def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> Checkp
 
 def _log_start(ranks: Ranks, report: DataReport, num_overlong: int, checkpoint: CheckpointDir | None) -> None:
     ranks.log(
-        f"training data: {report.num_rows - num_overlong} rows of {report.source}; left out: {num_overlong} whose "
+        f"training data: {report.num_rows - num_overlong} rows of {report.source}; skipped: {num_overlong} whose "
         f"prompt is too long, {report.num_malformed} malformed"
     )
     if report.first_problem:
         ranks.log(f"the first malformed row: {report.first_problem}")
-    ranks.log(f"going on from {checkpoint.root.name}" if checkpoint else "starting from the beginning")
+    ranks.log(f"resuming from {checkpoint.root.name}" if checkpoint else "starting from the beginning")
 
 
 def _seed_everything(seed: int, rank: int) -> None:

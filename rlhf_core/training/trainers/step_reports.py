@@ -30,6 +30,6 @@ def refuse_non_finite(step: int, values: Mapping[str, float]) -> None:
     for name in _MUST_BE_FINITE:
         if not math.isfinite(values[name]):
             raise NonFiniteLoss(
-                f"{name} is {values[name]} at step {step}; the weights before it are in the last checkpoint. Try a "
-                f"lower learning rate or more warm-up, or float32 weights, and look at the reward function and the data"
+                f"{name} is {values[name]} at step {step}; the last checkpoint has the weights before it. Try a lower "
+                "learning rate, more warm-up or float32 weights, and check the reward function and the data"
             )

@@ -176,7 +176,7 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
             listen_at = nodes.listening_address
             if not listen_at:
                 site.events.say(
-                    f"{nodes.address} leads to no interface that others reach: stores listen on all of them"
+                    f"{nodes.address} is on no interface that others can reach: stores listen on all of them"
                 )
             return host_agent_store(nodes.address, listen_at, signer)
 
@@ -196,7 +196,7 @@ def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placeme
         raise AttemptAborted(FailureKind.CONFIG, str(error)) from error
     placement = read_model(path, Placement)
     if placement is None or not placement.phases:
-        raise AttemptAborted(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
+        raise AttemptAborted(FailureKind.CONFIG, f"{path} is missing or damaged, or names no role")
     return spec, placement
 
 
@@ -232,7 +232,7 @@ def _finish(site: AgentSite, ending: Ending) -> int:
         )
         written = leader.finish(outcome)
         if not written:
-            site.events.say("the outcome could not be written")
+            site.events.say("failed to write the outcome")
     site.events.close()
     is_well = written and ending.state in _GOOD_ENDS
     if site.channel is not None:

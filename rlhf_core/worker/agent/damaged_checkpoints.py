@@ -23,7 +23,7 @@ class DamagedCheckpoints:
     def remedy(self, failure: Failure) -> str:
         """A phrase naming the checkpoint the workers resume from next; empty if none is damaged or none is left."""
         older = self._before(failure.damaged_checkpoint)
-        return f"{failure.damaged_checkpoint} is put aside, going on from {older.root.name}" if older else ""
+        return f"{failure.damaged_checkpoint} is set aside; resuming from {older.root.name}" if older else ""
 
     def explained(self, failure: Failure, restart_dir: RestartDir) -> Failure:
         """The failure, with the fate of the checkpoint added to its message for the user."""
@@ -36,8 +36,8 @@ class DamagedCheckpoints:
         else:
             folder = self.run_dir.checkpoints_dir / name
             what = (
-                f"No complete checkpoint before it is left. Bring its files back from a copy, or move {folder} away to "
-                f"train from the beginning; then resume the run"
+                f"No earlier complete checkpoint is left. Restore its files from a copy, or move {folder} away to "
+                "train from the beginning; then resume the run"
             )
         diagnosis = replace(failure.diagnosis, message=f"{failure.diagnosis.message}. {what}")
         return replace(failure, diagnosis=diagnosis)
@@ -47,7 +47,7 @@ class DamagedCheckpoints:
         older = self._before(failure.damaged_checkpoint)
         if role is not Role.EVALUATOR or older is None or choice.action is not Action.RESTART_IN_PLACE:
             return choice
-        reason = f"{choice.reason}: the steps after it have to be trained again before the model is evaluated"
+        reason = f"{choice.reason}: the later steps must be trained again before the model is evaluated"
         return Choice(Action.NEW_ATTEMPT, 0.0, reason)
 
     def put_aside(self, failure: Failure, restart_dir: RestartDir, events: EventLog) -> None:
@@ -57,7 +57,7 @@ class DamagedCheckpoints:
         try:
             self.run_dir.put_damaged_aside(name, restart_dir.attempt, restart_dir.restart)
         except OSError as error:
-            events.add("checkpoint", f"{name} is damaged and could not be moved: {error.strerror}; it is passed over")
+            events.add("checkpoint", f"{name} is damaged and could not be moved: {error.strerror}; it is skipped")
             return
         events.add("checkpoint", f"{name} is damaged and was moved to {self._aside(name, restart_dir)}")
 

@@ -81,7 +81,7 @@ class GroupDecisions:
         if asked.cancel:
             return self.end(AttemptState.CANCELLED, asked.cancel, FailureKind.USER_CANCEL)
         if asked.end:
-            message = f"the agent was ended by {asked.end} from outside; the run can go on from its last checkpoint"
+            message = f"the agent was ended by {asked.end} from outside; the run can resume from its last checkpoint"
             return self.end(AttemptState.FAILED, message, FailureKind.PREEMPTION, asked.end)
         return None
 
@@ -123,11 +123,11 @@ class GroupDecisions:
     def _end_role(self, role: Role, ends: Mapping[int, NodeEnd]) -> AgreedStep:
         outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
         early = any(outcome.stopped_early for outcome in outcomes if outcome is not None)
-        how = "saved and ended early" if early else "ended well"
+        how = "saved a checkpoint and ended early" if early else "ended well"
         self._events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
         if early:
-            why = self._asked.stop or "the workers decided so"
-            return self.end(AttemptState.PREEMPTED, f"saved and ended early: {why}")
+            why = self._asked.stop or "decided by the workers"
+            return self.end(AttemptState.PREEMPTED, f"saved a checkpoint and ended early: {why}")
         self.budget.renew()
         return AgreedStep(action="next_role", generations=dict(self.generations))
 
@@ -140,7 +140,7 @@ class GroupDecisions:
         choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
         if asked.stop and choice.action is Action.RESTART_IN_PLACE:
-            reason = f"not restarted in place, as the attempt is to end: {asked.stop}"
+            reason = f"not restarted in place, because the attempt is ending: {asked.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
         record_decision(self._leader, self._events, restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
@@ -173,9 +173,9 @@ class GroupDecisions:
         if is_needed:
             choice = budget.choose(diagnosis)
         else:
-            choice = Choice(Action.CONTINUE, 0.0, "the workers that it served have ended: it is not needed any more")
+            choice = Choice(Action.CONTINUE, 0.0, "the workers that it served have ended, so it is no longer needed")
         if choice.action is Action.RESTART_IN_PLACE:
-            reason = f"{choice.reason}: the failed worker alone, all others stay at work"
+            reason = f"{choice.reason}: only the failed worker restarts, all others continue"
             choice = Choice(Action.RESTART_WORKERS, 0.0, reason)
         record_decision(self._leader, self._events, restart_dir, choice, number)
         return choice

@@ -21,7 +21,7 @@ class GpuWait:
             self._before = self._memory.used_bytes()
         except OSError as error:
             self._memory = None
-            self._events.say(f"GPU memory is not waited for before a restart: {error}")
+            self._events.say(f"restarting without waiting for GPU memory: {error}")
 
     def wait(self, without: Collection[int] = ()) -> Iterator[None]:
         """Wait for at most ``GPU_TIMEOUT_S``, then log an event naming the GPUs still in use. Yields between readings.

@@ -54,7 +54,7 @@ class Leader:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             owner = json.loads(self._dir.claim.read_bytes())
             return f"attempt {self._dir.number} belongs to the agent with pid {owner['pid']} on {owner['host']}"
-        return f"attempt {self._dir.number} belongs to another agent, which left no name in {self._dir.claim}"
+        return f"attempt {self._dir.number} belongs to another agent, which is not named in {self._dir.claim}"
 
     def write(self, path: Path, model: BaseModel) -> bool:
         """Write an essential file, releasing the reserve if the disk is full. False if the file cannot be written.

@@ -115,7 +115,7 @@ class Agent:
         job = self._job
         processes.adopt_orphans()
         for stranger in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
-            self._events.say(f"ended what an older attempt had left on this node: {stranger}")
+            self._events.say(f"ended a process left on this node by an older attempt: {stranger}")
         for role in dict.fromkeys(plan.role for plan in job.placement.groups):
             num_slots = max(plan.workers_per_node for plan in job.placement.groups if plan.role is role)
             self._slots[role] = SlotFile(job.run_dir.run_id, job.attempt, job.nodes.name, num_slots, role.value)
@@ -152,7 +152,7 @@ class Agent:
             if ending is not None:
                 return ending
         restarts = self._decisions.budget.restarts
-        return Ending(AttemptState.COMPLETED, "every role ended well", num_restarts=restarts)
+        return Ending(AttemptState.COMPLETED, "every role succeeded", num_restarts=restarts)
 
     def _agree(
         self,
@@ -196,7 +196,7 @@ class Agent:
             channel.publish("orders", Orders(over=step))
             return Ending.of(step)
         self._events.add(
-            "peer", f"the agents of all {channel.nodes.num} nodes are here: {', '.join(channel.nodes.names)}"
+            "peer", f"the agents of all {channel.nodes.num} nodes have joined: {', '.join(channel.nodes.names)}"
         )
         return None
 
@@ -479,7 +479,7 @@ class Agent:
         name, workers = ("", ()) if group is None else (group.role.value, group.workers.values())
         sessions = {worker.pid for worker in workers}
         for survivor in processes.end_descendants(group=name, sessions=sessions, spared=self._fork_server.pids):
-            self._events.say(f"could not be ended: {survivor}")
+            self._events.say(f"process did not end: {survivor}")
 
     @property
     def _write(self) -> Write:

@@ -16,7 +16,7 @@ from rlhf_core.worker.evidence.exit_reports import Failure
 
 POLL_INTERVAL_S = 1.0
 """Interval at which the file is read, in seconds."""
-REASON = "a warning: training goes on, and it is for a person to judge"
+REASON = "a warning: training continues; please review it"
 
 
 class TrainerWarnings:

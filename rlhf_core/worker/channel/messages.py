@@ -57,7 +57,7 @@ class AgentChannel:
             ValueError: there are several nodes and no signer.
         """
         if nodes.num > 1 and signer is None:
-            raise ValueError(f"the agents of {nodes.num} nodes sign their messages: found no signer")
+            raise ValueError(f"found no signer, but the agents of {nodes.num} nodes must sign their messages")
         self.nodes = nodes
         self.endpoint = store.endpoint
         self._store = store
@@ -268,8 +268,8 @@ class AgentChannel:
                 self._has_refused = True
                 with self._lock:
                     self._refusal = (
-                        f"a message in the store of the agents, under {key!r}, was refused: {why}. Another program can "
-                        f"write there; nothing of it is believed, and more of them are refused without a word"
+                        f"a message in the store of the agents, under {key!r}, was rejected: {why}. Another program "
+                        "may have written it. Further such messages are rejected silently"
                     )
             return None
         self._seen[key] = message

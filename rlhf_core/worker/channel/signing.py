@@ -59,14 +59,14 @@ class MessageSigner:
                     another key, or no newer than one already accepted.
         """
         if len(message) > MAX_MESSAGE_BYTES:
-            raise MessageRefused(f"{len(message)} characters are more than any agent sends ({MAX_MESSAGE_BYTES})")
+            raise MessageRefused(f"{len(message)} characters exceed the limit for agents ({MAX_MESSAGE_BYTES})")
         parsed = _MESSAGE.fullmatch(message)
         if parsed is None:
             raise MessageRefused("it is not signed")
         counter, text = int(parsed[2]), parsed[4]
         expected = self._code(key, sender, counter, text)
         if int(parsed[1]) != sender or not hmac.compare_digest(parsed[3], expected):
-            raise MessageRefused(f"its signature is not that of agent {sender} of this attempt for this key")
+            raise MessageRefused(f"it is not signed by agent {sender} of this attempt for this key")
         if counter <= self._accepted.get(key, -1):
             raise MessageRefused("it is a copy of an older message")
         self._accepted[key] = counter

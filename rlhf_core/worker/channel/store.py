@@ -202,11 +202,11 @@ def join_agent_store(
             try:
                 store, seen[port] = found.get(timeout=ANSWER_TIMEOUT_S)
             except queue.Empty:
-                store, seen[port] = None, "does not answer"
+                store, seen[port] = None, "does not respond"
             if store is not None:
                 return TcpAgentStore(store, f"{address}:{port}")
         if pause(0.25):
-            raise AgentStoreLost("no longer looking for agent 0: this agent is to end")
+            raise AgentStoreLost("stopped looking for agent 0: this agent is shutting down")
     listed = ", ".join(f"{port} {what}" for port, what in seen.items())
     raise AgentStoreLost(f"agent 0 was not found at {address} within {timeout_s:.0f} s: {listed}")
 
@@ -226,7 +226,7 @@ def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQue
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         mark = _text(store.get(MARK)) if store.check([MARK]) else "no agent"
     except RuntimeError as error:
-        found.put((None, f"is no store ({str(error).splitlines()[0][:80]})"))
+        found.put((None, f"is not a store ({str(error).splitlines()[0][:80]})"))
         return
     expected = signer.mark(f"{address}:{port}")
     if hmac.compare_digest(mark.encode(), expected.encode()):
@@ -234,5 +234,5 @@ def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQue
     else:
         owner = mark.partition(" ")[0][:80]
         # Also happens if this node sees a different folder in place of the run directory, and so a different key.
-        why = "carries the name of this attempt, but not its key" if owner == signer.marker else f"belongs to {owner}"
+        why = "has the name of this attempt, but not its key" if owner == signer.marker else f"belongs to {owner}"
         found.put((None, why))

@@ -67,7 +67,7 @@ class Follower:
     def __init__(self, context: WorkerContext) -> None:
         trainer, reporter = context.spec.trainer, context.reporter
         if not isinstance(trainer, CommandTrainer) or not isinstance(reporter, Beat):
-            raise BadInput("the trainer of this run is no other program, or its worker was not started by an agent")
+            raise BadInput("the trainer of this run is native, or its worker was not started by an agent")
         self._context = context
         self._trainer = trainer
         self._beat = reporter
@@ -134,7 +134,7 @@ class Follower:
         published.restore(checkpoint, self._trainer, place.output_dir, aside)
         place.output_dir.mkdir(parents=True, exist_ok=True)
         place.working_dir.mkdir(parents=True, exist_ok=True)
-        print(f"going on from {checkpoint.root.name}" if checkpoint else "starting from the beginning", flush=True)
+        print(f"resuming from {checkpoint.root.name}" if checkpoint else "starting from the beginning", flush=True)
         write_model(path, order)
         return order
 
@@ -160,7 +160,7 @@ class Follower:
         program = shutil.which(arguments[0], path=environment.get("PATH"))
         if program is None:
             raise BadInput(
-                f"found no program {arguments[0]} in {environment.get('PATH')}; give trainer.environment, or its path"
+                f"found no program {arguments[0]} in {environment.get('PATH')}; set trainer.environment or its path"
             )
         self._logs.mkdir(parents=True, exist_ok=True)
         print(f"starting: {place.shown()}", flush=True)
@@ -268,9 +268,9 @@ class Follower:
                 continue
             if one.step < self._first_step:
                 raise TrainerIncomplete(
-                    f"found step {one.step} ({kind}), expected {self._first_step} or later: the trainer was told to go "
-                    f"on from {self._place.order.checkpoint} and has begun anew. Look at trainer.resume and "
-                    "trainer.resume_argv; the checkpoint is untouched"
+                    f"found step {one.step} ({kind}), expected {self._first_step} or later: the trainer was to resume "
+                    f"from {self._place.order.checkpoint} but started over. Check trainer.resume and "
+                    "trainer.resume_argv; the checkpoint is unchanged"
                 )
             self._step = max(self._step, one.step)
         self._require_together()
@@ -284,9 +284,8 @@ class Follower:
         if alone and self._context.num_ranks > 1 and self._step >= self._first_step + STEPS_ALONE:
             raise BadInput(
                 f"found {self._step - self._first_step} steps of {self._context.num_ranks} ranks without a process "
-                "group, expected ranks that train together: each of them trains the whole model alone. Look at how the "
-                "launch line tells its ranks of each other; on processors give --use_cpu true, or set "
-                "ACCELERATE_USE_CPU to true"
+                "group, expected ranks that train together: each rank trains the whole model alone. Check the "
+                "rendezvous options of the launch line; on CPU pass --use_cpu true or set ACCELERATE_USE_CPU=true"
             )
 
     def _present_phase(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> Phase:
@@ -341,12 +340,12 @@ class Follower:
         if step >= wanted:
             return
         if step == self._first_step and self._trainer.framework == "script" and not self._record.newest_step:
-            print("the program told no steps: that it has ended with exit code 0 is all that is known", flush=True)
+            print("the program reported no steps; it ended with exit code 0", flush=True)
             return
         trained = f"{step} of {wanted} steps" if step > self._first_step else "no step"
         raise TrainerIncomplete(
-            f"the trainer ended with exit code 0 after {trained}. Expected trainer.num_steps = {wanted}: tell it the "
-            "same number (for instance --max_steps {num_steps}), or look in its log for the reason"
+            f"the trainer ended with exit code 0 after {trained}. Expected trainer.num_steps = {wanted}: pass the "
+            "same number to it (for instance --max_steps {num_steps}), or find the reason in its log"
         )
 
 

@@ -211,7 +211,7 @@ def _gradient_is_not_finite(logged: _LoggedStep) -> str | None:
 
 
 _FINITE = (
-    "expected finite ones: go back to an older checkpoint with a lower learning rate, clip the gradient, or train in "
+    "expected finite ones: resume from an older checkpoint with a lower learning rate, clip the gradient, or train in "
     "bfloat16 instead of float16"
 )
 
@@ -224,9 +224,9 @@ def _frozen(logged: _LoggedStep) -> str | None:
     if norm != 0 or _has_spread(logged) is False:
         return ""
     return (
-        "found gradient norms of exactly 0 although there is something to learn from, expected others: see whether the "
-        "loss reaches trained weights (requires_grad, modules that LoRA is applied to), and whether the number format "
-        "rounds the gradient away"
+        "found gradient norms of exactly 0 although there is something to learn from, expected other values: check "
+        "that the loss reaches trained weights (requires_grad, modules with LoRA), and that the number format does "
+        "not round the gradient to zero"
     )
 
 
@@ -237,9 +237,9 @@ def _no_spread(logged: _LoggedStep) -> str | None:
     if has_spread or logged.rewards.are_well:
         return ""
     return (
-        f"found no group of completions with different rewards, so there is nothing to compare and to learn"
-        f"{logged.rewards.in_words}; expected prompts that are solved some of the time: see whether the reward "
-        f"function fits the completions, the task is too hard, or the temperature is 0"
+        "found no group of completions with different rewards, so there is nothing to learn "
+        f"from{logged.rewards.in_words}; expected prompts that are solved some of the time: check that the reward "
+        "function fits the completions, that the task is not too hard, and that the temperature is not 0"
     )
 
 
@@ -258,9 +258,9 @@ def _truncated(logged: _LoggedStep) -> str | None:
     if share < logged.spec.truncated_share or logged.rewards.are_well:
         return ""
     return (
-        f"found {share:.0%} of the completions cut off at their longest, and no gain in reward"
-        f"{logged.rewards.in_words}; expected completions that end: raise their longest length "
-        f"(max_completion_length in TRL and ms-swift), or see why the model does not write its end token"
+        f"found {share:.0%} of the completions cut off at the maximum length, and no gain in "
+        f"reward{logged.rewards.in_words}; expected completions that end: raise the maximum length "
+        "(max_completion_length in TRL and ms-swift), or find out why the model does not emit its end token"
     )
 
 
@@ -272,8 +272,8 @@ def _kl(logged: _LoggedStep) -> str | None:
         return ""
     return (
         f"found a KL divergence from the reference model of {kl:.3g} nats per token, expected at most "
-        f"{logged.spec.max_kl:g} (health.max_kl): go back to an older checkpoint with a lower learning rate or a "
-        f"larger KL coefficient (beta)"
+        f"{logged.spec.max_kl:g} (health.max_kl): resume from an older checkpoint with a lower learning rate or a "
+        "larger KL coefficient (beta)"
     )
 
 

@@ -46,7 +46,7 @@ class JobRecord:
             metrics = [one.metrics for attempt in self._context.run_dir.attempts() for one in attempt.restarts()]
             self._metrics.recover(found, {line.step for path in metrics for line in read_models(path, MetricsLine)})
         except OSError as error:
-            self._say_once(f"metrics of steps before {published.name} could not be looked for: {error}")
+            self._say_once(f"could not search for metrics of steps before {published.name}: {error}")
 
     @property
     def newest_step(self) -> int:
@@ -67,7 +67,7 @@ class JobRecord:
         try:
             lines = self._metrics.write(now_s, all_of_them=ended)
         except OSError as error:
-            self._say_once(f"metrics could not be written: {error}")
+            self._say_once(f"failed to write metrics: {error}")
             return
         for line in lines:
             for found in self._health.judge(line.step, line.metrics):

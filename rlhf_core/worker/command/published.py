@@ -69,8 +69,8 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
         chosen = next((one for one in saved if one.root.name == named), None)
         if chosen is None:
             raise CheckpointCorrupt(
-                f"attempt {context.attempt} is to go on from checkpoint {named}, which is not in "
-                f"{context.run_dir.checkpoints_dir} any more",
+                f"attempt {context.attempt} was to resume from checkpoint {named}, which is not in "
+                f"{context.run_dir.checkpoints_dir}",
                 named,
             )
     else:
@@ -135,7 +135,7 @@ class CheckpointPublisher:
         try:
             found = self._watched.find(now_s, has_ended=ended)
         except OSError as error:
-            self.problem = f"checkpoints could not be looked for: {error}"
+            self.problem = f"failed to search for checkpoints: {error}"
             return
         for one in found:
             # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
@@ -147,7 +147,7 @@ class CheckpointPublisher:
         try:
             publish(self._context, self._trainer, self._output_dir, found)
         except (OSError, WorkerError) as error:
-            self.problem = f"checkpoint {found.path} could not be published: {error}"
+            self.problem = f"failed to publish checkpoint {found.path}: {error}"
             return
         self.newest_step = max(self.newest_step, found.step)
         self.problem = ""

@@ -52,7 +52,7 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
     for rank, one in others:
         text, problem = _finish_py_spy(other_dumps[one.pid], deadline)
         if problem:
-            missing.append(f"no stack of process {one.pid}, which rank {rank.rank} speaks for, from py-spy: {problem}")
+            missing.append(f"no stack of process {one.pid}, which reports as rank {rank.rank}, from py-spy: {problem}")
         save(folder / f"stack-{node}-{rank.local_rank}-pid{one.pid}.txt", text or f"py-spy: {problem}\n", missing)
     for rank in ranks:
         text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
@@ -140,9 +140,9 @@ def _ask_for_stack(rank: RankStatus) -> str:
         return "The process is stopped and cannot write its stack itself."
     if rank.sequence == 0:
         # A worker installs its fault handler before its first beat; without the handler the signal would kill it.
-        return "The process has not beaten yet and cannot be asked."
+        return "The process has not sent a heartbeat yet and cannot be asked."
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(rank.pid, STACK_SIGNAL)
         time.sleep(0.2)
-        return "It was asked to write its stack into its log instead."
+        return "It was asked to write its stack to its log instead."
     return "The process is gone."

@@ -151,9 +151,9 @@ class ForkServer:
         if server is None or self._has_imported(server):
             return False
         if server.process.poll() is not None:
-            self._turn_off(f"it ended with exit code {server.process.returncode} in its imports")
+            self._turn_off(f"it ended with exit code {server.process.returncode} during its imports")
         elif time.monotonic() - server.started_s > IMPORT_TIMEOUT_S:
-            self._turn_off(f"it has not made its imports within {IMPORT_TIMEOUT_S:g} s")
+            self._turn_off(f"it did not finish its imports within {IMPORT_TIMEOUT_S:g} s")
         return self._server is not None
 
     def prepare(self) -> None:
@@ -164,7 +164,7 @@ class ForkServer:
         if self._server is not None:
             problem = self._problem(self._server)
             if not problem and self._server.fingerprint != present:
-                problem = "environment or code have changed since it was started"
+                problem = "environment or code has changed since it started"
             if not problem:
                 return
             self._say(f"fork server {self._server.process.pid} is not used: {problem}")
@@ -181,7 +181,7 @@ class ForkServer:
         self._checked_s = now_s
         free, total = self._memory()
         if free < SHORT_OF_MEMORY * total:
-            self._turn_off(f"memory is short ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
+            self._turn_off(f"memory is low ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker | None:
         """Fork a worker. Call :meth:`prepare` before the first fork of a start.
@@ -205,7 +205,7 @@ class ForkServer:
             if answer.isdigit():
                 self.started.add(int(answer))
                 return ForkedWorker(int(answer))
-            problem = answer or f"it did not answer within {ANSWER_TIMEOUT_S:g} s"
+            problem = answer or f"it did not respond within {ANSWER_TIMEOUT_S:g} s"
         self._say(f"fork server {server.process.pid} is not used: {problem}")
         self._end()
         return None
@@ -232,7 +232,7 @@ class ForkServer:
             with os.fdopen(os.dup(server.orders), "wb") as pipe:
                 pipe.write(order)
         except OSError as error:
-            return f"its order could not be written: {error}"
+            return f"failed to send its order: {error}"
         return server.read(ANSWER_TIMEOUT_S).decode(errors="replace").strip()
 
     def _start(self, mark: str) -> _Server:
@@ -254,7 +254,7 @@ class ForkServer:
     def _turn_off(self, why: str) -> None:
         self._is_off = True
         self._end()
-        self._say(f"workers of this node are started as new processes, without a fork server: {why}")
+        self._say(f"workers on this node start as new processes, without a fork server: {why}")
 
     def _end(self) -> None:
         if self._server is not None:

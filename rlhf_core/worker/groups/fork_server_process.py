@@ -37,7 +37,7 @@ def serve(orders: int, answers: int, become: Callable[[list[str]], int]) -> int:
         load(WARM)()
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
-        raise WorkerError(f"imports have started threads ({names}), which a forked worker would be without")
+        raise WorkerError(f"imports started threads ({names}), which a forked worker would lack")
     os.write(answers, READY)
     while line := _next_line(orders):
         order = json.loads(line)
@@ -92,7 +92,7 @@ def _fork() -> int:
         told = os.read(reader, 64)
         os.close(reader)
         if not told:
-            raise OSError("the process that was forked has ended at once")
+            raise OSError("the forked process ended immediately")
         return int(told)
     os.close(reader)
     between = os.getpid()

@@ -274,9 +274,9 @@ class Beat:
         magic, num_slots = self._words[_MAGIC_AT], self._words[_NUM_SLOTS_AT]
         if magic != MAGIC or not 0 <= local_rank < num_slots:
             raise ValueError(
-                f"{path} is no slot file of this version with a slot {local_rank}: found magic {magic:#x}, expected "
-                f"{MAGIC:#x}; {num_slots} slots. Where the program was changed while this attempt ran, an agent of "
-                "another version made it: a new attempt has one version throughout"
+                f"{path} is not a slot file of this version with slot {local_rank}: found magic {magic:#x}, expected "
+                f"{MAGIC:#x}; {num_slots} slots. If rlhf-flows was updated while this attempt ran, an agent of another "
+                "version created it: start a new attempt to use one version throughout"
             )
         self.entered = 0
         self.left = 0
@@ -335,7 +335,7 @@ class Beat:
             ValueError: there are more than ``MAX_SPOKEN_FOR``.
         """
         if len(pids) > MAX_SPOKEN_FOR:
-            raise ValueError(f"found {len(pids)} processes to speak for, expected at most {MAX_SPOKEN_FOR}")
+            raise ValueError(f"found {len(pids)} processes to report for, expected at most {MAX_SPOKEN_FOR}")
         first = self._first
         # The count is written last: a reader sees the old pids, none, or all of the new ones.
         self._words[first + _NUM_SPOKEN_FOR] = 0
@@ -383,4 +383,4 @@ class Beat:
 
     def _be_the_worker(self) -> None:
         if _this_thread() != self._thread:
-            raise RuntimeError("only the thread that made a Beat may beat: another one would hide that it hangs")
+            raise RuntimeError("only the thread that created a Beat may beat: another thread would hide a hang")

@@ -93,7 +93,7 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
         child_ticks = _ended_children_ticks(pid) + sum(child.cpu_ticks for child in children)
         io = _io(pid) + sum(child.io for child in children)
     except (OSError, ValueError, IndexError) as error:
-        return Inspection(status=rank, at_s=at_s, problem=f"rank {rank.rank} could not be looked at: {error}")
+        return Inspection(status=rank, at_s=at_s, problem=f"rank {rank.rank} could not be inspected: {error}")
     main = next((thread for thread in threads if thread.tid == pid), None)
     own = [thread for thread in threads if thread is main or not thread.name.startswith(SERVING_THREADS)]
     waits = {thread.tid: _classify(thread, links, connections) for thread in own}
@@ -103,11 +103,11 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     stopped = [one.pid for one in rank.speaks_for if one.process_state in _STOPPED]
     if stopped:
         # The worker's beats represent these processes, so it stands still if they do.
-        wait, detail = Wait.STOPPED, f"process {stopped[0]} that it speaks for (state T)"
+        wait, detail = Wait.STOPPED, f"process {stopped[0]} that it reports for (state T)"
     return Inspection(
         status=rank,
         at_s=at_s,
-        problem="" if main is not None else f"rank {rank.rank} has no main thread any more",
+        problem="" if main is not None else f"rank {rank.rank} no longer has a main thread",
         main=wait,
         detail=detail,
         others=dict(
@@ -208,8 +208,8 @@ def _classify(
 def _classify_futex(arguments: Sequence[int]) -> tuple[Wait, str]:
     _, operation, _, timeout = arguments[:4]
     if operation & ~(_FUTEX_PRIVATE | _FUTEX_CLOCK_REALTIME) not in _FUTEX_WAITS or not operation & _FUTEX_PRIVATE:
-        return Wait.OUTSIDE, "a lock that processes share"
-    return (Wait.TIME, "a lock with a time-out") if timeout else (Wait.LOCK, "a lock of its own")
+        return Wait.OUTSIDE, "a lock shared between processes"
+    return (Wait.TIME, "a lock with a timeout") if timeout else (Wait.LOCK, "a lock of its own")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

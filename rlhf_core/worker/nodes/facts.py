@@ -89,8 +89,8 @@ def gather(
 
 def confused(name: str, problem: str) -> NodeFacts:
     """Facts of a node that cannot join the others because its environment is contradictory."""
-    advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: nothing may change or unset them on a node"
-    complaint = blocked(node_checks.IDENTITY, problem, "each node in its own place of the allocation", advice, name)
+    advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: do not change or unset them on a node"
+    complaint = blocked(node_checks.IDENTITY, problem, "each node at its own position in the allocation", advice, name)
     return NodeFacts(node=name, index=-1, complaints=(complaint,))
 
 
@@ -145,7 +145,7 @@ def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
         try:
             free_gb = shutil.disk_usage(path).free / 2**30
         except OSError as error:
-            yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a {what} that can be used", "make it")
+            yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a usable {what}", "make it")
             continue
         if free_gb < least_gb:
             # Containers have little shared memory by default. NCCL fails with that; CPU-only ranks need some megabytes.
@@ -155,7 +155,7 @@ def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
                 node_checks.DISK,
                 f"{free_gb:.2f} GiB free in {path}",
                 f"at least {least_gb:g} GiB in the {what} (preflight.min_free_disk_gb)",
-                "make room; other jobs' leftovers are often the reason",
+                "free some space; files left by other jobs are a common cause",
             )
 
 
@@ -182,8 +182,8 @@ def _tracing() -> Iterable[CheckResult]:
         yield warning(
             node_checks.PTRACE,
             f"kernel.yama.ptrace_scope = {level}",
-            "0 or 1, so that the stack of a hung rank can be read from outside",
-            "ask the administrators; until then hung ranks show their Python stack only, and only while they run",
+            "0 or 1, which lets py-spy read the stack of a hung rank from outside",
+            "ask the administrators; until then hung ranks only have their Python stack, and only while they run",
         )
 
 
@@ -192,7 +192,7 @@ def _network(nodes: Nodes) -> Iterable[CheckResult]:
         yield blocked(
             node_checks.NETWORK,
             f"{nodes.address} is on none of the interfaces {', '.join(sorted(psutil.net_if_addrs()))}",
-            "the address under which Slurm knows this node (NodeAddr)",
+            "the address of this node in Slurm (NodeAddr)",
             "correct NodeAddr, or the hosts file of the node",
         )
     port = os.environ.get("MASTER_PORT", "")
@@ -201,7 +201,7 @@ def _network(nodes: Nodes) -> Iterable[CheckResult]:
             node_checks.NETWORK,
             f"MASTER_PORT = {port} is in use on the first node",
             "a free port",
-            f"see who has it (`ss -ltnp sport = :{port}`), or unset MASTER_PORT: rlhf-flows does not need it",
+            f"find its owner (`ss -ltnp sport = :{port}`), or unset MASTER_PORT: rlhf-flows does not need it",
         )
 
 
@@ -220,7 +220,7 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
     try:
         telemetry = GpuTelemetry()
     except OSError as error:
-        silent = blocked(node_checks.GPU_HEALTH, f"the driver does not answer: {error}", "NVML", "run nvidia-smi there")
+        silent = blocked(node_checks.GPU_HEALTH, f"no driver response: {error}", "NVML", "run nvidia-smi there")
         return {"gpus": "0"}, {}, [silent]
     readings = telemetry.read()
     names = telemetry.names()
@@ -231,7 +231,7 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
         said = _GPU_TROUBLE.get(what)
         if said is not None and value:
             say, text = said
-            advice = "leave the node alone until the GPU was reset or changed; `nvidia-smi -q` has the details"
+            advice = "do not use the node until the GPU is reset or replaced; `nvidia-smi -q` has the details"
             what_is = f"{device}: {text.format(value)}"
             trouble.append(say(node_checks.GPU_HEALTH, what_is, "a GPU without errors", advice))
     working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
@@ -244,8 +244,8 @@ _GPU_TROUBLE: Mapping[str, tuple[_Say, str]] = {
     "ecc_uncorrected": (blocked, "{:.0f} uncorrected memory errors since its driver was loaded"),
     "xid": (blocked, "Xid {:.0f}"),
     "lost": (blocked, "has fallen off the bus"),
-    "throttle_thermal": (warning, "slowed down by heat before anything runs"),
-    "throttle_power_brake": (blocked, "slowed down by its power supply"),
+    "throttle_thermal": (warning, "throttled by heat before anything runs"),
+    "throttle_power_brake": (blocked, "throttled by its power supply"),
 }
 """GPU readings that should be 0, with the severity and message if they are not."""
 
@@ -258,7 +258,7 @@ def _plugins() -> list[CheckResult]:
         with Survived() as failed:  # third-party code must not end the attempt
             results = [CheckResult.model_validate(dict(one)) for one in entry.load()()]
         if isinstance(failed.error, ValidationError):
-            problem = f"{entry.name} returned something that is no finding: {failed.error.errors()[0]['msg']}"
+            problem = f"{entry.name} returned something other than a finding: {failed.error.errors()[0]['msg']}"
             results = [_plugin_warning(problem)]
         elif failed.error is not None:
             results = [_plugin_warning(f"{entry.name} failed: {failed.problem}")]

@@ -53,7 +53,7 @@ class Nodes:
             raise NodesError(f"found {NODES_VARIABLE}={listed!r}, expected name=address,name=address")
         names = tuple(name for name, _, _ in pairs)
         if len(set(names)) < len(names):
-            raise NodesError(f"found a name twice in {NODES_VARIABLE}={listed!r}")
+            raise NodesError(f"found a duplicate name in {NODES_VARIABLE}={listed!r}")
         if int(position) >= len(names):
             raise NodesError(f"found {INDEX_VARIABLE}={position}, but {NODES_VARIABLE} names {len(names)} nodes")
         if environment.get(NAME_VARIABLE) and names[int(position)] != own_name:

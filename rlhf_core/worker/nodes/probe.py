@@ -177,7 +177,7 @@ class Probe:
         found = compare(facts, ahead_s, self._plan)
         # A node that joined but could not read its orders is not missing.
         self._found += [one for one in found if not (one.id == node_checks.MISSING.id and one.node in broken)]
-        advice = "see whether the shared file system is mounted there, and shows the same as elsewhere"
+        advice = "check that the shared file system is mounted there and has the same content as elsewhere"
         expected = "a node that sees the run directory"
         self._found += [
             blocked(node_checks.SHARED_FILES, problem, expected, advice, node) for node, problem in broken.items()
@@ -186,7 +186,7 @@ class Probe:
     def take_speeds(self, speeds: Mapping[int, NodeSpeed], look: int) -> bool:
         """Judge the nodes' measurements; True if a second measurement is needed before reporting."""
         silent = {
-            index: NodeSpeed(node=name, reached=("",), problems=("its agent said nothing",))
+            index: NodeSpeed(node=name, reached=("",), problems=("its agent did not report",))
             for index, name in enumerate(self._plan.names)
             if index not in speeds
         }

@@ -72,7 +72,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
 
 
 def _complaint(found: str) -> CheckResult:
-    advice = "put the environment where every node sees it, or correct trainer.environment and trainer.setup"
+    advice = "put the environment where every node can read it, or correct trainer.environment and trainer.setup"
     return blocked(node_checks.TRAINER, found, "the program of trainer.argv, ready to start", advice)
 
 

@@ -36,8 +36,8 @@ def find_loss(channel: AgentChannel, timeout_s: float) -> Loss | None:
     own, names = channel.nodes.name, channel.nodes.names
     pause_s = channel.clock.longest_pause_s(since_s=max(map(channel.heard_at, others)) - DELIVERY_TIMEOUT_S)
     if pause_s > GAVE_UP_S:
-        return Loss(own, f"the agent of {own} stood still for {pause_s:.0f} s, and no other one has been heard since")
+        return Loss(own, f"the agent of {own} was suspended for {pause_s:.0f} s and heard no other agent since")
     if len(others) > 1 and min(silent_s.values()) > timeout_s / 2:
-        return Loss(own, f"the agent of {own} has not heard any other one for {min(silent_s.values()):.0f} s")
+        return Loss(own, f"the agent of {own} heard no other agent for {min(silent_s.values()):.0f} s")
     first = lost[0]
-    return Loss(names[first], f"the agent of {names[first]} has not been heard for {silent_s[first]:.0f} s")
+    return Loss(names[first], f"the agent of {names[first]} has been silent for {silent_s[first]:.0f} s")

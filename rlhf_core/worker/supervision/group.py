@@ -105,7 +105,7 @@ class SupervisedGroup:
             missing += evidence.collect(here, logs, folder.evidence_dir, node)
         if ranks:
             named = group.folder(ranks[0].local_rank).evidence_dir.name
-            events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {named}/", group.role)
+            events.add("evidence", f"saved stacks, states and logs of {len(ranks)} workers in {named}/", group.role)
         answers = collectives.read_answers(ranks, group.seat.slots.path, question)
         for local_rank, content in answers.items():
             path = group.folder(local_rank).evidence_dir / f"collectives-{node}-{local_rank}.json"

@@ -80,7 +80,7 @@ class HangJudge:
         if one.is_alone:
             still = [suspect for suspect in still if _processes([suspect.status]) <= _processes(before)]
         if not still or (not one.is_alone and (group.failed or gone or _processes(ranks) - _processes(before))):
-            self._events.add("suspect", "withdrawn: the workers went on", group.role)
+            self._events.add("suspect", "withdrawn: the workers continued", group.role)
             return
         if one.is_alone:
             for suspect in still:
@@ -97,7 +97,7 @@ class HangJudge:
         blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
         group.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
         self._events.add("verdict", verdict.reason, group.role, ranks=list(verdict.ranks))
-        self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", group.role)
+        self._events.add("killed", f"hang: {verdict.reason}; ending all workers", group.role)
         self._orders.change_group(group.role, kill=group.generation)
         group.end()
 
@@ -107,7 +107,7 @@ class HangJudge:
         verdict = blame([rank], [rank.rank], {rank.rank: suspect.evidence} if suspect.evidence else {})
         one.hangs[rank.node, rank.pid] = Hang(verdict, (rank,), rank.age_s)
         self._events.add("verdict", verdict.reason, role, ranks=list(verdict.ranks))
-        self._events.add("killed", f"hang: {verdict.reason}; this worker is ended", role)
+        self._events.add("killed", f"hang: {verdict.reason}; ending this worker", role)
         end = WorkerEndOrder(node_index=self._channel.nodes.names.index(rank.node), pid=rank.pid)
         self._orders.end_worker(role, end)
         one.obey(self._orders.group(role), self._channel.nodes.index, lambda text: None)

@@ -234,7 +234,7 @@ class Supervisor(threading.Thread):
             else:
                 self._follow()
             if self.asked.to_end:
-                self._end_in(END_TIMEOUT_S, "the agent was to end, and has not")
+                self._end_in(END_TIMEOUT_S, "the agent was asked to end but has not")
             self._publish(state, now_s)
             self._reap(now_s)
 
@@ -242,12 +242,12 @@ class Supervisor(threading.Thread):
         """Handle a pause of this process (a suspended job, a frozen node), during which the run may have moved on."""
         if self._deadline is not None and self._is_superseded():
             self._deadline.leave_now()
-        self._events.say(f"this agent stood still for {self.clock.pause_s:.0f} s; silences are counted from now")
+        self._events.say(f"this agent was suspended for {self.clock.pause_s:.0f} s; silence is measured from now on")
 
     def _end_in(self, seconds: float, why: str) -> None:
         """Set a deadline after which this agent is killed, in case its main thread is stuck in a call."""
         if self._deadline is not None:
-            self._deadline.set(seconds, f"{why} within {seconds:.0f} s; it is ended by its second thread")
+            self._deadline.set(seconds, f"{why} within {seconds:.0f} s; its second thread ends it")
 
     def _state(self, now_s: float) -> NodeState:
         """State of this node, with a new telemetry reading if one is due."""
@@ -270,10 +270,10 @@ class Supervisor(threading.Thread):
 
     def _take_signal(self, number: signal.Signals) -> None:
         if number == SAVING:
-            self._order_stop(f"{number.name}: the time limit is near or the nodes are taken back")
+            self._order_stop(f"{number.name}: the time limit is near or Slurm is reclaiming the nodes")
         elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.asked.stop:
             # Slurm announces preemption and scancel in this way; it kills by itself when the time is up.
-            self._order_stop(f"{number.name}: Slurm takes the nodes back or ends the job")
+            self._order_stop(f"{number.name}: Slurm is reclaiming the nodes or ending the job")
         elif number in ENDING:
             self._order_end(number.name)
 
@@ -288,14 +288,14 @@ class Supervisor(threading.Thread):
             case "save":
                 self._ask_to_save()
                 self._orders.change(saves=self._orders.current.saves + 1)
-                self._events.add("save_requested", "the workers were asked to save and go on")
+                self._events.add("save_requested", "the workers were asked to save and continue")
             case "stop_after_step":
                 self._order_stop(command.reason or "the user asked to save and stop")
 
     def _order_end(self, name: str) -> None:
         if not self.asked.end:
             self.asked.end = name
-            self._events.add("killed", f"{name} came: everything is ended", signal=name)
+            self._events.add("killed", f"{name} received: ending everything", signal=name)
         self._kill_workers()
 
     def _order_stop(self, reason: str) -> None:
@@ -360,7 +360,7 @@ class Supervisor(threading.Thread):
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
         if not self.asked.broken:
             self.asked.broken, self.asked.broken_kind, self.asked.broken_node = message, kind, node
-            self._events.add("peer", f"{message}; everything is ended", node_lost=node)
+            self._events.add("peer", f"{message}; ending everything", node_lost=node)
             self._kill_workers()
 
     def _end_all(self, one: SupervisedGroup) -> None:
@@ -382,11 +382,11 @@ class Supervisor(threading.Thread):
     def _follow(self) -> None:
         orders = self._channel.published("orders", Orders)
         if self._channel.is_lost and not self.asked.broken:
-            self.asked.broken = "agent 0 does not answer any more"
+            self.asked.broken = "agent 0 no longer responds"
             self._kill_workers()
-            self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, and this agent has not ended")
+            self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, but this agent has not ended")
             # The controller acts on this line, which saves it waiting for agent 0's files to go stale.
-            self._events.add("peer", f"{self.asked.broken}; everything is ended", leader_lost=True)
+            self._events.add("peer", f"{self.asked.broken}; ending everything", leader_lost=True)
         if orders is None:
             return
         before = self._orders.take(orders)
@@ -433,7 +433,7 @@ class Supervisor(threading.Thread):
             self._unwritten = ""
         except OSError as error:
             # Training does not depend on it, and the next attempt follows in two seconds.
-            self._say_once(f"the status could not be written: {error}")
+            self._say_once(f"failed to write the status: {error}")
 
     def _readings(self) -> Iterable[NodeReading]:
         for index, state in self._channel.received("state", NodeState).items():

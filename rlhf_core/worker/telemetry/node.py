@@ -104,7 +104,7 @@ class Telemetry:
         figures, problem, age_s = self._slow.newest()
         if problem and not self._told:
             self._told = True
-            self._say(f"no figures of GPUs: {problem}")
+            self._say(f"no GPU metrics: {problem}")
         return figures | ({"slow_reading_age_s": round(age_s, 1)} if age_s > STALE_S else {})
 
 

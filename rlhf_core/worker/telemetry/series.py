@@ -93,7 +93,7 @@ class TelemetrySeries:
                 writer = None
                 if str(error) != unwritten:
                     unwritten = str(error)
-                    self._say(f"telemetry could not be written: {error}")
+                    self._say(f"failed to write telemetry: {error}")
         _close(writer)
 
 

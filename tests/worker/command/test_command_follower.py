@@ -136,7 +136,7 @@ def test_a_program_that_begins_anew_has_failed(agent_run: MakeRun) -> None:
     assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
     incident = run.incident(1)
     assert incident.failure_kind is FailureKind.INCOMPLETE
-    assert "has begun anew" in incident.message
+    assert "started over" in incident.message
     assert saved(run)[-1] >= 5, "what was trained is untouched"
 
 

@@ -56,7 +56,7 @@ def test_an_output_folder_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     reading = Polls(Checkpoints(watched(loop))).poll()
-    assert "expected an output folder that the job may read" in reading.problem
+    assert "expected an output folder that the job can read" in reading.problem
 
 
 def test_it_sees_a_program_that_saves_no_more(tmp_path: Path, start: Start) -> None:

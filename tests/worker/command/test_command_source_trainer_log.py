@@ -135,7 +135,7 @@ def test_an_output_folder_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     reading = Polls(TrainerLog(watched(loop))).poll()
-    assert (reading.moved, "expected an output folder that the job may read" in reading.problem) == (False, True)
+    assert (reading.moved, "expected an output folder that the job can read" in reading.problem) == (False, True)
 
 
 def test_it_looks_once_a_second(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def peer_copies(context: WorkerContext, ranks: Ranks) -> PeerCopies | None:
     nodes = ranks.gather(context.node)
     target = rank_on_next_node(nodes, ranks.rank)
     if target is None:
-        ranks.log('checkpoint.memory is "peer", and all ranks are on one node: the copy of the newest one stays on it')
+        ranks.log('checkpoint.memory is "peer", but all ranks are on one node: its newest copy stays there')
         return None
     receiver, key, problem = _receiver(context)
     hosts = ranks.gather(receiver.address[0] if receiver is not None else "")
@@ -110,7 +110,7 @@ def own_line(message: str) -> None:
 def _receiver(context: WorkerContext) -> tuple[PartReceiver | None, bytes, str]:
     """Create this rank's receiver and read the attempt's key, or return the reason for having none."""
     if context.memory is None:
-        return None, b"", "no file system in memory"
+        return None, b"", "no in-memory file system"
     try:
         key = shared_secret(context.run_dir.attempt(context.attempt).key)
         return PartReceiver(context.memory / PEER, key, _own_address(), own_line), key, ""

@@ -58,7 +58,7 @@ def send_part(address: tuple[str, int], key: bytes, part: MemoryPart, content: C
         connection.sendall(own)
         nonces = own + _received(connection, _CODE_BYTES)
         if not hmac.compare_digest(_received(connection, _CODE_BYTES), _code(key, b"receiver", nonces)):
-            raise PeerRefused(f"{address[0]}:{address[1]} is no rank of this attempt")
+            raise PeerRefused(f"{address[0]}:{address[1]} is not a rank of this attempt")
         text = part.model_dump_json().encode()
         connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text + _code(key, b"sender", nonces + text))
         _require_empty(_line(connection))
@@ -138,7 +138,7 @@ class PartReceiver:
         try:
             return MemoryPart.model_validate_json(text)
         except ValidationError as error:
-            raise PeerRefused(f"found no part: {error}") from None
+            raise PeerRefused(f"received no part: {error}") from None
 
     def _take(self, connection: socket.socket, part: MemoryPart) -> None:
         """Receive the files; the part becomes valid once all have arrived intact.
@@ -154,7 +154,7 @@ class PartReceiver:
             (self._folder / name).unlink(missing_ok=True)
         needed, free = sum(found.bytes for found in part.files.values()), free_memory(self._folder)
         if needed > (1 - SPARE_SHARE) * free:
-            raise PeerRefused(f"it needs {needed} bytes of main memory, of {free} free ones a tenth stays free")
+            raise PeerRefused(f"it needs {needed} bytes of main memory, of {free} free bytes a tenth stays free")
         _tell(connection, "")
         for name, expected in part.files.items():
             receive_file(_stream(connection, expected.bytes), self._folder / name, expected)
@@ -211,7 +211,7 @@ def _received(connection: socket.socket, num_bytes: int, until_s: float | None =
             connection.settimeout(max(until_s - time.monotonic(), 0.001))
         piece = connection.recv(min(num_bytes - len(found), _CHUNK_BYTES))
         if not piece:
-            raise ConnectionError("the other side has ended the connection")
+            raise ConnectionError("the other side closed the connection")
         found += piece
     return bytes(found)
 

@@ -43,7 +43,7 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     found = memory.find(spec_hash(context.spec))
     reason = refusal(context, found, on_disk, lambda found: _is_on_disk(context, ranks, found, on_disk))
     if found is None or reason:
-        _tell(context, ranks, f"going on from files: {reason}")
+        _tell(context, ranks, f"resuming from files: {reason}")
         return None
     brought = memory.bring(found)
     checkpoint = brought.checkpoint
@@ -51,13 +51,13 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
         _tell(
             context,
             ranks,
-            f"going on from files: the copy of step {found.manifest.step} in memory is damaged: {brought.problem}",
+            f"resuming from files: the copy of step {found.manifest.step} in memory is damaged: {brought.problem}",
         )
         return None
     if on_disk is None or found.manifest.step > on_disk:
         _bring_to_disk(context, ranks, found, checkpoint, beat)
     from_peers = f"; files from peer nodes: {brought.num_from_peers}" if brought.num_from_peers else ""
-    _tell(context, ranks, f"going on from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}")
+    _tell(context, ranks, f"resuming from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}")
     return checkpoint
 
 
@@ -79,15 +79,15 @@ def refusal(
         is_on_disk: whether the checkpoint on disk is identical, byte for byte.
     """
     if found is None:
-        return "the nodes have no copy in memory that all ranks have a part of"
+        return "the nodes have no in-memory copy with a part of every rank"
     step = found.manifest.step
     if on_disk is not None and step < on_disk:
-        return f"the copy in memory is of step {step}, they are of step {on_disk}"
+        return f"the copy in memory is of step {step}, the files are of step {on_disk}"
     if context.run_dir.checkpoint(step).root.name in context.damaged:
         return f"the checkpoint of step {step} was found damaged"
     if found.attempt != context.attempt and not is_on_disk(found):
         # The controller chose the checkpoint of this attempt, perhaps an older one: only identical bytes will do.
-        return f"the copy in memory is of step {step} of attempt {found.attempt}, and not what this one goes on from"
+        return f"the copy in memory is of step {step} of attempt {found.attempt}, not of the checkpoint to resume from"
     return ""
 
 

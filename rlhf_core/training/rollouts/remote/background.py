@@ -21,9 +21,9 @@ class RolloutAhead:
         finish: Callable[[Dispatcher, Sampling, Callable[[], None]], list[list[Completion]]],
     ) -> None:
         """Args:
-        dispatcher: checks what is asked for, and makes the bookkeeping of it.
-        rollout: a rollout with the weights in force, given what it calls whenever an engine makes progress.
-        finish: samples what is left with the weights in force, and returns all completions; collective.
+        dispatcher: validates a request and creates its bookkeeping.
+        rollout: runs a rollout with the current weights; its argument is called whenever an engine makes progress.
+        finish: samples the rest with the current weights and returns all completions; collective.
         """
         self._dispatcher = dispatcher
         self._rollout = rollout
@@ -41,7 +41,7 @@ class RolloutAhead:
         """Begin to sample.
 
         Raises:
-            StaleWeights: another version is in force.
+            StaleWeights: another version is current.
             ValueError: as :func:`rlhf_core.training.rollouts.base.require_prompts`.
         """
         dispatcher = self._dispatcher(prompts, seeds, sampling, version)
@@ -49,25 +49,25 @@ class RolloutAhead:
         self._begun = dispatcher, sampling, background
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until what can be answered is.
+        """Wait until all prompts that can be answered are.
 
         Raises:
-            EnginesLost: no engine serves, and none came back in time.
+            EnginesLost: no engine is serving, and none came back in time.
         """
         if self._begun is not None:
             self._begun[2].wait(beat)
 
     def stop(self) -> None:
-        """Have it end soon, and wait for that."""
+        """Stop the rollout soon, and wait for its end."""
         if self._begun is not None:
             self._begun[2].stop()
 
     def peek(self) -> Mapping[int, list[Completion]]:
-        """Completions that are there once it has ended, by the index of the prompt."""
+        """Completions available once the rollout has ended, by index of the prompt."""
         return {} if self._begun is None else self._begun[0].made
 
     def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
-        """Wait, and sample with the version in force by now what was left. Collective.
+        """Wait, then sample the rest with the version now current. Collective.
 
         Raises:
             EnginesLost: as :meth:`wait`.
@@ -86,7 +86,7 @@ class BackgroundRollout:
         """Begin it.
 
         Args:
-            rollout: makes the rollout from what it calls whenever an engine makes progress.
+            rollout: runs the rollout; its argument is called whenever an engine makes progress.
         """
         self._rollout = rollout(self._advance)
         self._num_advances = 0
@@ -97,10 +97,10 @@ class BackgroundRollout:
         Thread(target=_run, args=(loop,), name="rollout", daemon=True).start()
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait for its end; signs of life are given in this thread, as the rollout makes progress.
+        """Wait for the end, with a beat from this thread whenever the rollout makes progress.
 
         Raises:
-            EnginesLost: of the rollout.
+            EnginesLost: raised by the rollout.
         """
         seen = self._num_advances
         while not self._end.done():
@@ -111,7 +111,7 @@ class BackgroundRollout:
         self._end.result()
 
     def stop(self) -> None:
-        """End it soon, and wait for that. An error that it had is of no interest any more."""
+        """Stop it soon, wait for its end, and ignore its error."""
         self._rollout.stop()
         futures.wait([self._end])
 

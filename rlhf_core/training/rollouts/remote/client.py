@@ -61,7 +61,7 @@ class EngineClient:
         try:
             answer = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
         except (httpx.HTTPError, OSError) as error:
-            raise EngineUnusable(f"{self.name} does not answer: {_shown(error)}") from error
+            raise EngineUnusable(f"{self.name} does not respond: {_shown(error)}") from error
         return self._checked(answer)
 
     async def sample(self, http: httpx.AsyncClient, request: SampleRequest) -> AsyncIterator[SampledPrompt]:
@@ -90,7 +90,7 @@ class EngineClient:
             raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
         health = EngineHealth.model_validate_json(answer.content)
         if (health.rank, health.generation) != (self.address.rank, self.address.generation):
-            raise EngineUnusable(f"start {health.generation} of engine {health.rank} answers in place of {self.name}")
+            raise EngineUnusable(f"start {health.generation} of engine {health.rank} responds instead of {self.name}")
         return health
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class EngineClient:
         try:
             answer = ask()
         except httpx.HTTPError as error:
-            raise ConnectionError(f"{self.name} does not answer: {_shown(error)}") from error
+            raise ConnectionError(f"{self.name} does not respond: {_shown(error)}") from error
         refusal = _refusal_of(answer)
         if refusal is not None:
             raise WeightSyncFailed(f"{self.name}: {refusal.error}", refusal.peer or self.name)
@@ -191,14 +191,14 @@ class HttpEngineControl:
         """
         if committed.base != self._base:
             raise StaleWeights(
-                f"{self.name} has read another base model than the trainer: the digest of its files is "
-                f"{committed.base[:16] or 'none'}, expected {self._base[:16] or 'none'}. The folder of the model has "
-                f"to be the same on all nodes, and as it was when the trainers started"
+                f"{self.name} read a different base model than the trainer: the digest of its files is "
+                f"{committed.base[:16] or 'none'}, expected {self._base[:16] or 'none'}. The model folder must be the "
+                "same on all nodes and unchanged since the trainers started"
             )
         if committed.num_differing:
             raise StaleWeights(
-                f"{self.name} does not hold {committed.num_differing} tensors of the adapter as it was given them: it "
-                f"has not taken over this version"
+                f"{self.name} has {committed.num_differing} tensors of the adapter that differ from those sent: it did "
+                "not apply this version"
             )
         require_same(self.name, committed.probe_logprobs, self._probe)
 

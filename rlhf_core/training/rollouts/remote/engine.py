@@ -82,7 +82,7 @@ class RemoteEngines:
             The transfer by rank 0; None on other ranks, and if the version is already current.
 
         Raises:
-            EnginesLost: there is no engine, and none came in time.
+            EnginesLost: there is no engine, and none started in time.
             StaleWeights: with these weights, every engine's outputs differ from the trainer's.
         """
         if self.version == version:
@@ -165,10 +165,10 @@ class RemoteEngines:
                     beat()
                     return living
                 if loop.time() > deadline_s:
-                    problems = "; ".join(str(one) for one in answers) or "none has registered"
+                    problems = "; ".join(str(one) for one in answers) or "no engine has registered"
                     raise EnginesLost(
-                        f"no rollout engine answers within rollout.remote.start_timeout_s = "
-                        f"{self._spec.remote.start_timeout_s:g} ({problems}). The logs of the group rollout say why"
+                        "no rollout engine responded within rollout.remote.start_timeout_s = "
+                        f"{self._spec.remote.start_timeout_s:g} ({problems}). See the logs of the group rollout"
                     )
                 await asyncio.sleep(POLL_S)
 
@@ -181,7 +181,7 @@ class RemoteEngines:
         try:
             self._sync.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
         except (WeightSyncFailed, StaleWeights, OSError) as error:
-            self._ranks.log(f"{client.name} came back and was not given the weights of step {version}: {error}")
+            self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
         else:
             self._ranks.log(f"{client.name} came back and has the weights of step {version}")
 
@@ -206,7 +206,7 @@ class RemoteEngines:
         """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
         Raises:
-            EnginesLost: no engine serves, and none came back in time.
+            EnginesLost: no engine is serving, and none came back in time.
         """
         return self._complete(self._dispatcher(prompts, seeds, sampling, version), sampling, beat)
 
@@ -279,8 +279,8 @@ class RemoteEngines:
                 return self._results(dispatcher)
             self._give_again(beat)
         raise EnginesLost(
-            f"{dispatcher.num_missing} prompts of rank {self._ranks.rank} were given up after all engines had been "
-            f"started again {MAX_SYNCS} times in one rollout. The logs of the group rollout say why"
+            f"{dispatcher.num_missing} prompts of rank {self._ranks.rank} were given up after all engines restarted "
+            f"{MAX_SYNCS} times in one rollout. See the logs of the group rollout"
         )
 
     def _give_again(self, beat: Callable[[], None]) -> None:
@@ -304,7 +304,7 @@ class RemoteEngines:
         return self._model is not None and is_split(self._model)
 
     def take_counts(self) -> Mapping[str, float]:
-        """Prompts sent again, completions refused, and figures of syncs, since the last call."""
+        """Number of prompts sent again, number of completions refused, and metrics of syncs, since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
         return counts
 

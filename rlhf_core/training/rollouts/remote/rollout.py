@@ -76,7 +76,7 @@ class RemoteRollout:
         self._asked: dict[int, set[asyncio.Task[None]]] = {}
         self._progress: dict[tuple[int, int], _Progress] = {}
         self._moves: dict[int, int] = {}
-        self._last_loss = "none has registered"
+        self._last_loss = "no engine has registered"
         self._none_since_s = time.monotonic()
         self._others: set[tuple[int, int]] = set()
         self._is_stopped = False
@@ -87,7 +87,7 @@ class RemoteRollout:
         self._is_stopped = True
 
     async def run(self) -> None:
-        """Have every prompt answered. Some are left over if the rollout is stopped, or if all engines came back with
+        """Get every prompt answered. Some are left over if the rollout is stopped, or if all engines came back with
         other weights and cannot be sent these.
 
         Raises:
@@ -138,7 +138,7 @@ class RemoteRollout:
     def _judge(self, client: EngineClient, health: EngineHealth) -> None:
         rank, now_s = client.address.rank, time.monotonic()
         if health.weights != self._weights:
-            self._lose(rank, f"{client.name} has other weights in force")
+            self._lose(rank, f"{client.name} has other weights active")
             if self._restore is not None:
                 self._restore(client)
             else:
@@ -154,7 +154,7 @@ class RemoteRollout:
             seen.at_s = now_s
         elif now_s - seen.at_s > self._settings.stall_timeout_s:
             seen.is_stalled = True  # until it makes progress again
-            self._lose(rank, f"{client.name} has made no step for {now_s - seen.at_s:.0f} s")
+            self._lose(rank, f"{client.name} has made no progress for {now_s - seen.at_s:.0f} s")
             return
         if rank not in self._ready:
             self._ready[rank] = client
@@ -176,8 +176,8 @@ class RemoteRollout:
             self._moves[index] = self._moves.get(index, 0) + 1
             if self._moves[index] > MAX_MOVES:
                 raise EnginesLost(
-                    f"prompt {index} of this rank was given up after {MAX_MOVES} engines had failed at it; the last "
-                    f"time: {self._last_loss}. The logs of the group rollout say why"
+                    f"prompt {index} of this rank was given up after {MAX_MOVES} engines failed on it; the last "
+                    f"failure: {self._last_loss}. See the logs of the group rollout"
                 )
         self._dispatcher.give_back(rank, prompts)
         self._wake.set()
@@ -188,9 +188,8 @@ class RemoteRollout:
             self._none_since_s = now_s
         elif now_s - self._none_since_s > self._settings.start_timeout_s:
             raise EnginesLost(
-                f"no rollout engine serves since {now_s - self._none_since_s:.0f} s "
-                f"(rollout.remote.start_timeout_s = {self._settings.start_timeout_s:g}); the last that was seen: "
-                f"{self._last_loss}"
+                f"no rollout engine has served for {now_s - self._none_since_s:.0f} s (rollout.remote.start_timeout_s "
+                f"= {self._settings.start_timeout_s:g}); the last loss: {self._last_loss}"
             )
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ class RemoteRollout:
                 left.discard(made.index)
                 self._take(rank, made)
             if left:
-                raise EngineUnusable(f"{client.name} has left {len(left)} prompts unanswered")
+                raise EngineUnusable(f"{client.name} left {len(left)} prompts unanswered")
         except EngineUnusable as error:
             self._last_loss = str(error)
             self._log(f"{error}; {len(left)} of its prompts go to the others")

@@ -61,8 +61,8 @@ class WeightPublisher:
         *,
         is_alone: bool = False,
     ) -> WeightSyncReport:
-        """Bring the weights of ``model`` into force on engines, or its adapter where it has one. Beside it, the other
-        ranks call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless this one ``is_alone``.
+        """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks call
+        :meth:`FurtherPublisher.send` or :func:`gather_along`, unless ``is_alone`` is set.
 
         Returns:
             Report on the sync. It names engines lost at their commit; at least one was not.
@@ -83,7 +83,7 @@ class WeightPublisher:
         return report
 
     def close(self) -> None:
-        """Give back what the sender holds."""
+        """Release the resources of the sender."""
         self._sender.close()
 
 
@@ -95,7 +95,7 @@ class FurtherPublisher:
         self._sender = FurtherSender(_outgoing(context), group)
 
     def send(self, model: PreTrainedModel, beat: Beat) -> None:
-        """Send this rank's share of the weights of ``model``; rank 0 is told of a failure, and decides.
+        """Send this rank's share of the weights of ``model``. A failure is reported to rank 0, which decides.
 
         Raises:
             WeightSyncFailed: rank 0 is gone.
@@ -103,7 +103,7 @@ class FurtherPublisher:
         self._sender.send(given_weights(model, beat), beat)
 
     def close(self) -> None:
-        """Give back what the sender holds."""
+        """Release the resources of the sender."""
         self._sender.close()
 
 
@@ -142,7 +142,7 @@ def _outgoing(context: WorkerContext) -> Outgoing:
         case Transport.SHARED_MEMORY:
             if context.memory is None:
                 raise WeightSyncFailed(
-                    f"{context.node} has no memory that its processes share; set rollout.sync.transport=broadcast", name
+                    f"{context.node} has no shared memory; set rollout.sync.transport=broadcast", name
                 )
             context.memory.mkdir(parents=True, exist_ok=True)
             return SharedMemoryOutgoing(name, folder=context.memory, stall_timeout_s=timeout_s)
@@ -158,7 +158,7 @@ def _outgoing(context: WorkerContext) -> Outgoing:
 
 
 def link_backend(spec: RunSpec) -> LinkBackend:
-    """Library of the links to the engines: the one that ``rollout.sync.backend`` names, or NCCL where it can be."""
+    """Library of the links to the engines: the one named by ``rollout.sync.backend``, or NCCL if possible."""
     sync = spec.rollout.sync
     if sync.backend != "auto":
         return LinkBackend(sync.backend)

@@ -1,11 +1,13 @@
-"""The HTTP server of an engine's process, in its own thread: the main thread samples and sends heartbeats.
+"""HTTP server of an engine's process, in its own thread: the main thread samples and sends heartbeats.
 
     GET  /health            EngineHealth
-    POST /sample            SampleRequest -> SampledPrompt or EngineRefusal, one a line, as they are made
+    POST /sample            SampleRequest -> SampledPrompt or EngineRefusal, one per line, as they finish
     POST /weights/receive   Offer -> Receipt, once the weights are staged and verified
-    GET /weights/ready ?version=: true if this version is staged POST /weights/commit CommitRequest -> Committed POST
-    /weights/confirm WeightsInForce: the probe matched, they become current POST /weights/refuse WeightsRefused: it did
-    not match; an engine refused repeatedly exits POST /weights/abort version
+    GET  /weights/ready     ?version=: true if this version is staged
+    POST /weights/commit    CommitRequest -> Committed
+    POST /weights/confirm   WeightsInForce: the probe matched, they become current
+    POST /weights/refuse    WeightsRefused: the probe did not match; an engine refused repeatedly exits
+    POST /weights/abort     version
 
 Every request carries the token of the attempt (``Authorization: Bearer``). The server listens only on its node's
 address in the allocation. Traffic is not encrypted, like the weights and the messages of the agents.
@@ -203,7 +205,7 @@ async def _receipt(receiving: Awaitable[StagedVersion]) -> Receipt:
 
 
 def _while_alive(answer: Awaitable[BaseModel]) -> Response:
-    """Send empty lines until the answer is ready, so that a stopped engine can be told from a busy one."""
+    """Send empty lines until the answer is ready, to distinguish a busy engine from a stopped one."""
 
     async def lines() -> AsyncIterator[bytes]:
         working = asyncio.ensure_future(answer)

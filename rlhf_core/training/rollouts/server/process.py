@@ -58,12 +58,12 @@ def run_engine(context: WorkerContext) -> RoleResult:
             rank=context.rank, generation=generation, node=context.node, host=context.address, port=server.port
         )
         write_model(attempt.engine(context.rank), address)
-        print(f"engine {context.rank} listens at {context.address}:{server.port}", flush=True)
+        print(f"engine {context.rank} listens on {context.address}:{server.port}", flush=True)
         try:
             worker.serve(lambda: server.is_alive and sampler.exit_code is None)
         finally:
             _die_like(sampler.exit_code)
-    raise WorkerError("a server of the engine has ended; its log says why")
+    raise WorkerError("a server of the engine has ended; see its log")
 
 
 def _die_like(exit_code: int | None) -> None:
@@ -71,7 +71,7 @@ def _die_like(exit_code: int | None) -> None:
     if exit_code is None or exit_code >= 0:
         return
     number = signal.Signals(-exit_code)
-    print(f"{number.name} has ended a process that this engine samples with, and so ends the engine", flush=True)
+    print(f"{number.name} ended a sampling process of this engine, so the engine ends", flush=True)
     if number is not signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

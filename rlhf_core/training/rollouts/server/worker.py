@@ -118,7 +118,7 @@ class EngineWorker:
     # In the main thread
 
     def serve(self, is_served: Callable[[], bool]) -> None:
-        """Work as long as the server lives.
+        """Work while the server is running.
 
         Raises:
             StaleWeights: its outputs did not match the weights of :data:`MAX_REFUSED` syncs in a row.
@@ -147,8 +147,8 @@ class EngineWorker:
         """
         if request.weights != self._weights:
             raise StaleWeights(
-                f"engine {self._rank} has {_shown(self._weights)} in force, and completions with "
-                f"{_shown(request.weights)} are asked for; they were not made"
+                f"engine {self._rank} has {_shown(self._weights)} active, but completions with "
+                f"{_shown(request.weights)} were requested; nothing was sampled"
             )
         sampling = Sampling(request.max_new_tokens, request.temperature, request.batch_size)
         keys = []
@@ -174,7 +174,7 @@ class EngineWorker:
             StaleWeights: they are not weights of this model; the engine then has no current weights.
         """
         staged = self._receiver.commit(request.weights.version)
-        self._refuse_all(f"{_shown(request.weights)} comes into force")
+        self._refuse_all(f"{_shown(request.weights)} becomes active")
         self._weights = self._unconfirmed = None
         try:
             committed = self._take_over(request, staged)
@@ -200,7 +200,7 @@ class EngineWorker:
         """Make the loaded weights current.
 
         Raises:
-            StaleWeights: others were taken over last.
+            StaleWeights: other weights were loaded last.
         """
         self._require_unconfirmed(weights)
         self._weights, self._unconfirmed = weights, None
@@ -210,7 +210,7 @@ class EngineWorker:
         """Drop the current weights, because the trainer found that the engine's outputs do not match them.
 
         Raises:
-            StaleWeights: others were taken over last.
+            StaleWeights: other weights were loaded last.
         """
         self._require_unconfirmed(refusal.weights)
         self._unconfirmed = None
@@ -218,13 +218,13 @@ class EngineWorker:
 
     def _require_unconfirmed(self, weights: WeightsInForce) -> None:
         if weights != self._unconfirmed:
-            raise StaleWeights(f"engine {self._rank} has taken over {_shown(self._unconfirmed)}, not {_shown(weights)}")
+            raise StaleWeights(f"engine {self._rank} applied {_shown(self._unconfirmed)}, not {_shown(weights)}")
 
     def _require_use(self) -> None:
         if len(self._refusals) >= MAX_REFUSED:
             raise StaleWeights(
-                f"engine {self._rank} does not compute with the weights that it was given in {len(self._refusals)} "
-                f"syncs in a row, and ends to be started again: {self._refusals[-1]}"
+                f"engine {self._rank} failed verification of its weights in {len(self._refusals)} syncs in a row and "
+                f"exits for a restart: {self._refusals[-1]}"
             )
 
     def _sample(self) -> None:
@@ -240,7 +240,7 @@ class EngineWorker:
         refused = list(self._wanted.values())
         self.drop(list(self._wanted))
         for wanted in refused:
-            wanted.deliver(EngineRefusal(error=f"engine {self._rank} makes no more completions of prompt: {why}"))
+            wanted.deliver(EngineRefusal(error=f"engine {self._rank} no longer samples a prompt: {why}"))
 
     def _progressed(self) -> None:
         self._progress += 1

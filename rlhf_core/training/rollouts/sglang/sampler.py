@@ -1,7 +1,7 @@
 """Sampling with an SGLang server, with continuous batching of requests.
 
-The weights of a version go through a folder in main memory (``/update_weights_from_disk``): this works for every model
-and device. It was only run against a stand-in for SGLang (``server.py``).
+The weights of a version go through a folder in main memory (``/update_weights_from_disk``), which works for every model
+and device. It has only been run against a stand-in for SGLang (``server.py``).
 """
 
 import asyncio
@@ -32,10 +32,10 @@ UNLIMITED = httpx.Timeout(None, connect=10.0)
 
 
 class SglangSampler:
-    """One server of SGLang; see ``samplers.Sampler``."""
+    """One SGLang server; see ``samplers.Sampler``."""
 
     def __init__(self, server: SglangServer, folder: Path, tokenizer: PreTrainedTokenizerBase, weights: Path) -> None:
-        """Sample with a server that answers.
+        """Sample with a running server.
 
         Args:
             folder: Hugging Face folder with the configuration of the model.
@@ -58,21 +58,21 @@ class SglangSampler:
 
     @property
     def num_waiting(self) -> int:
-        """Completions that were asked for and are not made."""
+        """Number of unfinished completions."""
         return self._open.num_waiting
 
     @property
     def exit_code(self) -> int | None:
-        """That of the server, once it has ended."""
+        """Exit code of the server once it has ended."""
         return self._server.exit_code
 
     @property
     def pids(self) -> Sequence[int]:
-        """None: the server answers other questions than this process asks, and is asked for its health."""
+        """Empty: the server has its own health check instead of the agent's inspection."""
         return ()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Take all weights over; see ``samplers.Sampler``."""
+        """Load all weights; see ``samplers.Sampler``."""
         save_file(dict(tensors), self._weights / "model.safetensors", {"format": "pt"})
         beat()
         answer = self._http.post(
@@ -80,10 +80,10 @@ class SglangSampler:
         )
         beat()
         if answer.status_code != httpx.codes.OK or not answer.json().get("success"):
-            raise StaleWeights(f"SGLang has not taken the weights over: {_error_of(answer)}")
+            raise StaleWeights(f"SGLang did not apply the weights: {_error_of(answer)}")
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """0: SGLang is given whole weights alone."""
+        """0: SGLang only receives full weights."""
         return 0
 
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -96,18 +96,18 @@ class SglangSampler:
         }
         answer = self._http.post("/generate", json=asked)
         if answer.status_code != httpx.codes.OK:
-            raise WorkerError(f"SGLang does not score: {_error_of(answer)}")
+            raise WorkerError(f"SGLang failed to score: {_error_of(answer)}")
         return [logprob for logprob, *_ in answer.json()["meta_info"]["input_token_logprobs"][1:]]
 
     def submit(self, request: SamplerRequest) -> None:
-        """Take a request."""
+        """Accept a request."""
         self._open.add(request)
         for place, seed in enumerate(request.seeds):
             work = self._make(request.key, place, request.prompt, seed, request.sampling)
             self._sent[request.key, place] = asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
-        """Collect what is made meanwhile, after a short wait.
+        """Collect finished completions after a short wait.
 
         Raises:
             WorkerError: the server refuses, or is lost.
@@ -121,7 +121,7 @@ class SglangSampler:
                 break
             timeout_s = 0.0
             if isinstance(made, Exception):
-                raise WorkerError(f"SGLang has not completed a prompt: {made!r}") from made
+                raise WorkerError(f"SGLang failed to complete a prompt: {made!r}") from made
             self._sent.pop((key, place), None)
             if (whole := self._open.put(key, place, made)) is not None:
                 done.append((key, whole))
@@ -130,7 +130,7 @@ class SglangSampler:
         return done
 
     def cancel(self, keys: Collection[int]) -> None:
-        """Drop requests that are not done: SGLang gives up those whose connection is closed."""
+        """Drop unfinished requests: SGLang cancels those with a closed connection."""
         for key in keys:
             for place in self._open.cancel(key):
                 self._sent.pop((key, place)).cancel()
@@ -145,7 +145,7 @@ class SglangSampler:
         self._made.put((key, place, made))
 
     async def _last_chunk(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> Mapping[str, Any]:
-        """The answer when it is whole: each chunk has all tokens so far."""
+        """The complete response: each chunk contains all tokens so far."""
         asked = {
             "input_ids": list(prompt),
             "sampling_params": {
@@ -169,7 +169,7 @@ class SglangSampler:
                     chunk = json.loads(text)
                     self._num_chunks += 1
         if "error" in chunk or not chunk:
-            raise WorkerError(str(chunk.get("error", "an answer without a token")))
+            raise WorkerError(str(chunk.get("error", "a response without tokens")))
         return chunk
 
     def _completion(self, answer: Mapping[str, Any]) -> Completion:

@@ -1,7 +1,7 @@
-"""SGLang's own HTTP server in a child process of the engine, reachable only from this host.
+"""SGLang's HTTP server in a child process of the engine, reachable only from this host.
 
-Written against SGLang 0.5.23 (``srt/entrypoints/http_server.py``, ``srt/managers/io_struct.py``). It was never run with
-SGLang itself, which needs GPUs: the tests have a stand-in that answers in the same form.
+Written for SGLang 0.5.23 (``srt/entrypoints/http_server.py``, ``srt/managers/io_struct.py``). It has never been run
+with SGLang itself, which needs GPUs: the tests use a stand-in with the same API.
 """
 
 import json
@@ -26,17 +26,17 @@ ANSWER_TIMEOUT_S = 10.0
 
 
 class SglangServer:
-    """The server and the key that it asks for. It ends with the processes of the engine."""
+    """The server and its API key. It ends with the processes of the engine."""
 
     def __init__(
         self, folder: Path, settings: SglangSettings, *, dtype: str, max_tokens: int, seed: int, scratch: Path
     ) -> None:
-        """Start it with random weights; :meth:`wait` until it answers.
+        """Start it with random weights; :meth:`wait` until it responds.
 
         Args:
             folder: Hugging Face folder with the configuration of the model.
             max_tokens: longest sequence, prompt and completion together.
-            scratch: folder of this engine alone.
+            scratch: folder used only by this engine.
         """
         key, port = secrets.token_hex(16), _free_port()
         self.url, self.headers = f"http://{HOST}:{port}", {"Authorization": f"Bearer {key}"}
@@ -48,7 +48,7 @@ class SglangServer:
             "context-length": max_tokens,
             "mem-fraction-static": settings.gpu_memory_share,
             "disable-radix-cache": not settings.prefix_caching,
-            # Without it the seeds of requests are left aside.
+            # Without it SGLang ignores the seeds of requests.
             "enable-deterministic-inference": True,
             "random-seed": seed,
             "host": HOST,
@@ -56,14 +56,14 @@ class SglangServer:
             "api-key": key,
             "log-level": "warning",
         }
-        # In a file: others on the host may read the words of a command. JSON is YAML too.
+        # In a file: other users of the host can read command lines. JSON is valid YAML.
         config = scratch / "sglang.yaml"
         config.unlink(missing_ok=True)
         write_new(config, json.dumps(arguments))
         self._process = subprocess.Popen([*PROGRAM, "--config", str(config)])
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until it answers.
+        """Wait until it responds.
 
         Raises:
             WorkerError: it has ended.
@@ -71,7 +71,7 @@ class SglangServer:
         while True:
             beat()
             if self.exit_code is not None:
-                raise WorkerError("the server of SGLang has ended before it answered; its log says why")
+                raise WorkerError("the SGLang server ended before it responded; see its log")
             try:
                 answer = httpx.get(f"{self.url}/health", headers=self.headers, timeout=ANSWER_TIMEOUT_S)
             except httpx.HTTPError:
@@ -83,7 +83,7 @@ class SglangServer:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of its process, negative for a signal; None while it lives."""
+        """Exit code of its process, negative for a signal; None while it is running."""
         return self._process.poll()
 
 

@@ -18,7 +18,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 @dataclass(frozen=True)
 class AdapterInForce:
-    """The adapter that vLLM's layers hold."""
+    """The adapter in vLLM's layers."""
 
     number: int
     rank: int
@@ -26,41 +26,40 @@ class AdapterInForce:
 
 
 class VllmAdapter:
-    """One adapter at a time, in the one place for adapters that vLLM is started with.
+    """One adapter at a time, in the single adapter slot that vLLM is started with.
 
-    Every version has a number of its own, by which requests name it: vLLM ends with an error where it does not have the
-    one that is asked for.
+    Every version has its own number, by which requests refer to it: vLLM fails if it does not have the requested one.
     """
 
     def __init__(self, lora: LoraSpec) -> None:
         self._lora = lora
         self._number = 0
         self.request: Any = None
-        """Name of the adapter in force for vLLM's requests; None before the first."""
+        """Name of the current adapter for vLLM's requests; None before the first."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings of an engine that takes such an adapter."""
+        """Settings of an engine that accepts such an adapter."""
         rank = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= self._lora.rank)
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
     @property
     def in_force(self) -> AdapterInForce:
-        """The one that was loaded last."""
+        """The adapter loaded last."""
         return AdapterInForce(self._number, self._lora.rank, self._lora.scale)
 
     def load(self, engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Put a version in the place of the one before.
+        """Replace the previous version.
 
         Args:
             engine: vLLM's ``LLMEngine``.
-            tensors: of the adapter, as the trainer names them.
+            tensors: of the adapter, with the trainer's names.
         """
         from vllm.lora.request import LoRARequest
 
         self.request = None
         self._number += 1
-        # vLLM takes adapters from files. These are read once, so nothing but this version can ever be read there.
+        # vLLM loads adapters from files. These are read once, so nothing but this version can ever be read there.
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
             write_adapter(Path(folder), self._lora, tensors)
             request = LoRARequest(f"adapter-{self._number}", self._number, folder)
@@ -69,12 +68,11 @@ class VllmAdapter:
 
 
 def count_differing(model_runner: Any, adapter: AdapterInForce, tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Number of tensors of which the layers in use do not hold their part bit for bit, of those layers that are found
-    by name.
+    """Number of tensors whose parts in the active layers differ in any bit, among the layers found by name.
 
     Args:
         model_runner: of vLLM's worker.
-        tensors: of the adapter, as the trainer names them.
+        tensors: of the adapter, with the trainer's names.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -90,13 +88,13 @@ def count_differing(model_runner: Any, adapter: AdapterInForce, tensors: Iterabl
         b = _own(layer, layer.slice_lora_b, [given.get(part + _B) for part in parts])
         held_a = [one[place, 0, : adapter.rank] for one in layer.lora_a_stacked]
         held_b = [one[place, 0, :, : adapter.rank] for one in layer.lora_b_stacked]
-        kept_b = [one * adapter.scale if one is not None else None for one in b]  # vLLM keeps B times the scale
+        kept_b = [one * adapter.scale if one is not None else None for one in b]  # vLLM stores B times the scale
         number += sum(map(_differs, [*a, *kept_b], [*held_a, *held_b]))
     return number
 
 
 def _own(layer: Any, part_of: Callable[[Any], Any], whole: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The parts that a layer takes of tensors, each of one of the layers that vLLM has joined in it; None stays."""
+    """The parts of tensors used by a layer, one for each of the layers that vLLM fused into it; None is kept."""
     if layer.tp_size == 1:
         return whole
     if len(whole) > 1:
@@ -109,9 +107,9 @@ def _differs(given: Tensor | None, held: Tensor) -> bool:
 
 
 def use_products() -> None:
-    """Have vLLM on CPU multiply with the one adapter that there is. Call before an engine is started.
+    """Make vLLM on CPU multiply with the only adapter. Call before an engine is started.
 
-    Its own operation copies both matrices for every token, to take another adapter for each.
+    vLLM's own operation copies both matrices for every token, to support a different adapter for each.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
@@ -135,8 +133,7 @@ def _add_lora_linear(
 def add_product(
     x: Tensor, y: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scale: float, widths: Sequence[int]
 ) -> None:
-    """Add ``scale * B A x`` to ``y``, for each of the layers that vLLM has joined; in the number formats of its own
-    operation.
+    """Add ``scale * B A x`` to ``y`` for each of the layers that vLLM fused, in the number formats of vLLM's operation.
 
     Args:
         x: ``[T, inputs]``.
@@ -151,7 +148,7 @@ def add_product(
 
 
 def _layer(name: str) -> str:
-    """Name of the layer that a tensor is beside."""
+    """Name of the layer that a tensor belongs to."""
     return name.partition(_A)[0].partition(_B)[0]
 
 

@@ -1,13 +1,12 @@
 """Sampling with vLLM: colocated in the trainer's process, where every rank has an engine for its own prompts, or in a
 separate engine process (``sampler.py``), which may be split over several GPUs.
 
-vLLM keeps its own weights in the layout of its kernels (fused projections, on CPU repacked), so each version is copied
-into it bucket by bucket, through vLLM's interface for weight transfer (``worker.py``). Three pitfalls, each with a
-test:
+vLLM stores weights in the layout of its kernels (fused projections, repacked on CPU), so each version is copied bucket
+by bucket through vLLM's interface for weight transfer (``worker.py``). Three pitfalls, each with a test:
 
-- an aborted update leaves layers partly loaded, which the next update would count as its own parts;
-- a tied ``lm_head`` keeps a repacked *copy* of the embedding on CPU, which no reload refreshes: outputs are wrong
-  without an error. It is packed anew here;
+- an aborted update leaves partly loaded layers, which the next update would count as its own parts;
+- on CPU, a tied ``lm_head`` is a repacked *copy* of the embedding that no reload refreshes: outputs are silently wrong.
+  It is repacked here;
 - prefixes cached under older weights are dropped with each version.
 
 With an adapter (``model.lora``), vLLM reads the base model itself and receives only the adapter (``adapter.py``).
@@ -39,14 +38,14 @@ from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
 _VLLM_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""Memory that the processes of a split engine share (vLLM 0.32). vLLM removes it at an end that it knows of; an engine
-that is killed would leave up to 0.7 GB."""
+"""Memory shared by the processes of a split engine (vLLM 0.32). vLLM removes it on a clean exit; a killed engine would
+leave up to 0.7 GB."""
 _WORKER = "rlhf_core.training.rollouts.vllm.worker"
 """Module that vLLM's workers load by name; also the name of the backend in it."""
 EXTENSION = f"{_WORKER}.WeightExtension"
-"""Further methods of vLLM's workers."""
+"""Extension of vLLM's worker class."""
 BUCKET_BYTES = 256 * 2**20
-"""Weights that are handed on at a time to the processes of a split engine: a sign of life lies between two of these."""
+"""Bytes of weights passed at once to the processes of a split engine, with a heartbeat between two parts."""
 
 
 class VllmEngine:
@@ -71,9 +70,9 @@ class VllmEngine:
             folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
             max_tokens: longest prompt and completion together.
             variables: of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), where vLLM reads them.
-            lora: adapter that versions consist of; None where they are whole weights.
-            tensor_parallel: processes that compute, each with a GPU of its own. Above 1 they are children of this one,
-                which is in no process group then, and weights have to lie in memory that they share.
+            lora: adapter that versions consist of; None for full weights.
+            tensor_parallel: number of computing processes, each with its own GPU. Above 1 they are children of this
+                process, which then has no process group, and weights must be in shared memory.
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -89,17 +88,17 @@ class VllmEngine:
         if self._adapter is not None:
             options |= {"load_format": "auto", **self._adapter.options}
         else:
-            # Known at the start, so that vLLM takes no kernels whose weights cannot be changed.
+            # Set at the start, so vLLM does not select kernels with immutable weights.
             options["weight_transfer_config"] = {"backend": _WORKER}
         if on_gpu:
             options["gpu_memory_utilization"] = settings.gpu_memory_share
         else:
-            # After a part of a prompt vLLM sets the request's generator back, which generators on CPU cannot.
+            # After a partial prefill vLLM resets the generator of a request, which CPU generators do not support.
             options["enable_chunked_prefill"] = False
-        # A process that does not compute keeps off the GPUs: vLLM forks those that do, and starts them anew otherwise.
+        # A process that does not compute stays off the GPUs: otherwise vLLM spawns its workers instead of forking them.
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
         with _kept_threads(), kept_random_state(device):
-            # Only runs with this engine need it, and it takes seconds to import.
+            # Only runs with this engine need it, and the import takes seconds.
             from vllm import LLM
 
             if self._adapter is not None and not on_gpu and not self._is_split:
@@ -128,8 +127,7 @@ class VllmEngine:
         """Copy the weights of ``model``, or its adapter; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
         Raises:
-            StaleWeights: vLLM does not compute with the first weights it is given, or with an adapter, what the trainer
-                computes with them.
+            StaleWeights: vLLM's outputs with its first weights, or with any adapter, differ from the trainer's.
         """
         if self.version == version:
             return None
@@ -141,7 +139,7 @@ class VllmEngine:
         self.load_tensors(iter(given))
         apply_s = time.monotonic() - started
         if self._adapter is not None and (number := self.count_differing(given)):
-            raise StaleWeights(f"vLLM does not hold {number} tensors of the adapter as it was given them")
+            raise StaleWeights(f"vLLM has {number} tensors of the adapter that differ from those sent")
         if not self._is_verified or self._adapter is not None:  # the first version of an adapter adds nothing yet
             self._verify(model)
         self._is_verified = True
@@ -149,14 +147,14 @@ class VllmEngine:
         return WeightTransfer("in_process", counted.bytes, wire_s=0.0, apply_s=apply_s)
 
     def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy weights into vLLM, and drop what older ones have cached.
+        """Copy weights into vLLM, and drop the prefixes cached under older ones.
 
         Args:
-            tensors: all weights by name, or those of an adapter, valid until the last one has come. Gone through to
-                the end whatever happens. For a split engine in a row of ``shared_tensors.SharedMemory``.
+            tensors: all weights by name, or those of an adapter, valid until the last one is consumed. Always iterated
+                to the end. For a split engine they are in ``shared_tensors.SharedMemory``.
 
         Raises:
-            StaleWeights: requests are still at work.
+            StaleWeights: requests are still running.
         """
         self._wake("weights")
         if self._adapter is None:
@@ -165,10 +163,10 @@ class VllmEngine:
             self._adapter.load(self._engine, list(tensors))
         self._wake("kv_cache")
         if not self._engine.reset_prefix_cache():
-            raise StaleWeights("vLLM keeps prefixes that older weights have cached: requests are still at work")
+            raise StaleWeights("vLLM keeps cached prefixes of older weights: requests are still running")
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Number of tensors of an adapter that the layers in use do not hold bit for bit; 0 for whole weights."""
+        """Number of tensors of an adapter that differ in any bit from the active layers; 0 for full weights."""
         if self._adapter is None:
             return 0
         held = self._adapter.in_force
@@ -187,7 +185,7 @@ class VllmEngine:
     ) -> list[list[Completion]]:
         """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
-        vLLM batches the requests itself; ``sampling.batch_size`` bounds how many it is given at a time.
+        vLLM batches the requests itself; ``sampling.batch_size`` limits the number passed at a time.
         """
         require_version(self.version, version)
         require_prompts(prompts, seeds)
@@ -205,29 +203,29 @@ class VllmEngine:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Processes that compute for this one; none where it computes itself."""
+        """Worker processes of a split engine; none if this process computes itself."""
         return [one.pid for one in self._processes]
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the process that has ended by itself of those, negative for a signal; None while all live.
+        """Exit code of a worker process that ended by itself, negative for a signal; None while all are running.
 
-        vLLM ends the others then.
+        vLLM then ends the others.
         """
         codes = [one.exitcode for one in self._processes if one.exitcode is not None]
         return next((code for code in codes if code != -signal.SIGTERM), codes[0] if codes else None)
 
     @property
     def is_busy(self) -> bool:
-        """True if a completion was asked for and is not made."""
+        """True if completions are unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
     def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
-        """Ask for one completion, which :meth:`step` will return by this name."""
+        """Request one completion, which :meth:`step` returns by this name."""
         self._add(name, prompt, self._parameters(seed, sampling))
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Make one decoding step; completions that are done, by name, without a version."""
+        """Run one decoding step; returns finished completions by name, without a version."""
         return [
             (output.request_id, self._completion(output.outputs[0]))
             for output in self._engine.step()
@@ -235,11 +233,11 @@ class VllmEngine:
         ]
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Drop completions that are not done."""
+        """Drop unfinished completions."""
         self._engine.abort_request(list(names))
 
     def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first, as vLLM computes it. While there are no other requests.
+        """Log-probability of every token but the first, as computed by vLLM. Requires that there are no other requests.
 
         Args:
             tokens: fewer than the longest sequence.
@@ -259,23 +257,23 @@ class VllmEngine:
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters, lora_request=adapter)
 
     def take_counts(self) -> Mapping[str, float]:
-        """None: an engine of this process is not lost alone."""
+        """None: an in-process engine cannot fail separately."""
         return {}
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back until the next version is loaded. vLLM has no sleep on CPU.
+        """Release the memory of weights and cache until the next version is loaded. vLLM has no sleep mode on CPU.
 
-        The base model of an adapter waits in main memory: no version brings it again.
+        The base model of an adapter moves to main memory, because no version contains it.
         """
         self.version = None
         if self._on_gpu:
             self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def close(self) -> None:
-        """Put the engine to sleep for good; it goes with its process.
+        """Put the engine to sleep permanently; it ends with its process.
 
-        vLLM's own shutdown, also that of an engine that nothing refers to any more, ends the trainer's process group.
-        Processes that compute for this one end here.
+        vLLM's own shutdown, also of an unreferenced engine, destroys the trainer's process group. Worker processes of a
+        split engine end here.
         """
         self.sleep()
         if self._is_split:
@@ -286,7 +284,7 @@ class VllmEngine:
             self._llm.wake_up(tags=[part])
 
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Give all weights to vLLM's own loader, which joins, repacks and places them layer by layer."""
+        """Pass all weights to vLLM's loader, which fuses, repacks and places them layer by layer."""
         self._call("start_weight_update")
         try:
             if self._is_split:
@@ -298,16 +296,16 @@ class VllmEngine:
             self._call("give_up_weight_update")
             raise
         finally:
-            for _ in tensors:  # the other ranks gather: this one goes through to the end too
+            for _ in tensors:  # the other ranks gather, so this one iterates to the end too
                 pass
         self._call("finish_weight_update")
 
     def _call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of vLLM's worker, or of its extension, in each process that computes; what they return."""
+        """Call a method of vLLM's worker, or of its extension, in each computing process; returns the results."""
         return list(self._engine.collective_rpc(method, args=arguments))
 
     def _verify(self, model: PreTrainedModel) -> None:
-        """Compare what vLLM and the trainer compute for a few tokens. Collective where the model is split."""
+        """Compare the log-probabilities of vLLM and the trainer for a few tokens. Collective if the model is split."""
         probe = probe_of(model, self._engine.model_config.max_model_len, self._dtype)
         require_same("vLLM", self.score(probe.tokens), probe, ': use rollout.engine = "transformers"')
 
@@ -330,7 +328,7 @@ class VllmEngine:
 
 
 def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the tokenizer's, and those that the generation settings of the model name."""
+    """Tokens that end a completion: the tokenizer's, and those in the generation settings of the model."""
     named: object = None
     if (folder / GENERATION_CONFIG_NAME).is_file():
         named = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
@@ -339,7 +337,7 @@ def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
-    """Variables that vLLM reads when it is imported."""
+    """Variables that vLLM reads on import."""
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -350,12 +348,12 @@ def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
     return common | {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
-        "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation, for kernels that eager mode does not use
+        "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation for kernels that eager mode does not use
     }
 
 
 class _Counted:
-    """The same tensors, with the sum of their bytes so far."""
+    """The same tensors, each with the sum of the bytes so far."""
 
     def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self._tensors = tensors
@@ -372,7 +370,7 @@ class _Counted:
 
 @contextlib.contextmanager
 def _kept_threads() -> Iterator[None]:
-    """Leave the trainer its threads: vLLM on CPU takes away the function that sets them."""
+    """Keep the trainer's threads: vLLM on CPU replaces the function that sets them."""
     set_threads, number = torch.set_num_threads, torch.get_num_threads()
     try:
         yield

@@ -27,10 +27,10 @@ class VllmSampler:
         on_gpu: bool,
         lora: LoraSpec | None,
     ) -> None:
-        """Start vLLM without a version. The process group of this process alone is there already, unless the engine is
-        split (``VllmSettings.tensor_parallel``).
+        """Start vLLM without a version. Requires the process group of this process, unless the engine is split
+        (``VllmSettings.tensor_parallel``).
 
-        Args: as of :class:`VllmEngine`.
+        Args: as :class:`VllmEngine`.
         """
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         self._engine = VllmEngine(
@@ -48,25 +48,25 @@ class VllmSampler:
 
     @property
     def num_waiting(self) -> int:
-        """Completions that were asked for and are not made."""
+        """Number of unfinished completions."""
         return self._open.num_waiting
 
     @property
     def exit_code(self) -> int | None:
-        """That of a process among which the model is split, once one has ended."""
+        """Exit code of a worker process of a split engine that has ended."""
         return self._engine.exit_code
 
     @property
     def pids(self) -> Sequence[int]:
-        """Processes among which the model is split."""
+        """Worker processes of a split engine."""
         return self._engine.pids
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Take a version over; see ``samplers.Sampler``."""
+        """Load a version; see ``samplers.Sampler``."""
         self._engine.load_tensors(_beating(tensors, beat))
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Compare an adapter with that of the model; see ``samplers.Sampler``."""
+        """Compare the given adapter with the one in the model; see ``samplers.Sampler``."""
         return self._engine.count_differing(tensors)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -74,13 +74,13 @@ class VllmSampler:
         return self._engine.score(tokens)
 
     def submit(self, request: SamplerRequest) -> None:
-        """Take a request."""
+        """Accept a request."""
         self._open.add(request)
         for place, seed in enumerate(request.seeds):
             self._engine.submit(f"{request.key}.{place}", request.prompt, seed, request.sampling)
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
-        """Make one decoding step."""
+        """Run one decoding step."""
         done = []
         for name, completion in self._engine.step():
             key, place = map(int, name.split("."))
@@ -90,7 +90,7 @@ class VllmSampler:
         return done
 
     def cancel(self, keys: Collection[int]) -> None:
-        """Drop requests that are not done."""
+        """Drop unfinished requests."""
         for key in keys:
             self._engine.cancel([f"{key}.{place}" for place in self._open.cancel(key)])
 

@@ -1,10 +1,10 @@
-"""Weights in the processes in which vLLM computes, through its own interface for them (``weight_transfer``, from 0.25
-on). vLLM loads this module in each of its workers, by name; without vLLM it cannot be imported.
+"""Weight loading in vLLM's worker processes, through its own interface (``weight_transfer``, from 0.25 on). vLLM loads
+this module by name in each of its workers; without vLLM it cannot be imported.
 
-An engine of one GPU has one worker, in its own process; one that is split over several has a process for each, and
-every call goes to all of them: ``start_weight_update``, ``update_weights`` for each part, ``finish_weight_update``.
-The weights are staged by then. So vLLM is given a backend of ours, which takes tensors of the same process, or their
-places in a row that its processes share, and moves nothing over a network.
+An engine on one GPU has one worker, in its own process; a split engine has one process per GPU, and every call goes to
+all of them: ``start_weight_update``, ``update_weights`` for each part, ``finish_weight_update``. The weights are
+already staged, so our backend takes tensors of the same process or their places in shared memory, and transfers nothing
+over a network.
 """
 
 import contextlib
@@ -25,34 +25,34 @@ from rlhf_core.training.rollouts.vllm.adapter import AdapterInForce, count_diffe
 
 @dataclass
 class StagedPart(WeightTransferUpdateInfo):
-    """A part of a version: whole tensors, valid until it is complete, as vLLM keeps them until their layer is."""
+    """A part of a version: whole tensors, valid until it is complete, because vLLM keeps them as long."""
 
     tensors: Iterable[tuple[str, Tensor]] = ()
-    """Those of this process."""
+    """Tensors of this process."""
     places: Sequence[TensorPlace] = ()
-    """Those in a row that another process shares."""
+    """Tensors in memory shared by another process."""
 
 
 class StagedWeights(WeightTransferEngine):
-    """Takes versions over from staging: joined, repacked, split and placed layer by layer, by vLLM's loader."""
+    """Loads versions from staging: vLLM's loader fuses, repacks, splits and places them layer by layer."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = StagedPart
 
     def __init__(self, *arguments: Any) -> None:
-        """Take none yet. Arguments are vLLM's."""
+        """Start without a version. Arguments are vLLM's."""
         super().__init__(*arguments)
         self._row = MappedRow()
         self._is_begun = False
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Connect to nothing."""
+        """Do nothing: there are no connections."""
 
     def start_weight_update(self) -> None:
         """Prepare the model for new weights in the layout of a checkpoint."""
         if self._is_begun:
-            # Of an update that was broken off vLLM would count the parts of a layer as those of this one, and take the
-            # layer for complete before it is.
+            # vLLM would count layer parts of an aborted update as parts of this one, and consider the layer complete
+            # too early.
             self.finish_weight_update()
         with self._loading():
             initialize_layerwise_reload(self.model)
@@ -73,11 +73,11 @@ class StagedWeights(WeightTransferEngine):
                 _pack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        """Let go of nothing."""
+        """Do nothing: there is nothing to release."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Be no sender. Asked for by vLLM up to 0.27."""
+        """Return no sender; vLLM up to 0.27 asks for one."""
         raise NotImplementedError("weights are staged by rlhf_core.weight_sync")
 
     @contextlib.contextmanager
@@ -90,27 +90,27 @@ WeightTransferEngineFactory.register_engine(__name__, StagedWeights)
 
 
 class WeightExtension:
-    """Further methods of vLLM's worker (``worker_extension_cls``), whose attributes are that worker's."""
+    """Extension of vLLM's worker (``worker_extension_cls``); its attributes are those of the worker."""
 
     model_runner: Any
     _weight_update_active: bool
 
     def give_up_weight_update(self) -> None:
-        """End an update that was broken off, which vLLM has no call for: the next one would be refused."""
+        """End an aborted update, for which vLLM has no call: the next one would be refused."""
         self._weight_update_active = False
 
     def count_differing(self, adapter: AdapterInForce, tensors: Sequence[tuple[str, Tensor]]) -> int:
-        """Number of tensors of an adapter of which the layers in use do not hold their part bit for bit."""
+        """Number of tensors of an adapter whose parts in the active layers differ in any bit."""
         return count_differing(self.model_runner, adapter, tensors)
 
     def count_differing_shared(self, adapter: AdapterInForce, places: Sequence[TensorPlace]) -> int:
-        """The same with tensors in memory that another process shares."""
+        """The same with tensors in memory shared by another process."""
         row = MappedRow()
         return self.count_differing(adapter, [(place.name, row.tensor(place)) for place in places])
 
 
 def _pack_tied_head(model: nn.Module) -> None:
-    """Pack the tied ``lm_head`` of a model on CPU anew from its embedding."""
+    """Repack the tied ``lm_head`` of a model on CPU from its embedding."""
     whole: Any = getattr(model, "language_model", model)
     head = getattr(whole, "lm_head", None)
     embedding = getattr(getattr(whole, "model", None), "embed_tokens", None)

@@ -48,7 +48,7 @@ class Activity:
             try:
                 self._gpus = _Gpus()
             except OSError as error:
-                self._problem = f"GPU use is not seen: {error}"
+                self._problem = f"GPU utilization is unavailable: {error}"
 
     def poll(self, now_s: float) -> Reading:
         """Take a sample every ``SAMPLE_S``; in between, return an empty reading."""

@@ -57,4 +57,4 @@ class Checkpoints:
 
 
 def _in_words(error: OSError) -> str:
-    return f"checkpoints cannot be looked for: {error}; expected an output folder that the job may read"
+    return f"cannot search for checkpoints: {error}; expected an output folder that the job can read"

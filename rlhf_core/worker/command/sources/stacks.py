@@ -73,11 +73,11 @@ class Stacks:
         try:
             self._dumps = [_Dump(str(self._program), pid) for pid in pids]
         except OSError as error:
-            return f"stacks are not seen: py-spy could not be started ({error})"
+            return f"stacks are unavailable: py-spy could not be started ({error})"
         return ""
 
 
-_MISSING = "stacks are not seen: py-spy is not installed; it comes with rlhf-flows[training]"
+_MISSING = "stacks are unavailable: py-spy is not installed; it comes with rlhf-flows[training]"
 
 
 class _Dump:
@@ -130,7 +130,7 @@ class _Dump:
         try:
             return stacks_of(json.loads(text)), ""
         except (ValueError, KeyError, TypeError) as error:
-            return None, f"its answer could not be read ({error!r})"
+            return None, f"its response could not be read ({error!r})"
 
 
 def stacks_of(threads: list[dict[str, Any]]) -> dict[int, Stack]:

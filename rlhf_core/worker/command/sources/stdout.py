@@ -45,7 +45,7 @@ class Stdout:
             try:
                 lines = log.new_lines()
             except OSError as error:
-                problem = f"the program's output cannot be read: {error}; expected a log that the job may read"
+                problem = f"the program's output cannot be read: {error}; expected a log that the job can read"
                 continue
             for line in lines:
                 moved |= self._take(line[:MAX_LINE_CHARACTERS], figures)

@@ -64,11 +64,11 @@ class TensorBoard:
                 problem = problem or file.problem
         except ImportError as error:
             problem = (
-                f"TensorBoard's event files cannot be read: {error}; expected tensorboard beside rlhf-flows, which "
-                "comes with rlhf-flows[training]"
+                f"TensorBoard's event files cannot be read: {error}; install tensorboard beside rlhf-flows (included "
+                "in rlhf-flows[training])"
             )
         except OSError as error:
-            problem = f"TensorBoard's event files cannot be read: {error}; expected files that the job may read"
+            problem = f"TensorBoard's event files cannot be read: {error}; expected files that the job can read"
         if figures:
             self._step = figures[-1].step
         return Reading(bool(figures), self._step, metrics=by_step(figures), problem=problem)
@@ -81,7 +81,7 @@ class TensorBoard:
             if number >= MAX_FOLDERS:
                 return (
                     f"found more than {MAX_FOLDERS} folders in {self._watched.output_dir}, expected fewer to search "
-                    "for TensorBoard's event files; those in the rest are not seen"
+                    "for TensorBoard's event files; those in the remaining folders are ignored"
                 )
             for name in names:
                 path = Path(folder) / name
@@ -156,8 +156,8 @@ class _EventFile:
             length, check = _CHECKED_LENGTH.unpack(header)
             if masked_crc32c(header[:8]) != check:
                 self.problem = (
-                    f"{self._path} is damaged at byte {offset}: found a record whose length does not fit its "
-                    "checksum; what follows in this file is not seen"
+                    f"{self._path} is damaged at byte {offset}: found a record with a length that does not match its "
+                    "checksum; the rest of this file is ignored"
                 )
                 return
             end = offset + _HEADER + length + _FOOTER

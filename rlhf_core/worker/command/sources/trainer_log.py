@@ -176,4 +176,4 @@ def _values_of(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _in_words(error: OSError) -> str:
-    return f"the trainer's log cannot be read: {error}; expected an output folder that the job may read"
+    return f"the trainer's log cannot be read: {error}; expected an output folder that the job can read"
