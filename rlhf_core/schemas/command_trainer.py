@@ -88,13 +88,13 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
         is_strong=True,
     ),
     ProgressSource.TRAINER_LOG: SourceSight(
-        sees="a job that makes no more steps",
+        sees="a job that no longer makes steps",
         blind="the responsible rank; anything shorter than the time between two lines (logging_steps), or "
         "than that between two checkpoints without a log",
         is_strong=True,
     ),
     ProgressSource.TENSORBOARD: SourceSight(
-        sees="a job that makes no more steps",
+        sees="a job that no longer makes steps",
         blind="the responsible rank; anything shorter than the time between two logged steps, or than the 120 s "
         "between two flushes of its writer if the trainer's environment has TensorFlow",
         is_strong=True,

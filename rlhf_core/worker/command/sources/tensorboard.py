@@ -1,7 +1,7 @@
 """Progress shown by scalars in TensorBoard event files.
 
-Detects a job that makes no more steps. Cannot tell which rank is to blame, since usually the first rank writes for all,
-and misses anything shorter than the time between two logged steps. torch's writer writes each event to the file at
+Detects a job that no longer makes steps. Cannot tell which rank is to blame, since usually the first rank writes for
+all, and misses anything shorter than the time between two logged steps. torch's writer writes each event to the file at
 once unless TensorFlow is installed too: then up to 120 s later (``flush_secs``). transformers flushes at every log.
 
 Records are read here by offset rather than with TensorBoard's loader, which keeps the file open, so that a network file

@@ -3,7 +3,7 @@
 Reads ``logging.jsonl`` (ms-swift) and ``trainer_log.jsonl`` (LLaMA-Factory) or, if there is neither, the
 ``log_history`` in the ``trainer_state.json`` of every checkpoint (transformers, TRL).
 
-Detects a job that makes no more steps. Cannot tell which rank is to blame, since the first rank writes for all, and
+Detects a job that no longer makes steps. Cannot tell which rank is to blame, since the first rank writes for all, and
 misses anything shorter than the time between two lines (``logging_steps``; without a log, between two checkpoints).
 """
 
