@@ -36,7 +36,7 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     assert [attempt["resumed_from_step"] for attempt in shown["attempts"]] == [0, 12]
     first, last = (one for one in shown["decisions"] if one["decided_by"] == "controller")
     assert first["action"] == "new_attempt"
-    assert "going back to step-000012, once" in first["reason"]
+    assert "resuming once from step-000012" in first["reason"]
     assert last["action"] == "stop"
     assert "change the reward or the config" in last["reason"]
     aside = site.only_run().aside(1)

@@ -132,7 +132,7 @@ def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
     """Otherwise `rlhf resume` would put a second job beside it."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 1}))
     desk.trains_for_ever(run_dir)
-    with pytest.raises(RunFailed, match="have said nothing"):
+    with pytest.raises(RunFailed, match="have been silent for"):
         drive(desk.controller(run_dir))
     assert desk.scheduler.cancelled == ["101"]
     assert desk.scheduler.jobs["101"].state is JobState.ENDED

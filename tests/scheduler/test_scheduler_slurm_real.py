@@ -111,7 +111,7 @@ def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(slurm: SlurmSc
     assert status(slurm, job).state in (JobState.PENDING, JobState.RUNNING)
     gone = job.model_copy(update={"job_id": "1"})
     assert status(slurm, gone).state is JobState.ENDED
-    assert "forgotten" in status(slurm, gone).reason
+    assert "no longer has a record" in status(slurm, gone).reason
     assert slurm.cancel(job)
 
 

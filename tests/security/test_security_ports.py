@@ -215,7 +215,7 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
     assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
     assert not bomb.exists()
     assert sorted(refusals(run)) == ["node1", "node2"], "each of them says so once"
-    assert "was refused: " in run.printed(0)
+    assert "was rejected: " in run.printed(0)
 
 
 def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:

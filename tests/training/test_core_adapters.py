@@ -84,7 +84,7 @@ def test_the_reference_is_a_second_model_to_the_last_bit(tmp_path: Path) -> None
     load_adapter(earlier.causal_lm, tmp_path / "earlier")
     policy = PolicyModel(stirred(model))
     before, _ = policy(IDS)
-    for source, second in ((None, PolicyModel(tiny_model())), (tmp_path / "earlier", earlier)):
+    for source, second in ((None, PolicyModel(load_causal_lm(folder, "float32"))), (tmp_path / "earlier", earlier)):
         reference = AdapterReference(policy, policy.causal_lm, source)
         assert torch.equal(policy(IDS)[0], before), "the trained adapter stays the active one"
         assert torch.equal(reference(IDS)[0], second(IDS)[0])

@@ -45,7 +45,7 @@ def test_a_finding_is_an_event_when_it_begins_and_when_it_ends(log: tuple[EventL
     events, path = log
     found = Anomalies(events)
     (text,) = looks(found, 0, 200, 95.0)
-    assert "node2 stands out" in text
+    assert "node2 is an outlier" in text
     assert told(path) == [("begins", text)]
     assert looks(found, 200, 400, 21.0) == ()
     assert told(path) == [("begins", text), ("ends", f"no longer: {text}")]

@@ -42,10 +42,10 @@ ONE_CANNOT_START = """
 import os, sys, time
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.failures import FailureKind
-    from rlhf_core.worker.agent import agent
+    from rlhf_core.worker.agent import phases
     from rlhf_core.worker.agent.job import AttemptAborted
 
-    run_phase = agent.Agent._run_phase
+    run_phase = phases.Agent._run_phase
 
     def one_fails_the_others_are_at_it(self, number, phase):
         if os.environ["SLURMD_NODENAME"] == "node3":
@@ -55,7 +55,7 @@ if "agent" in sys.orig_argv:
         self._agreement.wait_until(lambda: asked.to_end or bool(asked.stop), 300.0)
         return run_phase(self, number, phase)
 
-    agent.Agent._run_phase = one_fails_the_others_are_at_it
+    phases.Agent._run_phase = one_fails_the_others_are_at_it
 """
 """Preparation between the start of an agent and that of its workers: it fails on one node, and takes long on others."""
 
