@@ -61,6 +61,9 @@ BUSY_TIMEOUT_S = 20.0
 RETRY_INTERVAL_S = 0.1
 """Pause before each retry."""
 
+RETRYING_LOGGERS = ("docket.dependencies", "prefect.server.utilities.worker_channel")
+"""Loggers of what is retried after a busy SQLite: services, and workers, which connect again and use REST meanwhile."""
+
 _WRITING_PATH = "/csrf-token"
 """Path suffix of a GET request that writes: each client gets a token that the server stores."""
 
@@ -210,7 +213,8 @@ def create_app(names: Names | None = None) -> Guarded:
     if not password:
         raise BadInput("the Prefect server has no password; `rlhf serve server` gives it one")
     collections.get_collection_view = shipped_view
-    logging.getLogger("docket.dependencies").addFilter(is_news)
+    for name in RETRYING_LOGGERS:
+        logging.getLogger(name).addFilter(is_news)
     let_schedules_be_inserted()
     inner = Limited(Styled(RetriedWhenBusy(prefect_app())))
     return Guarded(Known(Authenticated(inner, password), names or names_of(())))

@@ -443,7 +443,9 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
 def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
     import logging
 
-    from flows.server.app import is_news
+    from prefect.server.utilities import worker_channel
+
+    from flows.server.app import RETRYING_LOGGERS, is_news
 
     def line(error: Exception | None) -> logging.LogRecord:
         info = (type(error), error, None) if error else None
@@ -452,6 +454,7 @@ def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
     assert not is_news(line(OSError("(sqlite3.OperationalError) database is locked")))
     assert is_news(line(OSError("database disk image is malformed")))
     assert is_news(line(None))
+    assert worker_channel.logger.name in RETRYING_LOGGERS
 
 
 @pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
