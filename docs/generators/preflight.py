@@ -132,9 +132,10 @@ The model assumes the longest prompts and completions that the config allows. Of
 memory of a node (`memory.offload`). The estimate is compared with the memory of the GPU, from `slurm.gpu_type` or as
 the nodes report it; on CPU, with the memory of the node divided by its ranks.
 
-For one rank of a float32 model with 34 million parameters (8 layers, hidden size 512, 32 sequences of 256 tokens at
-once) on CPU, the estimate is 6.2 GiB, and the peak in a run was 5.9 GiB. For the weights, gradients and optimizer of 50
-million parameters on two ranks, we measured the peak of an update (`tests/benchmarks/bench_memory.py`), in MiB:
+Before lean layers ([0045](decisions/0045-lean-layers.md)), for one rank of a float32 model with 34 million parameters
+(8 layers, hidden size 512, 32 sequences of 256 tokens at once) on CPU, the estimate was 6.2 GiB, and the peak in a run
+5.9 GiB. It was not measured again since; a test counts what autograd keeps. For the weights, gradients and optimizer
+of 50 million parameters on two ranks, we measured the peak of an update (`tests/benchmarks/bench_memory.py`), in MiB:
 
 | | float32, measured | float32, estimated | bfloat16, measured | bfloat16, estimated |
 |---|---|---|---|---|
