@@ -10,7 +10,7 @@ kernel kills its workers.
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
@@ -37,7 +36,7 @@ from rlhf_core.worker.agent.independent_run import IndependentRun
 from rlhf_core.worker.agent.job import Ending, Job
 from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
 from rlhf_core.worker.agent.trainer_warnings import TrainerWarnings
-from rlhf_core.worker.channel.messages import AgentChannel, Message
+from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import LOOPBACK
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
@@ -154,17 +153,6 @@ class Agent:
         restarts = self._decisions.budget.restarts
         return Ending(AttemptState.COMPLETED, "every role succeeded", num_restarts=restarts)
 
-    def _agree(
-        self,
-        topic: str,
-        message: Schema,
-        kind: type[Message],
-        decide: Callable[[Mapping[int, Message]], AgreedStep],
-        timeout_s: float = float("inf"),
-    ) -> AgreedStep:
-        """Agree on one step, blocking until it is known; see :meth:`Agreement.agree`."""
-        return self._agreement.complete(self._agreement.agree(topic, message, kind, decide, timeout_s))
-
     def _meet(self) -> Ending | None:
         """Wait on agent 0 until every node's agent has joined; return an ending if one is not there in time."""
         channel = self._channel
@@ -223,12 +211,14 @@ class Agent:
                 return step
             return AgreedStep(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
 
-        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S)
+        step = self._agreement.complete(self._agreement.agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S))
         for look in (1, 2):
             if probe.measures and step.action in ("start", "again"):
                 speed = probe.measure(look, lambda: asked.to_end)
                 after = partial(after_speeds, look=look)
-                step = self._agree(f"speed-{look}", speed, NodeSpeed, after, probe.timeout_s)
+                step = self._agreement.complete(
+                    self._agreement.agree(f"speed-{look}", speed, NodeSpeed, after, probe.timeout_s)
+                )
             if step.action != "again":
                 break
         return Ending.of(step) if step.action == "end" else None
