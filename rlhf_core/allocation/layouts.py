@@ -75,7 +75,7 @@ def problems(layout: Layout, cluster: Cluster) -> list[Problem]:
     ]
 
 
-def nearest(layout: Layout, cluster: Cluster, number: int = _NAMED) -> list[Layout]:
+def nearest(layout: Layout, cluster: Cluster) -> list[Layout]:
     """Layouts that divide, nearest first: as few ranks, engines and GPUs of an engine changed as possible."""
 
     def distance(other: Layout) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def nearest(layout: Layout, cluster: Cluster, number: int = _NAMED) -> list[Layo
         for one in layouts(cluster, layout.trainers + layout.engines + 1)
         if bool(one.engines) == bool(layout.engines) and bool(one.engine_nodes) == bool(layout.engine_nodes)
     ]
-    return sorted(same_kind, key=distance)[:number]
+    return sorted(same_kind, key=distance)[:_NAMED]
 
 
 def layouts(cluster: Cluster, most: int = 0) -> Iterator[Layout]:

@@ -140,7 +140,7 @@ def validate(
     raise BadConfig(problems_in_words(found))
 
 
-def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
+def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse overrides that are invalid for any config: unknown settings, and values that they cannot take.
 
     Raises:
@@ -148,8 +148,8 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
     """
     content: dict[str, Any] = {}
     for override in overrides:
-        _apply(content, override, given_as)
-    require_bounded(content, given_as)
+        _apply(content, override, "--set")
+    require_bounded(content, "--set")
     try:
         RunSpec.model_validate(_with_choices(content))
         return
@@ -162,7 +162,7 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
         if detail["type"] == "extra_forbidden" or (location_of(detail) in named and detail["type"] != "value_error")
     ]
     if problems:
-        raise BadConfig(problems_in_words({given_as: problems}))
+        raise BadConfig(problems_in_words({"--set": problems}))
 
 
 def _with_choices(content: dict[str, Any]) -> dict[str, Any]:

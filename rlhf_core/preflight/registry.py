@@ -1,7 +1,7 @@
 """Registry of the static checks, and their execution."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,14 +65,14 @@ def check(id: str, *, trainer: Literal["", "native", "command"] = "") -> Callabl
     return register
 
 
-def run_checks(facts: Facts, checks: Iterable[Check] | None = None) -> tuple[CheckResult, ...]:
+def run_checks(facts: Facts) -> tuple[CheckResult, ...]:
     """Run every check in order, then those of plug-ins, and return all findings.
 
     A check in ``preflight.off`` does not run; its only finding is the reason given there.
     """
     off = facts.spec.preflight.off
     results = []
-    for each in _all_checks(facts) if checks is None else checks:
+    for each in _all_checks(facts):
         if not each.concerns(facts):
             continue
         function = _turned_off(off[each.id]) if each.id in off and each.id != OFF else each.function

@@ -30,10 +30,9 @@ _ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 
 
-def new_run_id(name: str, now: datetime | None = None) -> str:
+def new_run_id(name: str) -> str:
     """``<name>-<date>-<time>-<6 hex digits>``: sortable, readable, unique."""
-    moment = now or datetime.now(UTC)
-    return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 @dataclass(frozen=True)

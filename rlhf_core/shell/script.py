@@ -27,7 +27,6 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
 _REDIRECTIONS = frozenset(["&>>", "&>", ">>", "<<<", ">&", "<&", ">|", ">", "<"])
 _SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*)$", re.MULTILINE)
-_PIPES = frozenset(["|", "|&"])
 _OPENING = frozenset(["if", "while", "until", "for", "case", "select", "{"])
 _CLOSING = frozenset(["fi", "done", "esac", "}"])
 _PREFIXES = frozenset(["if", "while", "until", "then", "do", "else", "elif", "!", "{", "time"])
@@ -45,7 +44,6 @@ class ShellCommand:
     line: int
     """Number of its first line, from 1."""
     in_background: bool = False
-    in_pipe: bool = False
     is_conditional: bool = False
     """True in a branch, a loop, a function or after ``||``: it may run or not."""
     unread: tuple[str, ...] = ()
@@ -215,7 +213,7 @@ class _Reader:
         else:
             self.notes.append(f"here-document in line {body.line}")
 
-    def command(self, words: Iterable[ShellToken], end: str, *, in_pipe: bool) -> None:
+    def command(self, words: Iterable[ShellToken], end: str) -> None:
         """Take in the words between two separators."""
         tokens = deque(words)
         while tokens and tokens[0].plain in _PREFIXES | _CLOSING:
@@ -256,7 +254,6 @@ class _Reader:
                 variables={name: value.text for name, value in given.items()},
                 line=line,
                 in_background=end == "&",
-                in_pipe=in_pipe,
                 is_conditional=self.depth > 0 or self.after_or,
                 unread=tuple(dict.fromkeys(text for value in [*filled, *given.values()] for text in value.unread)),
             )
@@ -302,7 +299,7 @@ def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Seq
     reader = _Reader({name: _Value(value) for name, value in (known or {}).items()})
     reader.set_arguments(arguments)
     tokens: list[ShellToken] = []
-    in_pipe, drops_next = False, False
+    drops_next = False
     here: ShellToken | None = None
     try:
         for token in lexer.tokens():
@@ -320,11 +317,11 @@ def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Seq
             elif token.operator:
                 if here is not None:
                     reader.here_document(tokens, here)
-                reader.command(tokens, token.operator, in_pipe=in_pipe or token.operator in _PIPES)
+                reader.command(tokens, token.operator)
                 here = None
-                in_pipe, reader.after_or = token.operator in _PIPES, token.operator == "||"
+                reader.after_or = token.operator == "||"
                 tokens, drops_next = [], False
-        reader.command(tokens, "", in_pipe=in_pipe)
+        reader.command(tokens, "")
     except UnclosedShell as error:
         reader.notes.append(f"everything from line {lexer.line}: {error}")
     sbatch = tuple(re.sub(r"\s#.*", "", found[1]).strip() for found in _SBATCH.finditer(text))

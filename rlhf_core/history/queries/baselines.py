@@ -13,6 +13,10 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
 
+_NEWEST_RUNS = 5
+"""Number of runs of a shape that say what is usual; earlier ones may have run with other code."""
+_MIN_PROBES, _MAX_PROBES = 3, 10
+
 
 def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, datetime]]:
     """Read the strikes against nodes: node, kind of failure, time; oldest first."""
@@ -33,15 +37,10 @@ def restarts_since(store: HistoryStore, since: datetime) -> int:
         return int(connection.execute(query).scalar_one())
 
 
-def usual_speeds(
-    store: HistoryStore, since: datetime, min_earlier: int = 3, num_newest: int = 10
-) -> dict[str, dict[str, dict[str, float]]]:
+def usual_speeds(store: HistoryStore, since: datetime) -> dict[str, dict[str, dict[str, float]]]:
     """Read the medians of the newest probes of every node: node to device to ``matmul_tflops`` and ``bandwidth_gb_s``.
 
-    Args:
-        since: start of the period.
-        min_earlier: minimum number of probes of a node and device for a median.
-        num_newest: maximum number of newest probes to use.
+    A median is over at most the 10 newest since ``since``; a node and device with fewer than 3 has none.
     """
     query = (
         select(SPEEDS.c.node, SPEEDS.c.device, SPEEDS.c.matmul_tflops, SPEEDS.c.bandwidth_gb_s)
@@ -52,11 +51,11 @@ def usual_speeds(
     with store.reading() as connection:
         for node, device, tflops, gb_s in connection.execute(query):
             readings = measured.setdefault((node, device), [])
-            if len(readings) < num_newest:
+            if len(readings) < _MAX_PROBES:
                 readings.append((tflops, gb_s))
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (node, device), readings in measured.items():
-        if len(readings) >= min_earlier:
+        if len(readings) >= _MIN_PROBES:
             usual = {
                 "matmul_tflops": median(tflops for tflops, _ in readings),
                 "bandwidth_gb_s": median(gb_s for _, gb_s in readings),
@@ -65,11 +64,11 @@ def usual_speeds(
     return found
 
 
-def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str, float]:
+def longest_gaps(store: HistoryStore, shape: str) -> dict[str, float]:
     """Read the longest gaps between heartbeats in the newest completed runs of a shape: ``role/phase`` to seconds."""
     found: dict[str, float] = {}
     with store.reading() as connection:
-        runs = list(connection.execute(newest_completed(shape, num_runs)).scalars())
+        runs = list(connection.execute(newest_completed(shape)).scalars())
         query = select(NODES.c.longest_gaps_s).where(NODES.c.run_id.in_(runs), NODES.c.node_index == 0)
         for gaps in connection.execute(query).scalars():
             for place, seconds in gaps.items():
@@ -77,10 +76,10 @@ def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str
     return found
 
 
-def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> float | None:
+def seconds_per_step(store: HistoryStore, shape: str) -> float | None:
     """Estimate the duration of a step: the median over the newest completed runs of a shape of their mean step time.
     None if there are no such runs. Trials are excluded, because their few steps are mostly warm-up."""
-    newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
+    newest = newest_completed(shape).where(RUNS.c.trial_of == "")
     means = (
         select(func.avg(METRICS.c.value))
         .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
@@ -119,11 +118,11 @@ def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
         return {"run_id": run.run_id, "spec": run.spec, "basis": connection.execute(basis).scalar() or ""}
 
 
-def newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
+def newest_completed(shape: str) -> Select[tuple[str]]:
     """Select the ids of the newest completed runs of a shape."""
     return (
         select(RUNS.c.run_id)
         .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
         .order_by(RUNS.c.created_at.desc())
-        .limit(num_runs)
+        .limit(_NEWEST_RUNS)
     )

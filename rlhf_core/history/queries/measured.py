@@ -14,7 +14,7 @@ _MEMORY = ("workers_rss_gb", "gpu0_memory_used_gb", "gpu1_memory_used_gb", "gpu2
            "gpu4_memory_used_gb", "gpu5_memory_used_gb", "gpu6_memory_used_gb", "gpu7_memory_used_gb")  # fmt: skip
 
 
-def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5, engine_nodes: int = 0) -> Facts:
+def measured_shape(store: HistoryStore, shape: str, engine_nodes: int = 0) -> Facts:
     """Read step time and memory of the newest completed runs of a shape, without trials.
 
     Args:
@@ -27,7 +27,7 @@ def measured_shape(store: HistoryStore, shape: str, num_runs: int = 5, engine_no
             ``gpu_gb`` (peak memory of a GPU, GiB): from means over some seconds, null if not measured.
     """
     with store.reading() as connection:
-        newest = newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
+        newest = newest_completed(shape).where(RUNS.c.trial_of == "")
         runs = [str(run_id) for run_id in connection.execute(newest).scalars()]
         peaks = _peaks(connection, runs, engine_nodes)
         of_gpus = [value for key, value in peaks.items() if key != "workers_rss_gb"]

@@ -43,11 +43,6 @@ class Dispatcher:
         """True once every prompt is answered."""
         return len(self.made) == len(self._tasks)
 
-    @property
-    def has_pending(self) -> bool:
-        """True if a prompt waits for an engine."""
-        return bool(self._pending)
-
     def outstanding(self, engine: int) -> frozenset[int]:
         """Prompts sent to an engine and not answered yet."""
         return frozenset(self._outstanding.get(engine, ()))
