@@ -57,10 +57,12 @@ def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch
         shared = [line for line in maps if "/dev/shm/psm_" in line]
         assert shared
         assert all(line.endswith("(deleted)") for line in shared), "it is given back however the engine ends"
+        parts[0].suspend()  # as one that waits for the other in a collective: vLLM's request to exit is not heard
         parts[1].kill()
         group.processes[0].join(TIMEOUT_S)
         assert group.processes[0].exitcode == -signal.SIGKILL, "the agent sees what has ended it"
         assert "SIGKILL ended a sampling process of this engine" in group.output(0)
+        assert "still running after grace period" not in group.output(0), "vLLM does not have to wait for the other"
         assert not psutil.wait_procs(parts, TIMEOUT_S)[1]
 
 

@@ -14,7 +14,6 @@ With an adapter (``model.lora``), vLLM reads the base model itself and receives 
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completio
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of, remove_mapped_files
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
+from rlhf_core.training.rollouts.vllm.processes import EngineProcesses
 from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 from rlhf_core.training.types import Completion
 
@@ -118,7 +118,8 @@ class VllmEngine:
                 **options,
             )
         self._engine = self._llm.llm_engine
-        self._processes = [one.proc for one in self._engine.model_executor.workers] if self._is_split else []
+        workers = self._engine.model_executor.workers if self._is_split else []
+        self._processes = EngineProcesses([one.proc for one in workers])
         if self._is_split:
             remove_mapped_files(_VLLM_MEMORY)
         self.sleep()
@@ -204,16 +205,12 @@ class VllmEngine:
     @property
     def pids(self) -> Sequence[int]:
         """Worker processes of a split engine; none if this process computes itself."""
-        return [one.pid for one in self._processes]
+        return self._processes.pids
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of a worker process that ended by itself, negative for a signal; None while all are running.
-
-        vLLM then ends the others.
-        """
-        codes = [one.exitcode for one in self._processes if one.exitcode is not None]
-        return next((code for code in codes if code != -signal.SIGTERM), codes[0] if codes else None)
+        """Exit code of the worker process that ended first, which ends the others; None while all are running."""
+        return self._processes.exit_code
 
     @property
     def is_busy(self) -> bool:
@@ -277,6 +274,7 @@ class VllmEngine:
         """
         self.sleep()
         if self._is_split:
+            self._processes.allow_exit()
             self._engine.model_executor.shutdown()
 
     def _wake(self, part: str) -> None:
