@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
 from fault_engines import PREFIX as OF_ENGINES
+from fault_engines import SPLIT_PREFIX as OF_SPLIT
 from fault_engines import engine_scenarios
 from fault_inject import OUTSIDE, Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
@@ -310,12 +311,14 @@ def main() -> None:
     at_defaults = [row for row in rows if row.row.startswith(PREFIX)]
     of_scripts = [row for row in rows if row.row.startswith(OF_SCRIPTS)]
     of_engines = [row for row in rows if row.row.startswith(OF_ENGINES)]
-    others = [row for row in rows if row not in [*at_defaults, *of_scripts, *of_engines]]
+    of_split = [row for row in rows if row.row.startswith(OF_SPLIT)]
+    others = [row for row in rows if row not in [*at_defaults, *of_scripts, *of_engines, *of_split]]
     for place, some in (
         ("fault campaign", others),
         ("default floors", at_defaults),
         ("torchrun script", of_scripts),
         ("rollout engines", of_engines),
+        ("split engines", of_split),
     ):
         if some:
             table = markdown(some)

@@ -1,14 +1,24 @@
-"""Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine."""
+"""Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine; or one node,
+with an engine of vLLM in two processes."""
 
 from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
 
 PREFIX = "rollout engines"
+SPLIT_PREFIX = "split engine"
 NUM_ENGINES = 2
 SETTINGS = (
     f"rollout.engines={NUM_ENGINES}",
     # A group at a time: which prompts come together has no part in the numbers, and moved prompts change nothing.
     "rollout.batch_size=4",
     "loops.main.algorithm.samples_per_prompt=4",
+)
+SPLIT = (
+    'rollout.engine="vllm"',
+    "rollout.engines=1",
+    "rollout.vllm.tensor_parallel=2",
+    "model.config.num_key_value_heads=2",
+    "model.config.head_dim=32",  # the smallest for vLLM's attention on CPU
+    "supervise.rollout_floor_s=10",  # seven processes share the cores of one machine
 )
 _SLURM = frozenset({"slurm"})
 _ALONE = frozenset({"restart_workers"})
@@ -18,6 +28,11 @@ _KILLED, _HUNG = frozenset({"worker_killed"}), frozenset({"hang"})
 def _kind(row: str, expected: Expected, **fields: object) -> Kind:
     # Slow steps: an engine is back before the next fault.
     return Kind(f"{PREFIX}: {row}", expected, num_nodes=2, compared=SETTINGS, more_steps=5, **fields)  # type: ignore[arg-type]
+
+
+def _split(row: str, expected: Expected, outside: str) -> Kind:
+    # The trainers wait for their only engine: no more steps are made than without a fault.
+    return Kind(f"{SPLIT_PREFIX}: {row}", expected, num_nodes=1, outside=outside, compared=SPLIT)
 
 
 KINDS: tuple[Kind, ...] = (
@@ -44,12 +59,14 @@ KINDS: tuple[Kind, ...] = (
         outside="kill_agent",
         needs=_SLURM,
     ),
-    _kind("control: an engine stands still for 3 s", Expected(), outside="pause_engine"),
+    _kind("control: an engine is stopped for 3 s", Expected(), outside="pause_engine"),
     _kind(
         "an engine computes something else in two syncs",
         Expected(frozenset({"engine"}), _ALONE, "rank", "death"),
         inside=lambda chance: {"moment": "probe", "what": "other", "rank": 0, "engine": chance.randrange(NUM_ENGINES)},
     ),
+    _split("SIGKILL one of its two processes", Expected(_KILLED, _ALONE, "rank", "death"), "kill_engine_part"),
+    _split("SIGSTOP one of its two processes", Expected(_HUNG, _ALONE, "rank", "hang"), "stop_engine_part"),
 )
 
 

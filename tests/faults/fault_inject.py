@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from fault_runs import DisturbedSite, Stuck, agent_pids, engines, program_ranks, workers
+from fault_runs import DisturbedSite, Stuck, agent_pids, engine_parts, engines, program_ranks, workers
 from fault_services import Cluster, Postgres, PrefectServer
 from sites import last_step
 
@@ -96,11 +96,12 @@ def stop_program_rank(place: Place) -> Truth:
     return _signal_rank(place, signal.SIGSTOP, of_program=True)
 
 
-def _signal_engine(place: Place, number: signal.Signals) -> Truth:
+def _signal_engine(place: Place, number: signal.Signals, *, a_part: bool = False) -> Truth:
     """Signal one rollout engine, and wait until it serves again: with both gone the trainers would wait."""
     victim = place.chance.choice(engines(place.run))
+    pid = place.chance.choice(engine_parts(victim.pid)) if a_part else victim.pid
     truth = place.truth(victim.rank, victim.node)
-    os.kill(victim.pid, number)
+    os.kill(pid, number)
     wait_for_engine(place, victim.rank)
     return truth
 
@@ -125,6 +126,16 @@ def kill_engine(place: Place) -> Truth:
 def stop_engine(place: Place) -> Truth:
     """SIGSTOP one rollout engine."""
     return _signal_engine(place, signal.SIGSTOP)
+
+
+def kill_engine_part(place: Place) -> Truth:
+    """SIGKILL one of the processes that a split engine samples with."""
+    return _signal_engine(place, signal.SIGKILL, a_part=True)
+
+
+def stop_engine_part(place: Place) -> Truth:
+    """SIGSTOP one of the processes that a split engine samples with."""
+    return _signal_engine(place, signal.SIGSTOP, a_part=True)
 
 
 def pause_engine(place: Place) -> Truth:
@@ -435,6 +446,8 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
         stop_program_rank,
         kill_engine,
         stop_engine,
+        kill_engine_part,
+        stop_engine_part,
         pause_engine,
         kill_leader,
         kill_agent,

@@ -8,7 +8,7 @@ from typing import Any
 
 from fault_cases import Expected, Fault
 from fault_inject import Truth
-from fault_runs import at, events, restarts, steps
+from fault_runs import at, engines, events, restarts, steps
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
@@ -56,7 +56,7 @@ class Row:
     again_s: float | None
     """From the fault to the next step that was made."""
     cold_s: float | None
-    """Cold start of the same run: first sign of an agent to the first step."""
+    """Cold start of the same run; see :func:`_cold_start`."""
     again_in_time: bool | None
     steps_lost: int | None
     same_numbers: bool | None
@@ -281,8 +281,10 @@ def _steps_lost(run: RunDir, begin: datetime) -> int | None:
 
 
 def _cold_start(run: RunDir) -> float | None:
+    """From the first sign of an agent to the first step; of a run with engines, to the first that they sampled for."""
     started = [event.time for _, event in events(run) if event.kind == "agent_started"]
-    first = [line.time for _, line in steps(run)]
+    has_engines = bool(engines(run))
+    first = [line.time for _, line in steps(run) if not has_engines or "time/rollout_s" in line.metrics]
     return (min(first) - min(started)).total_seconds() if started and first else None
 
 

@@ -204,6 +204,12 @@ def engines(run: RunDir) -> list[Worker]:
     return [newest[rank] for rank in sorted(newest)]
 
 
+def engine_parts(pid: int) -> list[int]:
+    """Process ids of the parts of a split engine of vLLM, in their order."""
+    named = {one.name(): one.pid for one in psutil.Process(pid).children() if one.name().startswith("VLLM::Worker")}
+    return [named[name] for name in sorted(named)]
+
+
 def _started(run: RunDir) -> list[tuple[RestartDir, AgentEvent]]:
     return [(restart, event) for restart, event in events(run) if event.kind == "workers_started"]
 
