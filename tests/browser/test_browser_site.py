@@ -4,6 +4,7 @@ Every effect is looked for where it counts: in the queue of Slurm, and in the da
 at the start, all by the form, so that they are at work beside each other while one after the other is looked at.
 """
 
+import contextlib
 import json
 import signal
 from collections.abc import Callable
@@ -62,16 +63,14 @@ def asked(site: Site, chromium: Any) -> dict[str, str]:
 
 
 def ranks(run_id: str) -> list[psutil.Process]:
-    """The trainer ranks of a run, by their rank."""
-    found = {}
+    """The trainer ranks of a run, in the order of their ranks: that in which their agent forks them."""
+    found = []
     for process in psutil.process_iter():
-        try:
-            words, around = process.cmdline(), process.environ()
-        except psutil.Error:
-            continue
-        if "trainer" in words and any(run_id in word for word in words) and "RANK" in around:
-            found[int(around["RANK"])] = process
-    return [found[rank] for rank in sorted(found)]
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "trainer" in words and any(run_id in word for word in words):
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,6 +224,7 @@ def test_a_run_is_cancelled_in_the_ui(site: Site, asked: dict[str, str], page: A
     site.becomes(run_id, "training")
     until(lambda: site.step(run_id) > 20, timeout_s=TIMEOUT_S)
     assert len(site.jobs(run_id)) == 1
+    assert len(ranks(run_id)) == 2
     pages.open_flow_run(page, site.url, flow_run)
     pages.cancel(page)
     site.becomes(run_id, "cancelled")
