@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import prefect_template
@@ -54,6 +55,28 @@ def _shared_templates(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Have the processes of this session share what is made once."""
     folder = tmp_path_factory.getbasetemp()
     prefect_template.share_in(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _copied_histories() -> Iterator[None]:
+    """Have new SQLite histories copied from a migrated one."""
+    from history_template import copy_or_migrate  # late: libraries come after the variables above
+
+    from rlhf_core.history import migrate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate, "_migrate", copy_or_migrate)
+        yield
+
+
+@pytest.fixture
+def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have new histories made by the migrations, as outside of tests."""
+    from history_template import MIGRATE
+
+    from rlhf_core.history import migrate
+
+    monkeypatch.setattr(migrate, "_migrate", MIGRATE)
 
 
 @pytest.fixture(autouse=True)
