@@ -1,7 +1,10 @@
 """Fixtures for every test: the user's home stays untouched, and nothing connects to the network."""
 
+import atexit
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import prefect_template
@@ -11,6 +14,24 @@ import skip_guard
 
 # Each test process imports all that any test uses. The collector would go through it in vain, again and again.
 gc.disable()
+
+_PROCESS = os.getpid()
+
+
+@atexit.register
+def _end() -> None:
+    """End a worker of pytest-xdist at once, and other processes as everywhere: libraries in C++ complain of what is
+    frozen.
+
+    Registered before any library registers its own, and so called after those. Not before pytest has ended, since it
+    collects twice as it ends.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ and os.getpid() == _PROCESS:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    gc.unfreeze()
+
 
 # Before any library is imported: one thread per process (tests share few cores), no hubs, no telemetry.
 os.environ.update(
@@ -56,6 +77,28 @@ def _shared_templates(tmp_path_factory: pytest.TempPathFactory) -> None:
     prefect_template.share_in(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _copied_histories() -> Iterator[None]:
+    """Have new SQLite histories copied from a migrated one."""
+    from history_template import copy_or_migrate  # late: libraries come after the variables above
+
+    from rlhf_core.history import migrate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate, "_migrate", copy_or_migrate)
+        yield
+
+
+@pytest.fixture
+def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have new histories made by the migrations, as outside of tests."""
+    from history_template import MIGRATE
+
+    from rlhf_core.history import migrate
+
+    monkeypatch.setattr(migrate, "_migrate", MIGRATE)
+
+
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Site settings of this test alone: a fresh RLHF_HOME and no setting of the user who runs the tests."""
@@ -77,11 +120,6 @@ def pytest_collection_finish() -> None:
     """Have the collector leave alone what was imported, and look after what tests make."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Have the interpreter end as it does everywhere: libraries in C++ complain of what is frozen."""
-    gc.unfreeze()
 
 
 def _cuda_available() -> bool:

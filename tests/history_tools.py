@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from history_template import sqlite_template
 from made_reports import checkpoint_manifest, decision_of, evaluation_report, incident_of, rank_status, stored_spec
 from sqlalchemy import Engine, create_engine, text
 
@@ -380,20 +381,10 @@ def remove_run(store: HistoryStore, run_id: str) -> None:
 # Databases
 
 
-@functools.cache
-def _sqlite_template() -> Path:
-    """A migrated, empty SQLite file: copied for each test, because migrating takes longer than most tests."""
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-sqlite-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    file = folder / "history.db"
-    migrate.upgrade(parse_url(f"sqlite:///{file}"))
-    return file
-
-
 def new_sqlite(folder: Path) -> str:
     """URL of a new, migrated SQLite file."""
     file = folder / "history.db"
-    shutil.copy(_sqlite_template(), file)
+    shutil.copy(sqlite_template(), file)
     return f"sqlite:///{file}"
 
 

@@ -11,9 +11,11 @@ import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+from rlhf_core.garbage import uncollected
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rlhf_core", "flows", "tests")
@@ -99,7 +101,15 @@ def sources(package: str) -> list[Path]:
 
 @cache
 def parsed(text: str) -> ast.Module:
-    return ast.parse(text)
+    """Parse a module, once for all measures. The collector would go through all trees in vain, again and again."""
+    with uncollected():
+        return ast.parse(text)
+
+
+@cache
+def nodes(tree: ast.AST) -> Sequence[ast.AST]:
+    """List all nodes of a tree, which takes as long as to parse it."""
+    return [*ast.walk(tree)]
 
 
 def group(path: Path) -> str:
@@ -114,7 +124,7 @@ def group(path: Path) -> str:
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and text of the docstrings of modules, classes and functions, and of those below fields."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None
@@ -134,6 +144,8 @@ def riddles(text: str) -> list[int]:
 
 def impersonal(text: str) -> list[str]:
     """Impersonal actors in the docstrings and comments of a module."""
+    if not IMPERSONAL.search(text):
+        return []  # to find the comments takes longer than all else here
     comments = [
         token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
     ]
@@ -146,7 +158,7 @@ def impersonal(text: str) -> list[str]:
 
 def defined(tree: ast.AST) -> Iterator[str]:
     """Yield the identifiers that a module defines: functions, classes, arguments, variables and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -190,7 +202,7 @@ def classes_used_twice(texts: Iterable[tuple[str, str]]) -> set[str]:
     where = defaultdict(set)
     for path, text in texts:
         if not path.endswith("history/tables.py"):
-            for node in ast.walk(parsed(text)):
+            for node in nodes(parsed(text)):
                 if isinstance(node, ast.ClassDef):
                     where[node.name].add(path)
     return {name for name, paths in where.items() if len(paths) > 1}

@@ -9,7 +9,10 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import english
 
 PROGRAM, TESTS = ("rlhf_core", "flows"), ("tests",)
 OPENINGS = frozenset({"what", "whether", "how", "who", "where", "when", "which", "why"})
@@ -25,7 +28,11 @@ class Module:
     path: Path
     """Relative to the folder that is measured."""
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Parsed when a measure first asks: it takes longer than most measures."""
+        return english.parsed(self.text)
 
     @property
     def num_lines(self) -> int:
@@ -58,7 +65,7 @@ def _modules(root: Path, folders: Sequence[str]) -> Iterator[Module]:
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
-            yield Module(path.relative_to(root), text, ast.parse(text))
+            yield Module(path.relative_to(root), text)
 
 
 def lines(modules: Sequence[Module]) -> int:

@@ -4,9 +4,12 @@ import ast
 import builtins
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import english
 import pytest
+from english import nodes
 
 from rlhf_core import errors
 from rlhf_core.worker import roles, worker_process
@@ -14,8 +17,17 @@ from rlhf_core.worker.groups import elastic
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for package in ("flows", "rlhf_core", "migrations") for path in sorted((ROOT / package).rglob("*.py"))]
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
-WORKER = {path: tree for path, tree in TREES.items() if path.startswith("rlhf_core/worker/")}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Parse all sources when the first test asks: every process of the tests imports this module."""
+    return {path.relative_to(ROOT).as_posix(): english.parsed(path.read_text()) for path in SOURCES}
+
+
+def of_worker() -> dict[str, ast.Module]:
+    """Sources of the worker."""
+    return {path: tree for path, tree in trees().items() if path.startswith("rlhf_core/worker/")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -32,7 +44,7 @@ def exceptions_elsewhere(trees: dict[str, ast.Module]) -> set[str]:
     known = {name for name, value in vars(errors).items() if isinstance(value, type)}
     found = set()
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef) and path != "rlhf_core/errors.py" and not node.name.startswith("_"):
                 bases = [getattr(base, "id", getattr(base, "attr", "")) for base in node.bases]
                 if any(is_exception(base, known) for base in bases):
@@ -43,7 +55,7 @@ def exceptions_elsewhere(trees: dict[str, ast.Module]) -> set[str]:
 def test_every_error_is_in_errors_py_but_for_those_that_it_names() -> None:
     text = errors.__doc__ or ""
     named = set(re.findall(r"^    ((?:flows|rlhf_core)\.[\w.]+\.\w+)", text, re.MULTILINE))
-    assert exceptions_elsewhere(TREES) == named
+    assert exceptions_elsewhere(trees()) == named
 
 
 def test_an_error_in_another_module_is_seen() -> None:
@@ -71,7 +83,7 @@ def catches_everything(handler: ast.ExceptHandler) -> bool:
 def without_a_plan(path: str, text: str) -> Iterator[str]:
     """Handlers of every exception that neither raise it again, nor keep its traceback, nor say why on their line."""
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(english.parsed(text)):
         if not isinstance(node, ast.ExceptHandler) or not catches_everything(node):
             continue
         inside = [one for statement in node.body for one in ast.walk(statement)]
@@ -110,10 +122,10 @@ def test_a_handler_without_a_plan_is_seen(line: str, is_found: bool) -> None:
 
 def imports(tree: ast.AST, *, late: bool) -> set[str]:
     """Modules that are imported when a module is loaded, or, ``late``, inside its functions."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(one) for function in functions for one in ast.walk(function)}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if (id(node) in inside) == late:
             if isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module)
@@ -126,7 +138,7 @@ def importers(package: str, *, late: bool) -> set[str]:
     """Files of the agent that import a package, or a part of it."""
     return {
         Path(path).name
-        for path, tree in WORKER.items()
+        for path, tree in of_worker().items()
         if any(name == package or name.startswith(f"{package}.") for name in imports(tree, late=late))
     }
 
@@ -143,8 +155,8 @@ def test_elastic_alone_imports_torch_as_it_is_loaded() -> None:
 def test_roles_alone_names_functions_of_training() -> None:
     naming = {
         Path(path).name
-        for path, tree in WORKER.items()
-        for node in ast.walk(tree)
+        for path, tree in of_worker().items()
+        for node in nodes(tree)
         if isinstance(node, ast.Constant) and re.fullmatch(r"rlhf_core\.training\.[\w.]+:\w+", str(node.value))
     }
     assert naming == {"roles.py"}
@@ -152,7 +164,10 @@ def test_roles_alone_names_functions_of_training() -> None:
     assert importers("rlhf_core.training", late=False) == {"roles.py", "worker_process.py", *followers}
     assert importers("rlhf_core.training", late=True) == set()
     used = {
-        name for tree in WORKER.values() for name in imports(tree, late=False) if name.startswith("rlhf_core.training")
+        name
+        for tree in of_worker().values()
+        for name in imports(tree, late=False)
+        if name.startswith("rlhf_core.training")
     }
     assert used == {"rlhf_core.training.types"}
     assert "``training/types.py``" in (roles.__doc__ or "")

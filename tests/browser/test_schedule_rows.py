@@ -10,8 +10,6 @@ import pytest
 from packaging.version import Version
 from prefect_template import give_prefect_database
 
-from flows.server import app as server_app
-
 ROOT = Path(__file__).parents[2]
 
 PLANS = """
@@ -61,6 +59,8 @@ def test_without_our_word_none_is(tmp_path: Path) -> None:
 
 def test_before_sqlalchemy_2_1_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """There no attribute has a ``bulk_dml_setter``. From 2.1 on those that lack a setter are given ours, no others."""
+    from flows.server import app as server_app  # late: it imports all of Prefect's server
+
     older, newer, with_its_own = SimpleNamespace(), SimpleNamespace(bulk_dml_setter=None), SimpleNamespace()
     with_its_own.bulk_dml_setter = own = object()
     mapper = SimpleNamespace(all_orm_descriptors=[older, newer, with_its_own])

@@ -304,6 +304,7 @@ def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
         assert name in text or name in ("leases", "ingest_offsets"), name
 
 
+@pytest.mark.usefixtures("real_migrations")
 def test_upgrade(rlhf: Rlhf) -> None:
     assert f"upgraded from nothing to schema {SCHEMA_REVISION}" in rlhf("db", "upgrade").out
     assert f"is up to date (schema {SCHEMA_REVISION})" in rlhf("db", "upgrade").out

@@ -14,6 +14,8 @@ from rlhf_core.history import database, queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
+pytestmark = pytest.mark.usefixtures("real_migrations")
+
 MOUNTS = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

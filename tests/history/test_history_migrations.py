@@ -25,6 +25,8 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.watchdog.ingest import sync
 
+pytestmark = pytest.mark.usefixtures("real_migrations")
+
 CHECKOUT = Path(__file__).parents[2]
 
 

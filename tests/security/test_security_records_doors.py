@@ -41,6 +41,8 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.resources import Submission
 
+pytestmark = pytest.mark.usefixtures("real_migrations")
+
 ID = "sort-20260301-120000-a1b2c3"
 NO_IDS = (
     *(

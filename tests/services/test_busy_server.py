@@ -11,9 +11,6 @@ import httpx
 import pytest
 from prefect_template import give_prefect_database
 
-from flows.server import app as server_app
-from flows.server.app import RetriedWhenBusy
-
 ROOT = Path(__file__).parents[2]
 
 OURS = "from flows.server.app import create_app"
@@ -126,6 +123,8 @@ class Busy:
 
 
 def asked(app: Busy, method: str, body: bytes = b"") -> httpx.Response:
+    from flows.server.app import RetriedWhenBusy  # late: it imports all of Prefect's server
+
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(RetriedWhenBusy(app), raise_app_exceptions=False)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -149,7 +148,7 @@ def test_nothing_else_is_tried_again(method: str, status: int) -> None:
 
 
 def test_a_server_that_stays_busy_says_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app, "BUSY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("flows.server.app.BUSY_TIMEOUT_S", 0.3)
     app = Busy([503])
     assert asked(app, "DELETE").status_code == 503
     assert len(app.bodies) > 1

@@ -2,14 +2,12 @@
 
 import signal
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
 from engine_groups import TIMEOUT_S, EngineGroup, engine_group, no_beat
@@ -21,7 +19,13 @@ from rlhf_core.training.rollouts.remote import engine as remote_module
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 
-pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
+# Not with importorskip: every process of the tests imports this module, and vLLM takes seconds.
+pytestmark = [
+    pytest.mark.training,
+    pytest.mark.end_to_end,
+    pytest.mark.usefixtures("ranks"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
 SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]

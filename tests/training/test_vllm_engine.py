@@ -3,13 +3,11 @@
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import torch
 import torch.distributed as dist
 from adapted_models import LORA, adapted
@@ -25,12 +23,15 @@ from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.rollouts.vllm import worker as vllm_worker
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion
 
-pytestmark = [pytest.mark.training]
+# Not with importorskip: every process of the tests imports this module, and vLLM takes seconds.
+pytestmark = [
+    pytest.mark.training,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64]]
 SEEDS = [[100 * prompt + sample for sample in range(4)] for prompt in range(3)]
@@ -212,6 +213,8 @@ def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: vLLM says nothing of it and samples with the head that it had."""
+    from rlhf_core.training.rollouts.vllm import worker as vllm_worker
+
     model = model_of("tied")
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(vllm_worker, "_pack_tied_head", lambda model: None)
