@@ -5,8 +5,10 @@ Read by :mod:`rlhf_core.control.views.curves`, which also runs this module to dr
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -93,11 +95,12 @@ def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -
         for axes in places[len(shown) :]:
             axes.set_visible(False)
         figure.supxlabel(_legend(marks), fontsize=7.5, color=PALETTE.muted)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
+        canvas: Any = FigureCanvasAgg(figure)  # has no types
+        canvas.draw()  # once: savefig draws for the layout and then again, and encodes what is read back here
+        pixels = bytes(canvas.buffer_rgba())
     small = io.BytesIO()
-    with Image.open(buffer) as image:
-        image.convert("RGB").quantize(NUM_COLOURS).save(small, format="png", optimize=True)
+    image = Image.frombytes("RGBA", canvas.get_width_height(), pixels)
+    image.convert("RGB").quantize(NUM_COLOURS).save(small, format="png", optimize=True)
     return small.getvalue()
 
 

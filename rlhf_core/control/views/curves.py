@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_core.control.views.timeline import all_incidents
 from rlhf_core.files.appended import parse_lines, read_blocks
+from rlhf_core.garbage import collect_rarely
 from rlhf_core.launch.journal import read_record
 from rlhf_core.render.curves_image import draw, plots_of
 from rlhf_core.render.series import Marks, finite
@@ -68,5 +69,6 @@ def picture_of(run_dir: RunDir) -> bytes:
 
 
 if __name__ == "__main__":
+    collect_rarely()
     os.nice(10)  # the controllers on this machine come first
     sys.stdout.buffer.write(picture_of(RunDir(Path(sys.argv[1]))))
