@@ -12,6 +12,9 @@ from rlhf_core.training.trainers.engine import load_deepspeed
 NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation.evaluator")
 """Modules of the native targets. Their own imports are loaded with them."""
 
+LATE_MODULES = ("transformers.modeling_layers", "transformers.models.auto.tokenization_auto")
+"""Modules that transformers imports with the first model and the first tokenizer, whichever they are."""
+
 
 def import_libraries() -> None:
     """Import the libraries of a native worker without initialising anything that the worker itself must initialise.
@@ -21,7 +24,7 @@ def import_libraries() -> None:
         ImportError: a package is missing or broken.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise querying GPUs would initialise the driver
-    for module in NATIVE_MODULES:
+    for module in (*NATIVE_MODULES, *LATE_MODULES):
         importlib.import_module(module)
     load_deepspeed(on_cpu=not torch.cuda.is_available())
     touched = [name for name, done in _initialised().items() if done]
