@@ -125,7 +125,7 @@ def without(rules: set[str]) -> Tables:
     """All that is known, but for some pieces of the tables."""
     return Tables(
         signatures=[
-            replace(row, patterns=tuple(pattern for pattern in row.patterns if pattern.pattern not in rules))
+            replace(row, expressions=tuple(pattern for pattern in row.expressions if pattern not in rules))
             for row in TABLES.signatures
         ],
         classes={name: row for name, row in TABLES.classes.items() if f"class {name}" not in rules},

@@ -1,5 +1,6 @@
 """Row type of the table of phrases."""
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -15,16 +16,26 @@ class Signature:
     part: EvidencePart
     example: str
     """Line that this row matches and no earlier row does."""
-    patterns: tuple[re.Pattern[str], ...]
+    expressions: tuple[str, ...]
     """Alternative patterns, searched in the line without its prefix. The group ``node`` is the suspected node."""
-    after: re.Pattern[str] | None = None
+    after: str | None = None
     """Pattern that must match before them."""
+
+    # Compiled with the first line: the agent and the controller of a run that goes well have the table and search none.
+    @functools.cached_property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
+        """The compiled alternatives."""
+        return tuple(map(re.compile, self.expressions))
+
+    @functools.cached_property
+    def _first(self) -> re.Pattern[str] | None:
+        return None if self.after is None else re.compile(self.after)
 
     def search(self, text: str) -> re.Match[str] | None:
         """Search a text for the first pattern that matches."""
         start = 0
-        if self.after is not None:
-            before = self.after.search(text)
+        if self._first is not None:
+            before = self._first.search(text)
             if before is None:
                 return None
             start = before.end()
@@ -42,7 +53,6 @@ class Matched:
     """Node named as the cause in the line; empty if there is none."""
 
 
-def row(kind: Kind, part: EvidencePart, example: str, *patterns: str, after: str = "") -> Signature:
-    """Compile a row from its patterns."""
-    first = re.compile(after) if after else None
-    return Signature(kind, part, example, tuple(re.compile(pattern) for pattern in patterns), first)
+def row(kind: Kind, part: EvidencePart, example: str, *expressions: str, after: str | None = None) -> Signature:
+    """Make a row from its patterns."""
+    return Signature(kind, part, example, expressions, after)
