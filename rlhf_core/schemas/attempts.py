@@ -1,6 +1,7 @@
-"""States of runs, stages and attempts, and the legal transitions between them.
+"""States of runs, stages and attempts with the legal transitions between them, and the roles of an attempt's workers.
 
-The tables at the end are the only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``.
+The tables at the end are the only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``. Without
+pydantic, whose import takes longer than all that a short process of a worker does.
 """
 
 from enum import StrEnum
@@ -83,6 +84,16 @@ class AttemptState(StrEnum):
     """Saved and ended early: preemption, time limit, or a request to save and stop."""
     LOST = "lost"
     """The job is gone without an outcome (killed from outside, node lost)."""
+
+
+class Role(StrEnum):
+    """Purpose of a worker."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    EVALUATOR = "evaluator"
+    PROBE = "probe"
 
 
 RUN_MOVES: dict[RunState, frozenset[RunState]] = {

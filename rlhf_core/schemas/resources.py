@@ -1,22 +1,12 @@
 """Nodes and GPUs: those of a scheduler, and those of an attempt."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
+from rlhf_core.schemas.attempts import Role as Role
 from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
-
-
-class Role(StrEnum):
-    """Purpose of a worker."""
-
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
-    REWARD = "reward"
-    EVALUATOR = "evaluator"
-    PROBE = "probe"
 
 
 class Inventory(Schema):

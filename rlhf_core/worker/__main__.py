@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from rlhf_core.garbage import collect_rarely
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from rlhf_core.errors import BadInput
 from rlhf_core.garbage import uncollected
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role
 
 if TYPE_CHECKING:
     from rlhf_core.training.types import RoleResult, WorkerContext
