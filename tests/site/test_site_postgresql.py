@@ -20,7 +20,7 @@ SECRET = "s3cret-of-the-database"
 def test_a_site_on_postgresql(tmp_path: Path) -> None:
     server = postgres()
     history, prefect = server.empty_database(), server.empty_database()
-    site = Site(tmp_path / "home", pretended=True, max_runs=1, settings=QUICK)
+    site = Site(tmp_path / "home", makes_database=True, pretended=True, max_runs=1, settings=QUICK)
     site.database_url = history.replace("postgresql://rlhf@", f"postgresql+psycopg://rlhf:{SECRET}@")
     site.variables = {
         "RLHF_PREFECT_DATABASE_URL": prefect.replace("postgresql://rlhf@", f"postgresql+asyncpg://rlhf:{SECRET}@")
