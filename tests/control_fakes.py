@@ -15,13 +15,13 @@ from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind, Incident
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
-from rlhf_core.schemas.resources import Inventory, Role, Submission, job_marker
+from rlhf_core.schemas.resources import Inventory, Submission, job_marker
 from rlhf_core.schemas.run import RunSpec
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName, StageState
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.data import DataSpec
@@ -58,7 +58,7 @@ from rlhf_core.schemas.reports import (
     MetricsLine,
     TelemetryLine,
 )
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_ledger import WeightSyncLine
 from rlhf_core.watchdog.ingest import sync

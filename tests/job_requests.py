@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 
 
 def run_id_of(folder: Path) -> str:

@@ -119,7 +119,7 @@ PRETENDED_AGENT = """\
     sys.path[:0] = [{root!r}, {tests!r}]
     from control_fakes import FakeAgent
     from rlhf_core.run_dir.run import RunDir
-    from rlhf_core.schemas.resources import Role
+    from rlhf_core.schemas.attempts import Role
     run = RunDir(Path(sys.argv[sys.argv.index("--run-dir") + 1]))
     agent = FakeAgent(run, attempt=int(sys.argv[sys.argv.index("--attempt") + 1]))
     with (run.root / "starts").open("a") as starts:

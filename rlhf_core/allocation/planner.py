@@ -6,8 +6,9 @@ from pydantic import JsonValue
 
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.cluster import ResourceSpec
-from rlhf_core.schemas.resources import GroupPlan, Inventory, Phases, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Inventory, Phases, Placement, in_order
 from rlhf_core.schemas.run import RunSpec
 
 

@@ -15,10 +15,11 @@ from rlhf_core.launch.start import job_request
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AttemptOutcome
-from rlhf_core.schemas.resources import GroupPlan, Role, Submission, in_order
+from rlhf_core.schemas.resources import GroupPlan, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.redaction import masked
 from rlhf_core.watchdog.evidence import scheduler_log

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_core.schemas.attempts import RUN_ENDS, RunState
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import RUN_ENDS, Role, RunState
 from rlhf_core.text.formatting import duration
 
 METRICS = (

@@ -2,12 +2,11 @@
 
 from typing import Literal
 
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
-from rlhf_core.schemas.resources import Role
 
 
 class AgreedStep(Schema):

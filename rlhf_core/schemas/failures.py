@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from pydantic import JsonValue
 
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Message, Moment, Schema
-from rlhf_core.schemas.resources import Role
 
 
 class FailureKind(StrEnum):

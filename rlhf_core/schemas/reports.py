@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, AliasChoices, Field, JsonValue
 
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import (
     Finite,
     Int32,
@@ -16,7 +16,6 @@ from rlhf_core.schemas.base import (
     Schema,
 )
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Role
 
 STOPPED_STATES = frozenset("Tt")
 """Letters of ``/proc/<pid>/stat`` for a process that was stopped (SIGSTOP, or a debugger)."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
-from rlhf_core.schemas.attempts import Role as Role
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
 
 

@@ -14,11 +14,12 @@ from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 
 
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:

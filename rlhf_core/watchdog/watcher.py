@@ -13,10 +13,10 @@ from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
-from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
-from rlhf_core.schemas.resources import Placement, Role, Submission
+from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.ingest import sync
 from rlhf_core.watchdog.silence import Silence, SilenceClock

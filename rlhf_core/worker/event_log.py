@@ -8,9 +8,9 @@ from pydantic import JsonValue
 
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent
-from rlhf_core.schemas.resources import Role
 
 
 class EventLog:

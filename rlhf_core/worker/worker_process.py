@@ -19,9 +19,10 @@ from typing import NoReturn
 from rlhf_core.errors import CheckpointCorrupt, DegenerateRl, RunDirError
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.text.redaction import masked
 from rlhf_core.training.types import NullReporter, Reporter, RoleResult, WorkerContext
 from rlhf_core.worker import processes

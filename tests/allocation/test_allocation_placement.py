@@ -5,7 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 
 
 def test_a_placement_of_0_1_is_read_as_groups_on_all_nodes() -> None:

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.rollouts import EngineLayout, RolloutSpec
 from rlhf_core.schemas.run import with_changes
 

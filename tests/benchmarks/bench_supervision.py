@@ -36,9 +36,10 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import write_model
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.health import HealthRule
 from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
 from rlhf_core.worker.liveness.inspection import inspect_workers
 from rlhf_core.worker.telemetry.node import Telemetry

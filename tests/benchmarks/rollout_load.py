@@ -25,7 +25,7 @@ from core_models import char_tokenizer, tiny_model
 from rank_launcher import make_context, tiny_spec
 
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import engine as remote

@@ -30,11 +30,10 @@ from rlhf_core.presets import PRESETS
 from rlhf_core.render.progress import progress_text
 from rlhf_core.render.timeline import TimelineIncident
 from rlhf_core.run_dir.run import RunDir, run_dirs
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
-from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Printed = pytest.CaptureFixture[str]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from made_reports import rank_status
 
 from rlhf_core.diagnosis.hangs.liveness import Condition, ConditionClock, GapTracker, judge
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
-from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 
 FLOOR_S, SETUP_S, FACTOR = 10.0, 100.0, 5.0

@@ -19,8 +19,9 @@ from slurm_cluster import WHY_NOT, missing_programs
 from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 

@@ -17,8 +17,7 @@ from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role, RunState
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 

@@ -15,9 +15,8 @@ from rlhf_core.history import queries
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.missing_run import AWAY_S, GONE_S
 
 

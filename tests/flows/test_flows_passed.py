@@ -7,9 +7,8 @@ from desk import Desk
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.launch.journal import read_record
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Role
 
 CANARY = "c4nary-that-is-handed-over"
 

@@ -42,11 +42,11 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server

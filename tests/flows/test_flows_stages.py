@@ -18,13 +18,12 @@ from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.node_records import clear_node, node_standings
 
 

@@ -25,10 +25,9 @@ from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControlEvent
-from rlhf_core.schemas.resources import Role
 
 
 def three_attempts(desk: Desk, run_dir: RunDir) -> None:

@@ -20,13 +20,12 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.preflight.trial import Rung, trial_spec
 from rlhf_core.run_dir.run import RunDir, new_run_id, run_dirs
 from rlhf_core.scheduler.base import JobRequest, JobState
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
 
 NUM_NODES = 4

@@ -12,9 +12,8 @@ from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.render.markdown import progress_markdown
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 

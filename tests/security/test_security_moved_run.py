@@ -25,8 +25,8 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, in_order, job_marker
+from rlhf_core.schemas.attempts import Role, RunState
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, in_order, job_marker
 from rlhf_core.watchdog.watcher import record
 
 pytestmark = pytest.mark.end_to_end

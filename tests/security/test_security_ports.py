@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from agent_runs import AgentRun, toy_runs
 
 from rlhf_core.schemas.agent_messages import AgreedStep, GroupOrders, NodeState, Orders
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Role, job_marker
+from rlhf_core.schemas.resources import job_marker
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import candidate_ports
 

@@ -13,8 +13,9 @@ from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
 from rlhf_core.render.evidence import read_evidence
 from rlhf_core.render.markdown import incidents_markdown
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.site import is_private
 from rlhf_core.text.redaction import masked
 from rlhf_core.worker import worker_process

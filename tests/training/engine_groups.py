@@ -20,8 +20,8 @@ from rank_launcher import make_context, tiny_spec
 
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.engines import EngineAddress
-from rlhf_core.schemas.resources import Role
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.samplers import TransformersSampler

@@ -201,7 +201,8 @@ def make_context(
 ) -> Any:
     """A worker's context without an agent."""
     from rlhf_core.run_dir.run import RunDir
-    from rlhf_core.schemas.resources import Placement, Role
+    from rlhf_core.schemas.attempts import Role
+    from rlhf_core.schemas.resources import Placement
     from rlhf_core.schemas.run import RunSpec
     from rlhf_core.schemas.stored_spec import StoredSpec
     from rlhf_core.training.types import NullReporter, WorkerContext

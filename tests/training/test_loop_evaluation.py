@@ -14,8 +14,8 @@ from test_preference_runs import spec_of
 
 from rlhf_core.errors import RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import EvaluationReport
-from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 

@@ -13,10 +13,10 @@ from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.weight_syncs import weight_sync_text
-from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
-from rlhf_core.schemas.resources import Role, Submission
+from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.evidence import ending_incidents
 from rlhf_core.watchdog.ingest import rebuild, sync

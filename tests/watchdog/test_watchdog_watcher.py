@@ -11,11 +11,11 @@ from rlhf_core.files.appended import LineWriter
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
-from rlhf_core.schemas.resources import Placement, Role, Submission
+from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.silence import SILENT_S

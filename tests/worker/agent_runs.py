@@ -18,10 +18,11 @@ from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir, new_run_id
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role
+from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.worker.liveness.heartbeat import slots_folder
 

@@ -12,8 +12,9 @@ from control_fakes import make_run
 
 from rlhf_core.errors import BadInput
 from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import WorkerOutcome
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 from rlhf_core.worker.roles import TARGETS, load, target_of
 
 

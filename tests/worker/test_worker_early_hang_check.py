@@ -10,9 +10,10 @@ from made_reports import rank_status
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.supervision.early_hang_check import (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE, gpus_of, visible_gpus
 
 

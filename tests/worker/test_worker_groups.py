@@ -9,10 +9,9 @@ from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import Role
 
 MakeRun = Callable[..., AgentRun]
 

@@ -13,8 +13,9 @@ from given_process import GivenProcess
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
 from rlhf_core.run_dir.run import new_run_id
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.groups.base import GroupSeat
 from rlhf_core.worker.liveness.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder

@@ -19,12 +19,12 @@ from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role
+from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 

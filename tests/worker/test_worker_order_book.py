@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from rlhf_core.schemas.agent_messages import GroupOrders, InspectionOrder, WorkerEndOrder, WorkerStartOrder
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.channel.store import MemoryAgentStore

@@ -11,8 +11,9 @@ from made_reports import stored_spec
 
 from rlhf_core.files.whole import read_model, write_model, write_text
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 

@@ -12,9 +12,9 @@ from agent_runs import AgentRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.whole import write_model
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
 

@@ -15,9 +15,10 @@ from rlhf_core.diagnosis.hangs.liveness import GapTracker, judge
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.agent_messages import GroupState, NodeState
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, Phase, RankStatus
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import MemoryAgentStore

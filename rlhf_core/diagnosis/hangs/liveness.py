@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import STOPPED_STATES, Phase, RankStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 
 WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {

@@ -11,9 +11,9 @@ from sqlalchemy import Connection, case, func, or_, update
 from rlhf_core.history.batch import IngestBatch, TelemetryEntry
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
 from rlhf_core.history.writers.upserts import Row, as_json, columns_of, insert_or_keep, insert_or_replace, upsert
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 
 
 def write_placement(connection: Connection, run_id: str, placement: Placement, planned_at: datetime) -> None:

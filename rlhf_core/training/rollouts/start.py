@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import RolloutEngine
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines

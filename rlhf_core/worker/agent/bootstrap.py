@@ -13,12 +13,12 @@ from rlhf_core.files.whole import read_model, shared_secret
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
-from rlhf_core.schemas.resources import Placement, Role, job_marker
+from rlhf_core.schemas.resources import Placement, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
 from rlhf_core.worker.agent.job import AttemptAborted, Ending, Job

@@ -6,8 +6,8 @@ from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action
-from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure
 

@@ -7,9 +7,9 @@ from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget, record_decision, record_incident

@@ -7,9 +7,9 @@ from pathlib import Path
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.agent_messages import AgreedStep
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role
+from rlhf_core.schemas.resources import GroupPlan, Placement
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.worker.nodes.membership import Nodes
 

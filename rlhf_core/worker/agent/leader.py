@@ -17,10 +17,10 @@ from rlhf_core.files.appended import parse_lines, read_blocks
 from rlhf_core.files.whole import Reserve, claim, is_disk_full, read_model, write_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
-from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure

@@ -22,11 +22,11 @@ from rlhf_core.diagnosis.hangs.liveness import GapTracker
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
-from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Role, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, job_marker
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement

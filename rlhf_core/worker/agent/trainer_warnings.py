@@ -7,9 +7,9 @@ from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import Phase, TrainerWarning
-from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.agent.leader import Leader, record_decision, record_incident
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence.exit_reports import Failure

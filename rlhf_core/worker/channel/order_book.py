@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterable
 
 from rlhf_core.schemas.agent_messages import GroupOrders, GroupState, Orders, WorkerEndOrder, WorkerStartOrder
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.channel.messages import AgentChannel
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from rlhf_core.diagnosis.hangs.verdict import Verdict
 from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
-from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.pause_clock import PauseClock

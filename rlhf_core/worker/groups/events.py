@@ -5,7 +5,7 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.groups.base import Exit, Started
 

@@ -23,10 +23,11 @@ from rlhf_core.diagnosis.nodes.speed import Floors, better, judge_speed, needs_s
 from rlhf_core.files.private import FILE_MODE
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed, PairSpeed, ProbeReport
-from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.worker import processes
 from rlhf_core.worker.nodes import facts as node_facts

@@ -7,8 +7,8 @@ from rlhf_core.diagnosis.hangs.liveness import Condition, GapTracker, Suspect, d
 from rlhf_core.diagnosis.hangs.standstill import confirm
 from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.agent_messages import Collected, GroupState, NodeState, WorkerEndOrder
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
 from rlhf_core.worker.event_log import EventLog

@@ -24,9 +24,9 @@ from rlhf_core.schemas.agent_messages import (
     Orders,
     WorkerStartOrder,
 )
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus
-from rlhf_core.schemas.resources import Role
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.channel.messages import AgentChannel

@@ -9,8 +9,9 @@ from made_reports import stored_spec
 
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir, new_run_id
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.command_trainer import CommandTrainer
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 from rlhf_core.training.types import NullReporter, WorkerContext
 
 MINIMAL: Mapping[str, Any] = {"kind": "command", "argv": ["program", "{output_dir}"], "num_steps": 40}

@@ -11,10 +11,9 @@ from agent_runs import TARGETS, AgentRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
-from rlhf_core.schemas.resources import Role
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 

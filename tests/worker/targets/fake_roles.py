@@ -19,10 +19,10 @@ from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.files.whole import remove_tree, write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
+from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import MetricsLine, Phase
-from rlhf_core.schemas.resources import Role
 from rlhf_core.training.types import RoleResult, WorkerContext
 
 STEP_S = 0.05
