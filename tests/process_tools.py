@@ -60,6 +60,14 @@ def processes_of(home: Path) -> list[psutil.Process]:
     return found
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Command line of a process; empty if it has ended since it was found."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def kill(processes: list[psutil.Process]) -> None:
     """SIGKILL to these, and wait for their end."""
     for process in processes:

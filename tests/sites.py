@@ -16,7 +16,7 @@ import psutil
 import pytest
 import signing_in
 from prefect_template import give_prefect_database
-from process_tools import Finished, free_port, kill, kill_all, kill_tree, processes_of, until
+from process_tools import Finished, command_of, free_port, kill, kill_all, kill_tree, processes_of, until
 from site_files import GRADED, GRADER, ROOT, small, tiny_config, write_pretended_agent
 from slurm_cluster import Cluster
 
@@ -218,7 +218,7 @@ class Site:
             pids = self.pids()
         doomed = [psutil.Process(pids[name]) for name in names if name in pids]
         if "worker" in names:
-            doomed += [one for one in self.processes() if "prefect.engine" in one.cmdline()]
+            doomed += [one for one in self.processes() if "prefect.engine" in command_of(one)]
         kill(doomed)
         until(lambda: not any(one.is_running() for one in doomed), f"the end of {names}")
 
@@ -232,6 +232,10 @@ class Site:
     def processes(self) -> list[psutil.Process]:
         """Every living process that carries the marker of this home folder."""
         return processes_of(self.home)
+
+    def commands(self) -> list[str]:
+        """Command lines of these processes."""
+        return [" ".join(words) for one in self.processes() if (words := command_of(one))]
 
     def kill_all(self) -> None:
         """SIGKILL to every process, until none is left."""

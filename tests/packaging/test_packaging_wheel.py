@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tools import until
+from process_tools import command_of, until
 from site_files import QUICK, options
 from sites import Site
 
@@ -158,7 +158,7 @@ def test_a_site_from_the_wheel_whose_control_plane_has_no_torch(site: Installed,
     shown = site.rlhf("show", asked["run_id"], "--json").json()
     assert shown["run"]["state"] == "completed", f"{shown}\n{site.logs()}"
     assert {one["name"] for one in shown["evaluations"]}
-    services = [one for one in site.processes() if "serve" in one.cmdline()]
+    services = [one for one in site.processes() if "serve" in command_of(one)]
     assert {one.exe() for one in services} == {str((control / "venv" / "bin" / "python").resolve())}
     assert all(str(control) in one.cmdline()[0] for one in services), "of this environment, not of the checkout"
     site.rlhf("down")

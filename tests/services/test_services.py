@@ -63,7 +63,7 @@ def test_two_at_once_start_one_of_each(site: Site) -> None:
     for name in SERVICES:
         assert said.count(f"starting the {name}") == 1
         assert f"{name}: was running" in said, "the other one found it there"
-    serving = [" ".join(one.cmdline()) for one in site.processes()]
+    serving = site.commands()
     assert [sum(f"serve {name}" in line for line in serving) for name in SERVICES] == [1] * len(SERVICES)
     assert {one["state"] for name, one in site.status().items() if name in SERVICES} == {"running"}
 
@@ -296,7 +296,7 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(site: Site) -> N
     """The last test of this site."""
     secret = site.password.partition(":")[2]
     assert len(secret) > 20
-    lines = [" ".join(process.cmdline()) for process in site.processes()]
+    lines = site.commands()
     found = site.rlhf("down")
     assert all(name in found.stdout for name in SERVICES)
     assert site.processes() == []

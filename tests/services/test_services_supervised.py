@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from process_tools import kill_all, processes_of, until
+from process_tools import command_of, kill_all, processes_of, until
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.services import health, lifecycle, presence, supervisord
@@ -56,7 +56,8 @@ class House:
 
     def num_of(self, name: str) -> int:
         """Number of processes that are, or are to be, a service."""
-        return sum(one.cmdline()[-1:] == [name] or one.cmdline()[-2:] == [name, "deaf"] for one in self.processes())
+        commands = [command_of(one) for one in self.processes()]
+        return sum(words[-1:] == [name] or words[-2:] == [name, "deaf"] for words in commands)
 
     def health_pid(self) -> int:
         return self.supervisord.process("health")[1]

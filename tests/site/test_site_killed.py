@@ -87,7 +87,7 @@ def test_a_terminated_worker_and_a_killed_daemon_come_back_with_the_next_up(site
     assert "server: was running" in said
     assert {"worker: started", "daemon: started"} <= {line.partition(" (")[0] for line in said.splitlines()}
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
-    serving = [" ".join(one.cmdline()) for one in site.processes()]
+    serving = site.commands()
     assert [sum(f"serve {name}" in line for line in serving) for name in SERVICES] == [1, 1, 1]
     go(run_dir)
     agree(site, run_dir, "completed", flow_runs=ADOPTED)

@@ -27,7 +27,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
     }
     with site.running():
         waits = site.submit("quickstart", "promote.when=approved")
-        lines = [" ".join(process.cmdline()) for process in site.processes()]
+        lines = site.commands()
         around = environments(waits)
         go(waits)
         until(lambda: read_record(waits).promotion is not None and site.flow_runs(waits) == [("Paused", False)])
