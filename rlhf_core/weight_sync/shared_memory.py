@@ -33,16 +33,33 @@ _VERSION, _BUCKETS = 0, 1
 _TABLE_BYTES = 16
 
 
+class _Mapping:
+    """The file, mapped once for all versions: a new mapping has its pages yet to come, each at its first use, which
+    takes longer than the copy."""
+
+    def __init__(self) -> None:
+        self._whole = torch.empty(0, dtype=torch.uint8)
+        self._identity: tuple[int, int] | None = None
+
+    def bytes_of(self, file: int, size: int) -> Tensor:
+        """The first ``size`` bytes of an open file, which is made as long as that."""
+        status = os.fstat(file)
+        if status.st_size < size:
+            os.truncate(file, size)
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._identity or len(self._whole) < size:
+            self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            self._identity = identity
+        return self._whole[:size]
+
+
 class _Area:
     """One version in a mapped file."""
 
-    def __init__(self, file: int, manifest: Manifest) -> None:
+    def __init__(self, mapping: _Mapping, file: int, manifest: Manifest) -> None:
         table = _TABLE_BYTES + 16 * manifest.num_buckets
         begin = -(-table // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.size = begin + manifest.total_bytes
-        if os.fstat(file).st_size < self.size:
-            os.truncate(file, self.size)
-        whole = torch.frombuffer(mmap.mmap(file, self.size), dtype=torch.uint8)
+        whole = mapping.bytes_of(file, begin + manifest.total_bytes)
         self.state = whole[:_TABLE_BYTES].view(torch.int64)
         self.checksums = whole[_TABLE_BYTES:table].view(-1, 16)
         self.row = whole[begin:]
@@ -71,13 +88,14 @@ class SharedMemoryOutgoing:
             os.close(self._lock)
             raise WeightSyncFailed(f"another process sends weights as {name} ({self._path})", name) from error
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._mapping = _Mapping()
         self._area: _Area | None = None
         self._cancelled = threading.Event()
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
         require_whole(share)
-        self._area = _Area(self._file, manifest)
+        self._area = _Area(self._mapping, self._file, manifest)
         self._area.state[_BUCKETS] = 0
         self._area.state[_VERSION] = manifest.version
         self._cancelled.clear()
@@ -118,7 +136,7 @@ class SharedMemoryOutgoing:
 
     def close(self) -> None:
         """Remove the file; memory is given back when the last engine lets go of it."""
-        self._area = None
+        self._area, self._mapping = None, _Mapping()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         os.close(self._file)
@@ -127,6 +145,10 @@ class SharedMemoryOutgoing:
 
 class SharedMemoryIncoming:
     """An engine's half."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._mapping = _Mapping()
 
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Copy a version out; see :class:`rlhf_core.weight_sync.base.Incoming`."""
@@ -140,7 +162,7 @@ class SharedMemoryIncoming:
                 ) from error
             opened.callback(os.close, file)
             opened.callback(os.close, lock)
-            return self._copied(offer, _Area(file, offer.manifest), lock, row, beat)
+            return self._copied(offer, _Area(self._mapping, file, offer.manifest), lock, row, beat)
 
     def _copied(self, offer: Offer, area: _Area, lock: int, row: Tensor, beat: Beat) -> list[bytes]:
         found = []
@@ -172,7 +194,8 @@ class SharedMemoryIncoming:
             time.sleep(POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Nothing is held between versions."""
+        """Let go of the memory."""
+        self._mapping = _Mapping()
 
 
 def _lock_path(path: Path) -> Path:

@@ -4,8 +4,8 @@
     python tests/benchmarks/bench_sync.py [--models small 0.5B] [--engines 1 2 4] [--rates 0 1000] [--repeats 3]
     python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 [--models small]
 
-A trainer and engines as processes of their own, on the loopback (rate 0) or, as root, each in a network namespace whose
-cable passes so many Mbit/s in each direction. Wire is the time until the last engine has all weights verified in
+A trainer and engines as processes of their own, on one host (rate 0), over the loopback and through shared memory, or,
+as root, each in a network namespace whose cable passes so many Mbit/s in each direction. Wire is the time until the last engine has all weights verified in
 staging, apply that of the slowest engine to copy them into its model, both apart; the baseline's time is of both
 together, as it does one parameter after the other. Every round has other weights, and the sums of what the engines have
 are compared with the trainer's. ``limit`` is bytes / rate: the share of it that the wire reaches.
@@ -34,6 +34,7 @@ from sync_load import MODELS, num_bytes
 LOAD = Path(__file__).with_name("sync_load.py")
 PORT = 29_650
 TIMEOUT_S = 900
+MEMORY = "/dev/shm"
 
 
 @contextlib.contextmanager
@@ -66,6 +67,7 @@ def measure(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": ""}
     environment.pop("GLOO_SOCKET_IFNAME")
     with hosts([*sender_rates, *engine_rates]) as (addresses, inside), contextlib.ExitStack() as running:
+        folder = "" if all(engine_rates) else running.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
         engines = []
         for index in range(len(sender_rates), len(addresses)):
             name, address, port = f"engine-{index}", addresses[index], PORT + index
@@ -83,6 +85,7 @@ def measure(
             "addresses": addresses[: len(sender_rates)],
             "repeats": repeats,
             "baseline": baseline,
+            "folder": folder,
         }
         for place in range(1, len(sender_rates)):
             words = inside(place, [sys.executable, str(LOAD), "sender", json.dumps(settings), str(place)])
@@ -95,7 +98,7 @@ def measure(
     return found
 
 
-def row(model: str, number: int, rate_mbit: int, found: dict[str, float]) -> str:
+def row(model: str, link: str, number: int, rate_mbit: int, found: dict[str, float]) -> str:
     """One line of the table."""
     size = num_bytes(MODELS[model])
     limit = size * 8 / (rate_mbit * 1e6) if rate_mbit else None
@@ -103,7 +106,7 @@ def row(model: str, number: int, rate_mbit: int, found: dict[str, float]) -> str
     return " | ".join(
         [
             f"| {model} ({size / 1e6:.0f} MB)",
-            f"{rate_mbit} Mbit/s" if rate_mbit else "loopback",
+            link,
             f"{number}",
             f"{found['wire']:.3f}",
             f"{found['apply']:.3f}",
@@ -161,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for rate in chosen.rates:
             for number in chosen.engines:
                 found = measure(model, [rate], [rate] * number, chosen.repeats, not chosen.no_baseline)
-                print(row(model, number, rate, found), flush=True)
+                link = f"{rate} Mbit/s" if rate else "loopback"
+                print(row(model, link, number, rate, found), flush=True)
+                if not rate:
+                    shared = found | {name: found[f"memory_{name}"] for name in ("wire", "apply")}
+                    print(row(model, "shared memory", number, rate, shared), flush=True)
 
 
 def compare_senders(chosen: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.layout import entries_of
@@ -32,6 +34,7 @@ from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.session import synchronize
+from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
 
 KEY = b"bench"
 SENDERS_PORT = 29_640
@@ -185,7 +188,13 @@ def run_trainer(settings: dict[str, Any]) -> dict[str, Any]:
     for engine in engines:
         engine.ask("model", settings["model"])
     weights = first_weights(settings)
-    found = sync_chain(settings, engines, weights)
+    address = settings["addresses"][0]
+    way = BroadcastOutgoing("trainer-0", address)
+    found = sync_versions(settings, engines, weights, way, sender_group(settings, 0))
+    if settings["folder"]:
+        memory = SharedMemoryOutgoing("trainer-0", folder=Path(settings["folder"]))
+        shared = sync_versions(settings, engines, weights, memory, begin=settings["repeats"] + 1)
+        found |= {f"memory_{name}": seconds for name, seconds in shared.items()}
     if settings["baseline"]:
         found |= sync_parameters(settings, engines, weights)
     return found
@@ -215,19 +224,25 @@ def run_sender(settings: dict[str, Any], place: int) -> None:
         change(weights)
 
 
-def sync_chain(settings: dict[str, Any], engines: list[RemoteEngine], weights: dict[str, Tensor]) -> dict[str, Any]:
-    address = settings["addresses"][0]
-    way, group = BroadcastOutgoing("trainer-0", address), sender_group(settings, 0)
+def sync_versions(
+    settings: dict[str, Any],
+    engines: list[RemoteEngine],
+    weights: dict[str, Tensor],
+    way: Outgoing,
+    group: SenderGroup | None = None,
+    begin: int = 0,
+) -> dict[str, Any]:
+    """Sync versions from ``begin`` on with one transport; the seconds of each but the first, which makes the links."""
     sender = Sender(way, bucket_bytes=settings.get("bucket_bytes"), group=group)
     layout = entries_of({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
     wire, apply, total = [], [], []
-    for version in range(settings["repeats"] + 1):
-        begin = time.perf_counter()
+    for version in range(begin, begin + settings["repeats"] + 1):
+        began = time.perf_counter()
         report = synchronize(sender, engines, version, layout, iter(weights.items()), lambda: None)
-        if version:  # the first one makes the links
+        if version > begin:
             wire.append(report.wire_s)
             apply.append(report.apply_s)
-            total.append(time.perf_counter() - begin)
+            total.append(time.perf_counter() - began)
         require_equal(engines, weights)
         change(weights)
     return {"wire": wire, "apply": apply, "total": total}

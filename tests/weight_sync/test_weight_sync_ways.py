@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 from fork_server import fork_server
 from sync_processes import Faults, Fleet, beat, digests, layout_of, new_sender, odd_weights, streamed
 from torch import Tensor
@@ -105,6 +106,20 @@ def test_a_trainer_that_dies_is_noticed_by_its_lock(fleet: Fleet, tmp_path: Path
     sync(successor, fleet, 1, NEW)
     assert engine.in_force() == (1, digests(NEW))
     successor.close()
+
+
+def test_an_engine_follows_a_trainer_to_its_new_file_and_a_longer_version(fleet: Fleet, tmp_path: Path) -> None:
+    """The mapping is kept from one version to the next; the one of a file that is gone must not be."""
+    (engine,) = fleet.start(1)
+    first = SharedMemoryOutgoing("trainer", folder=tmp_path)
+    sync(new_sender(first), fleet, 0, OLD)
+    first.close()
+    second = SharedMemoryOutgoing("trainer", folder=tmp_path)
+    sender, longer = new_sender(second), NEW | {"more": torch.arange(5_000)}
+    for version, weights in ((1, NEW), (2, longer)):
+        sync(sender, fleet, version, weights)
+        assert engine.in_force() == (version, digests(weights))
+    second.close()
 
 
 def test_two_trainers_of_one_name_are_refused(fleet: Fleet, tmp_path: Path) -> None:
