@@ -19,7 +19,7 @@ from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissio
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from rlhf_core.errors import SchedulerError, SubmissionFailed
-from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
@@ -212,7 +212,7 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
     def _submit_command(self, command: str) -> SlurmJob[object]:
         # Like submitit.core.core.PicklingExecutor, but with our own environment, which sbatch passes on to
         # the job. This keeps secrets out of scripts and of command lines, which every user of this host can read.
-        environment = without_private(os.environ)
+        environment = slurm_environment.for_submission(without_private(os.environ), self._request.slurm)
         secrets = self._request.passed.values()
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
         script.write_text(self._make_submission_file_text(command, script.stem), encoding="utf-8")
@@ -294,10 +294,9 @@ def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[
 
 
 def _srun_arguments(request: JobRequest) -> list[str]:
-    # Since Slurm 22.05, srun no longer inherits the number of cores from sbatch.
-    words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}"]
-    if request.passed.names:
-        words += ["--export=ALL"]  # srun would also withhold the variables that sbatch does not export
+    # Since Slurm 22.05, srun no longer inherits the number of cores from sbatch. On sites with SBATCH_EXPORT=NONE, it would
+    # also withhold what the batch script exports.
+    words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}", "--export=ALL"]
     if request.slurm.container_kind == "pyxis":
         words += [f"--container-image={request.slurm.container_image}"]
         words += [f"--container-mounts={','.join(_mounts(request))}"]

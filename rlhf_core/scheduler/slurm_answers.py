@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 
 from rlhf_core.errors import SchedulerError
@@ -39,8 +40,9 @@ def status_of(row: QueuedJob) -> JobStatus:
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
         lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
-        reason = f"Slurm says {word}{why}"
-        return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=word, lost_nodes=lost)
+        state = "CANCELLED by 0" if word == "CANCELLED" and _was_cancelled_by_root(row.job_id) else word
+        reason = f"Slurm says {state}{why}"
+        return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=state, lost_nodes=lost)
     if word in _AT_WORK:
         reason = "" if word == "RUNNING" else f"Slurm says {word}"
         return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
@@ -68,14 +70,31 @@ def query_job(job_id: str) -> JobStatus:
 
 def _from_accounting(job_id: str) -> JobStatus:
     """Query accounting, if there is any, for a job that slurmctld has forgotten, and which has therefore ended."""
+    state = _accounted_state(job_id)
+    word = state.partition(" ")[0]
+    if word not in _ENDED:
+        return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
+    told = state if _is_by_root(state) else word
+    return JobStatus(JobState.ENDED, f"Slurm's accounting reports {told}", scheduler_state=told)
+
+
+def _accounted_state(job_id: str) -> str:
+    """State of a job in accounting, for instance ``CANCELLED by 1000``; empty without accounting."""
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run(
             "sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}"
         )
-        found = text.split()
-        if found and found[0] in _ENDED:
-            return JobStatus(JobState.ENDED, f"Slurm's accounting reports {found[0]}", scheduler_state=found[0])
-    return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
+        return text.partition("\n")[0].strip()
+    return ""
+
+
+def _was_cancelled_by_root(job_id: str) -> bool:
+    """True if an administrator or the scheduler cancelled a job, rather than its user. Only accounting knows."""
+    return bool(job_id) and _is_by_root(_accounted_state(job_id))
+
+
+def _is_by_root(state: str) -> bool:
+    return state == "CANCELLED by 0" and os.getuid() != 0
 
 
 def only_the_lost_remain(status: JobStatus) -> bool:

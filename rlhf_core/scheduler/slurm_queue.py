@@ -8,11 +8,11 @@ the controller is down, while every other command would hang until its timeout.
 
 import contextlib
 import fcntl
-import getpass
 import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rlhf_core.errors import SchedulerError
 from rlhf_core.files import private as private_files
+from rlhf_core.scheduler.slurm_environment import for_queries
 
 FRESH_S = 2.0
 """Maximum age of a cached answer."""
@@ -69,7 +70,8 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
         SchedulerError: it failed or did not answer; the message includes its output.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+        environment = for_queries(os.environ)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     except FileNotFoundError:
         message = f"{words[0]} is not installed; RLHF_SCHEDULER=slurm cannot work on this machine, use local"
         raise SchedulerError(message) from None
@@ -125,7 +127,7 @@ def _ask() -> Listing:
     asked_at = time.time()
     try:
         require_controller()
-        text = run("squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", f"--format={_FORMAT}")
+        text = run("squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
     except SchedulerError as error:
         return Listing(asked_at, {}, str(error))
     rows = [QueuedJob(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
@@ -137,10 +139,11 @@ def _ask() -> Listing:
 
 
 def _cache_file() -> Path:
-    """Path of the cache: one per cluster and user."""
+    """Path of the cache: one per user, cluster and host, as two clusters may share the home folders."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
-    cluster = "\n".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
-    return folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+    settings = (os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
+    place = "\n".join([socket.gethostname(), *settings])
+    return folder / f"squeue-{hashlib.sha256(place.encode()).hexdigest()[:12]}.json"
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@
     python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 [--models small]
 
 A trainer and engines as processes of their own, on one host (rate 0), over the loopback and through shared memory, or,
-as root, each in a network namespace whose cable passes so many Mbit/s in each direction. Wire is the time until the last engine has all weights verified in
-staging, apply that of the slowest engine to copy them into its model, both apart; the baseline's time is of both
-together, as it does one parameter after the other. Every round has other weights, and the sums of what the engines have
-are compared with the trainer's. ``limit`` is bytes / rate: the share of it that the wire reaches.
+as root, each in a network namespace whose cable passes so many Mbit/s in each direction. Wire is the time until the
+last engine has all weights verified in staging, apply that of the slowest engine to copy them into its model, both
+apart; the baseline's time is of both together, as it does one parameter after the other. Every round has other weights,
+and the sums of what the engines have are compared with the trainer's. ``limit`` is bytes / rate: the share of it that
+the wire reaches.
 
 With ``--senders`` (as root) a trainer of so many hosts sends, each a share over a link of its own that passes
 ``--sender-rate``; the limit is that of their links together, at most that of an engine's.

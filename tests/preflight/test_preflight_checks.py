@@ -26,6 +26,7 @@ from rlhf_core.preflight.gather_facts import inspect_reward_model
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.preflight.trial import basis_of
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
 
 GIB = 2**30
@@ -444,6 +445,18 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         BLOCKED,
         replace(with_spec(resources={"num_nodes": 2}), scheduler="slurm"),
         "resources.num_nodes=1",
+    ),
+    (
+        "resources.slurm_options",
+        BLOCKED,
+        replace(with_spec(slurm={"extra": ["--exclusive", "--clusters=c2"]}), scheduler="slurm"),
+        "set SLURM_CLUSTERS",
+    ),
+    (
+        "resources.slurm_options",
+        BLOCKED,
+        replace(healthy(), scheduler="slurm", site_slurm=SlurmSpec(extra=("--comment=billing",))),
+        "contains --comment",
     ),
     ("resources.gpus", BLOCKED, with_spec(resources={"gpus_per_node": 2}), "train on CPU"),
     ("resources.gpus", WARNING, healthy(inventory=FakeScheduler(gpus_per_node=4).inventory()), "4 GPUs"),

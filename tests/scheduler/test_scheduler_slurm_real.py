@@ -128,6 +128,29 @@ def test_a_lost_node_is_named(slurm: SlurmScheduler, cluster: Cluster, tmp_path:
         cluster.command("scontrol", "update", "nodename=node2", "state=resume", check=False)
 
 
+def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
+    slurm: SlurmScheduler, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a site that exports nothing, of an allocation that the run is submitted from, and of queries. With the
+    control: squeue itself no longer shows the job."""
+    variables = {"SBATCH_EXPORT": "NONE", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_REQUEUE": "1"}
+    filters = {"SQUEUE_NAMES": "x", "SQUEUE_PARTITION": "nosuch", "SINFO_PARTITION": "nosuch", "LOGNAME": "daemon"}
+    for name, value in (variables | filters).items():
+        monkeypatch.setenv(name, value)
+    asked = request(tmp_path, 'echo "$SLURM_NODEID|$RLHF_NODES|"; sleep 2', 2)
+    job = slurm.submit(replace(asked, memory_gb=0.25, time_limit_s=600))
+    assert slurm.inventory().node_names
+    assert slurm.find("toy-1", 1) == job.model_copy(update={"command": ()})
+    assert cluster.command("squeue", "--noheader").strip() == "", "the control"
+    details = cluster.command("scontrol", "show", "job", job.job_id)
+    assert "TimeLimit=00:10:00" in details
+    assert "Requeue=0" in details
+    until(lambda: ended(slurm, job))
+    assert status(slurm, job).scheduler_state == "COMPLETED", output(asked)
+    said = sorted(line for line in output(asked).splitlines() if "|" in line)
+    assert said == [f"{index}|node1=127.0.0.1,node2=127.0.0.1|" for index in range(2)]
+
+
 ASKS = """
 import sys, time
 from rlhf_core.scheduler.slurm_queue import listing

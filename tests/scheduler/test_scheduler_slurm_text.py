@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from job_requests import job_request
 
-from rlhf_core.scheduler import get_scheduler
+from rlhf_core.errors import SchedulerError
+from rlhf_core.scheduler import get_scheduler, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, refusal, status_of
+from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, query_job, refusal, status_of
+from rlhf_core.scheduler.slurm_environment import for_submission
 from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.cluster import SlurmSpec
 
@@ -53,6 +55,7 @@ def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() 
     command = next(line for line in text.splitlines() if line.startswith("srun"))
     assert "--kill-on-bad-exit=1" in command
     assert "--cpus-per-task=8" in command
+    assert "--export=ALL" in command
     assert command.endswith("'/opt/my python' -m rlhf_core.worker agent")
     for absent in ("wckey", "gpus", "exclude", "partition", "pickle", "submitit.core"):
         assert absent not in text.partition("# command")[0].replace("SUBMITIT", "")
@@ -137,6 +140,35 @@ def test_states(state: str, expected: JobState) -> None:
     status = status_of(QueuedJob("1", state, "None", "node1", "N/A", "toy-1/2"))
     assert status.state is expected
     assert status.scheduler_state == state.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("accounted", "user", "expected"),
+    [
+        ("CANCELLED by 0", 1000, "CANCELLED by 0"),
+        ("CANCELLED by 0", 0, "CANCELLED"),  # the user is root
+        ("CANCELLED by 1000", 1000, "CANCELLED"),
+        ("", 1000, "CANCELLED"),  # no accounting
+    ],
+)
+def test_a_job_that_the_administrator_cancelled_is_told_from_one_of_the_user(
+    accounted: str, user: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*words: str) -> str:
+        if words[0] == "sacct" and accounted:
+            return f"{accounted}\n"
+        raise SchedulerError("scontrol: Invalid job id specified")
+
+    monkeypatch.setattr(slurm_queue, "run", answer)
+    monkeypatch.setattr(slurm_answers.os, "getuid", lambda: user)
+    assert status_of(QueuedJob("7", "CANCELLED", "None", "node1", "N/A", "toy-1/2")).scheduler_state == expected
+    assert query_job("7").scheduler_state == (expected if accounted else "")
+
+
+def test_a_submission_takes_only_defaults_from_variables() -> None:
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "nlp", "SBATCH_EXPORT": "NONE"}
+    ignored = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_PARTITION": "debug"}
+    assert for_submission(kept | ignored, SlurmSpec(partition="gpu")) == kept
 
 
 def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:

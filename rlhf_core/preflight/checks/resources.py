@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.scheduler.slurm_environment import OPTIONS_OF_THE_JOB
 
 SHORT_ATTEMPT_S = 300
 """An attempt shorter than this is mostly start-up."""
@@ -41,6 +42,24 @@ def nodes(facts: Facts) -> Iterator[Finding]:
     else:
         kinds = f": {facts.spec.num_trainer_nodes} for training, {beside} for rollout engines" if beside else ""
         yield passed(f"{asked} of {there} nodes{kinds}")
+
+
+@check("resources.slurm_options")
+def slurm_options(facts: Facts) -> Iterator[Finding]:
+    """An option of sbatch that the job sets itself makes it impossible to find, cancel or restart."""
+    if facts.scheduler != "slurm":
+        return
+    given = facts.spec.slurm.over(facts.site_slurm).extra
+    names = [option.removeprefix("--").partition("=")[0] for option in given]
+    own = [name for name in names if name in OPTIONS_OF_THE_JOB]
+    for name in own:
+        yield blocked(
+            f"slurm.extra contains --{name}, which the job sets itself",
+            f"no such option: {OPTIONS_OF_THE_JOB[name]}",
+            f"remove --{name} from slurm.extra",
+        )
+    if given and not own:
+        yield passed(f"{', '.join(given)} for sbatch")
 
 
 @check("resources.min_nodes")

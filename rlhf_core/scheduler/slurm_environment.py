@@ -1,0 +1,67 @@
+"""Environment variables of Slurm's commands, which take options from them: those of a user's shell, or of an allocation
+that a run is submitted from, must not change what a job asks for or which jobs a query lists."""
+
+from collections.abc import Mapping
+
+from rlhf_core.schemas.cluster import SlurmSpec
+
+_QUERIES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_", "SCANCEL_")
+"""Prefixes of the options of queries: a filter such as SQUEUE_PARTITION would hide jobs that are running."""
+
+_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_")
+"""Prefixes of the variables that Slurm sets in a job. Of an outer job, they contradict the options of a new one."""
+_OF_THE_CLUSTER = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+"""Variables with these prefixes that say how to reach the cluster."""
+
+_OF_THE_SCRIPT = frozenset(
+    f"SBATCH_{name}"
+    for name in (
+        *("ARRAY_INX", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "INPUT", "JOB_NAME"),
+        *("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL"),
+        *("TIMELIMIT", "WAIT", "CLUSTERS"),
+    )
+)
+"""Options that every job states itself or that would contradict it; sbatch prefers variables to the batch script."""
+_DEFAULTS = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_GRES": "gres",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+}
+"""Options that hold if ``[slurm]`` does not set them."""
+
+OPTIONS_OF_THE_JOB = {
+    "array": "a run has one job per attempt",
+    "chdir": "the job starts in its own folder of the run directory",
+    "clusters": "jobs are queried and cancelled on one cluster; set SLURM_CLUSTERS where the services start",
+    "comment": "it names the attempt, which finds a job whose submission was not confirmed",
+    "error": "the log is in the run directory",
+    "job-name": "it is the name of the run",
+    "nodes": "set resources.num_nodes",
+    "ntasks": "one agent runs on every node; set resources.ranks_per_node",
+    "ntasks-per-node": "one agent runs on every node; set resources.ranks_per_node",
+    "output": "the log is in the run directory",
+    "requeue": "rlhf-flows submits the next attempt itself",
+    "signal": "set slurm.save_lead_s",
+    "time": "set resources.time_limit_s",
+    "wait": "a submission returns at once",
+}
+"""Options of sbatch that ``slurm.extra`` must not contain, each with the reason or the setting to use."""
+
+
+def for_queries(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which squeue, sinfo, scontrol, sacct and scancel take no options from variables."""
+    return {name: value for name, value in environment.items() if not name.startswith(_QUERIES)}
+
+
+def for_submission(environment: Mapping[str, str], slurm: SlurmSpec) -> dict[str, str]:
+    """An environment in which sbatch takes only the defaults from variables that the job does not state itself."""
+
+    def is_kept(name: str) -> bool:
+        if name.startswith(_JOB):
+            return name in _OF_THE_CLUSTER
+        return name not in _OF_THE_SCRIPT and not (name in _DEFAULTS and getattr(slurm, _DEFAULTS[name]))
+
+    return {name: value for name, value in environment.items() if is_kept(name)}
