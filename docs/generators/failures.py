@@ -165,8 +165,8 @@ STATES = """
 ## State of the scheduler
 
 The final state of a job takes precedence over any log. The exception is a cancellation, which also ends steps that have
-already failed. `CANCELLED by 0` means the administrator or the scheduler, not the user; only accounting (`sacct`) knows,
-so without it every cancellation counts as the user's. States that are not listed, such as FAILED, prove nothing by
+already failed. `CANCELLED by 0` means the administrator or the scheduler, not the user. Only accounting (`sacct`)
+knows; without it, every cancellation counts as the user's. States that are not listed, such as FAILED, prove nothing by
 themselves; the agents' outcomes and the lines of srun do.
 
 | state | kind |

@@ -294,8 +294,8 @@ def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[
 
 
 def _srun_arguments(request: JobRequest) -> list[str]:
-    # Since Slurm 22.05, srun no longer inherits the number of cores from sbatch. On sites with SBATCH_EXPORT=NONE, it would
-    # also withhold what the batch script exports.
+    # Since Slurm 22.05, srun no longer inherits the number of cores from sbatch. On sites with SBATCH_EXPORT=NONE, it
+    # would also withhold what the batch script exports.
     words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}", "--export=ALL"]
     if request.slurm.container_kind == "pyxis":
         words += [f"--container-image={request.slurm.container_image}"]
