@@ -1,13 +1,14 @@
 """The ranks of a role: process group, device, and all collectives called outside DeepSpeed.
 
-Each collective goes through ``reporter.collective()``, so that the agent can tell a rank waiting in one from a rank
-that never arrived.
+Each collective goes through :meth:`Ranks.collective`, so that the agent can tell a rank waiting in one from a rank that
+never arrived.
 """
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -49,6 +50,18 @@ class Ranks:
         """True for rank 0, the only one that writes shared files."""
         return self.rank == 0
 
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Wrap a collective call: mark this rank as inside it until the result is there.
+
+        NCCL only enqueues a collective. Without the synchronization, the rank would wait for its peers where it reads
+        the result: to the agent it would be silent outside any collective, which is what a hang looks like.
+        """
+        with self.reporter.collective():
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
     def log(self, message: str) -> None:
         """Write a line to the worker's log, once for all ranks."""
         if self.is_first:
@@ -56,13 +69,13 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank has arrived."""
-        with self.reporter.collective():
+        with self.collective():
             dist.barrier()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum over the ranks in double precision; integers up to 2^53 stay exact."""
         vector = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.reporter.collective():
+        with self.collective():
             dist.all_reduce(vector)
         return [float(value) for value in vector.tolist()]
 
@@ -71,7 +84,7 @@ class Ranks:
         length."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        with self.reporter.collective():
+        with self.collective():
             dist.all_gather(found, own)
         numbers: list[list[float]] = torch.stack(found).tolist()  # one device-to-host copy for all ranks
         return numbers
@@ -85,7 +98,7 @@ class Ranks:
             WorkerError: a rank's value is longer than ``MAX_GATHERED_BYTES``.
         """
         content = json.dumps(value).encode()
-        with self.reporter.collective():
+        with self.collective():
             sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.num_ranks)]
             dist.all_gather(sizes, torch.tensor([len(content)], device=self.device))
             lengths = [_checked_length(rank, int(size)) for rank, size in enumerate(sizes)]
@@ -100,7 +113,7 @@ class Ranks:
             WorkerError: the text is longer than ``MAX_GATHERED_BYTES``.
         """
         content = json.dumps(text).encode() if self.is_first else b""
-        with self.reporter.collective():
+        with self.collective():
             size = torch.tensor([len(content)], device=self.device)
             dist.broadcast(size, src=0)
             length = _checked_length(0, int(size))

@@ -84,10 +84,10 @@ class DirectSave:
     def _write_model(self, part: CheckpointPart) -> list[Path]:
         model, folder = part.model, part.partial.model
         if has_adapter(model):
-            with self._ranks.reporter.collective():
+            with self._ranks.collective():
                 save_adapter(model, folder, self._base, self._ranks.is_first, self._beat)
         elif is_split(model):
-            with self._ranks.reporter.collective():
+            with self._ranks.collective():
                 save_split_model(model, folder, self._ranks.is_first, self._beat)
         elif self._ranks.is_first:
             model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
@@ -101,7 +101,7 @@ class DirectSave:
 
     def _write_critic(self, part: CheckpointPart) -> list[Path]:
         assert part.critic is not None
-        with self._ranks.reporter.collective():
+        with self._ranks.collective():
             return part.critic.save(part.partial.critic, self._ranks.is_first, self._beat)
 
     def _checksums(self, partial: CheckpointDir, written: Sequence[Path]) -> dict[str, FileChecksum]:

@@ -68,7 +68,7 @@ class Snapshot:
         beat()
         for folder, model in self._weights.items():
             if is_split(model):
-                with self._ranks.reporter.collective():
+                with self._ranks.collective():
                     self._fill_weights(folder, model, images)
             elif self._ranks.is_first:
                 self._fill_weights(folder, model, images)

@@ -79,7 +79,7 @@ class Engine:
         trainer = trainer or NativeTrainer()
         self._stage = trainer.zero_stage
         deepspeed = _join_deepspeed(ranks)
-        with _quick_and_quiet(), ranks.reporter.collective():
+        with _quick_and_quiet(), ranks.collective():
             engine, _, _, _ = deepspeed.initialize(
                 model=policy,
                 model_parameters=_parameter_groups(policy, spec.weight_decay),
@@ -121,13 +121,13 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         if self._stage >= 2:
-            with self._ranks.reporter.collective():
+            with self._ranks.collective():
                 self._engine.step()
             return float(self._engine.get_global_grad_norm())
-        with self._ranks.reporter.collective():
+        with self._ranks.collective():
             self._engine.allreduce_gradients()
         norm = self._clip() if self._stage == 0 else 0.0
-        with self._ranks.reporter.collective():
+        with self._ranks.collective():
             self._engine.step()
         return norm if self._stage == 0 else float(self._engine.get_global_grad_norm())
 
@@ -189,7 +189,7 @@ class Engine:
         self._engine.optimizer = None  # frees its memory at once, and a second destroy() finds nothing
         self._pieces = ()
         if is_split(self._policy):
-            with self._ranks.reporter.collective():
+            with self._ranks.collective():
                 unsplit(self._policy)
 
 
@@ -203,7 +203,7 @@ def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks:
     deepspeed = _join_deepspeed(ranks)
     config = _base_config(dtype) | {"zero_optimization": _zero(trainer, model)}
     config["zero_optimization"].pop("offload_optimizer", None)
-    with _quick_and_quiet(), ranks.reporter.collective():
+    with _quick_and_quiet(), ranks.collective():
         engine = deepspeed.initialize(model=model, config=config)[0]
     note_hooks(model, engine.optimizer)
 
@@ -228,7 +228,7 @@ def _join_deepspeed(ranks: Ranks) -> Any:
     with _quick_and_quiet():
         if on_cpu:
             _compile_nothing(deepspeed)
-        with ranks.reporter.collective():
+        with ranks.collective():
             deepspeed.init_distributed(dist_backend="gloo" if on_cpu else "nccl", verbose=False)
     return deepspeed
 

@@ -131,7 +131,7 @@ class NodeMemory:
                     read = file.read(size)  # the checksum reveals a file that is too short
                     data[: len(read)] = torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else data[:0]
                 data = data.to(self._ranks.device)
-                with self._ranks.reporter.collective():
+                with self._ranks.collective():
                     dist.broadcast(data, src=owner)
                 self._beat()
                 yield data.cpu().numpy().data

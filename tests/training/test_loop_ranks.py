@@ -1,6 +1,9 @@
-"""Ranks that exchange facts without a collective: silent peers are waited for together, not one after the other."""
+"""Facts that ranks exchange, and the marks of their collectives for the agent."""
 
+import contextlib
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,35 @@ class SilentStore:
     def add(self, key: str, amount: int) -> int:
         self.content[key] = str(int(self.content.get(key, "0")) + amount)
         return int(self.content[key])
+
+
+class MarkingReporter(NullReporter):
+    """Knows whether its rank is inside a collective."""
+
+    is_inside = False
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+
+def test_a_rank_on_a_gpu_waits_for_the_result_inside_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL returns at once. A rank that waited after the collective would be called hung while its peer samples."""
+    reporter, waited = MarkingReporter(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(reporter.is_inside))
+    for device in ("cuda", "cpu"):
+        with distributed.Ranks(0, 2, torch.device(device), reporter, SilentStore()).collective():
+            pass
+    assert waited == [True]
+
+
+def test_all_collectives_of_the_trainers_wait_inside() -> None:
+    """`reporter.collective()` alone is left to what has no device yet: the process group."""
+    code = {path: path.read_text() for path in Path(distributed.__file__).parent.rglob("*.py")}
+    found = {path.name: text.count("reporter.collective()") for path, text in code.items()}
+    assert {name: count for name, count in found.items() if count} == {"distributed.py": 2}
 
 
 def test_many_silent_ranks_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
