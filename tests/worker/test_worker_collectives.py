@@ -1,9 +1,12 @@
 """The collective of a worker is known while it hangs there, from two real ranks that disagree."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from made_reports import rank_status
@@ -12,6 +15,8 @@ from process_tools import until
 from rlhf_core.diagnosis.hangs.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.worker.command import in_rank
+from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 
@@ -101,6 +106,40 @@ def test_only_numbers_that_can_be_compared_are_taken() -> None:
     other_group = json.dumps({"entries": [_entry(process_group=["1", "pipeline"])]})
     for content in (other_group, "{}", "", "[]", '{"entries": [{}]}', '{"entries": 3}'):
         assert with_collective(_rank(0), content) == _rank(0)
+
+
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_nccls_own_recorder_is_read_if_it_has_anything(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.13 with CUDA has it, which does not run here: a recorder for NCCL, and one for all other backends."""
+
+    def dump(name: str, is_used: bool) -> object:
+        status = {"0": {"last_enqueued_collective": 7, "last_completed_collective": 6}}
+        content = {"entries": [_entry(profiling_name=name)], "pg_status": status} if is_used else {"pg_status": {}}
+        return lambda includeCollectives, onlyActive: json.dumps(content).encode()
+
+    recorder = SimpleNamespace(
+        _dump_nccl_trace_json=dump("nccl:all_reduce", has_nccl),
+        _dump_fr_trace_json=dump("gloo:all_reduce", not has_nccl),
+    )
+    monkeypatch.setitem(sys.modules, collectives._MODULE, recorder)
+    expected = "nccl:all_reduce" if has_nccl else "gloo:all_reduce"
+    assert with_collective(_rank(0), collectives._recorded()).collective == expected
+    hook = _startup_hook(monkeypatch)
+    assert hook._dump(recorder, "entries")["entries"][0]["profiling_name"] == expected
+    assert hook._counts(recorder) == (7, 6)
+
+
+def _startup_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that processes of external trainers load at their start."""
+    folder = Path(in_rank.__file__).parent
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    spec = importlib.util.spec_from_file_location("startup_hook", folder / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 RECORDED = {"collective": "gloo:all_reduce", "collective_sequence": 7, "collective_shape": "Float [[4]]"}

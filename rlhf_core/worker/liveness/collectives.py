@@ -28,6 +28,8 @@ THREAD_NAME = "rlhf-collective"
 """The answering thread's name in the kernel, which keeps 15 characters."""
 
 _MODULE = "torch._C._distributed_c10d"
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Functions of that module, each for one recorder: NCCL keeps its own, and torch without CUDA has only the other."""
 _DEFAULT_GROUP = "default_pg"
 
 
@@ -67,12 +69,16 @@ def answer_from(read: Callable[[], str]) -> None:
 
 
 def _recorded() -> str:
-    """The content of torch's flight recorder; an empty object if torch is not in use."""
-    dump = getattr(sys.modules.get(_MODULE), "_dump_fr_trace_json", None)
-    if dump is None:
-        return "{}"
-    content = dump(includeCollectives=True, onlyActive=False)
-    return content.decode() if isinstance(content, bytes) else str(content)
+    """The content of torch's flight recorder, of NCCL's if it has any; an empty object if torch is not in use."""
+    text = "{}"
+    for name in _DUMPS:
+        dump = getattr(sys.modules.get(_MODULE), name, None)
+        if dump is not None:
+            content = dump(includeCollectives=True, onlyActive=False)
+            text = content.decode() if isinstance(content, bytes) else str(content)
+            if json.loads(text).get("entries"):
+                break
+    return text
 
 
 _source: list[Callable[[], str]] = [_recorded]

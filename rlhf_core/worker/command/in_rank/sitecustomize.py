@@ -19,6 +19,8 @@ INTERVAL_S = 0.25
 THREAD_NAME = b"rlhf-collective"
 """The thread's name in the kernel; inspections of a rank's threads ignore it."""
 _PR_SET_NAME = 15
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Functions of torch, each for one recorder: NCCL keeps its own, and torch without CUDA has only the other."""
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -45,7 +47,7 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must ru
                 continue
             status.set(words.GROUP, words.HAS_GROUP)
             recorder = sys.modules.get("torch._C._distributed_c10d")
-            if not hasattr(recorder, "_dump_fr_trace_json"):
+            if not any(hasattr(recorder, name) for name in _DUMPS):
                 continue
             entered, left = _counts(recorder)
             status.set(words.ENTERED, entered)
@@ -53,21 +55,27 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must ru
             if status.get(words.QUESTION) != answered:
                 answered = status.get(words.QUESTION)
                 with open(status.answer_path + ".tmp", "w") as file:
-                    file.write(_dump(recorder, True))
+                    file.write(json.dumps(_dump(recorder, "entries")))
                 os.replace(status.answer_path + ".tmp", status.answer_path)
                 status.set(words.ANSWERED, answered)
         except Exception:  # an incompatible torch must not disturb the program; the worker notices the silence
             time.sleep(10 * INTERVAL_S)
 
 
-def _dump(recorder, entries):  # type: ignore[no-untyped-def]
-    content = recorder._dump_fr_trace_json(includeCollectives=entries, onlyActive=False)
-    return content.decode() if isinstance(content, bytes) else str(content)
+def _dump(recorder, part):  # type: ignore[no-untyped-def]
+    """Content of the flight recorder, of NCCL's if it has this part."""
+    found = {}
+    for name in _DUMPS:
+        if hasattr(recorder, name):
+            found = json.loads(getattr(recorder, name)(includeCollectives=part == "entries", onlyActive=False))
+            if found.get(part):
+                break
+    return found
 
 
 def _counts(recorder):  # type: ignore[no-untyped-def]
     """Number of collectives of the default process group that were entered and left."""
-    groups = json.loads(_dump(recorder, False)).get("pg_status", {})
+    groups = _dump(recorder, "pg_status").get("pg_status", {})
     if not groups:
         return 0, 0
     first = groups[min(groups, key=lambda name: (len(name), name))]

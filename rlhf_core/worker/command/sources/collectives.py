@@ -2,7 +2,8 @@
 
 Detects a rank that stops entering collectives while others wait for it, and ranks that disagree about one. Misses loops
 that enter collectives without training, and phases without collectives, such as a long rollout on one rank. Torch
-counts the collectives of every backend if ``TORCH_FR_BUFFER_SIZE`` is set; the launch sets it.
+counts the collectives of every backend if ``TORCH_FR_BUFFER_SIZE`` is set, NCCL's apart from the others'; the launch
+sets it.
 """
 
 from rlhf_core.schemas.command_trainer import ProgressSource
