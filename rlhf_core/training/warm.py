@@ -20,7 +20,8 @@ def import_libraries() -> None:
     """Import the libraries of a native worker without initialising anything that the worker itself must initialise.
 
     Raises:
-        WorkerError: an import has initialised CUDA or a process group, which belong to the worker that takes over.
+        WorkerError: an import has initialised CUDA or a process group, which belong to the worker that takes over, or
+            CUDA could not be used after a fork.
         ImportError: a package is missing or broken.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise querying GPUs would initialise the driver
@@ -30,7 +31,20 @@ def import_libraries() -> None:
     touched = [name for name, done in _initialised().items() if done]
     if touched:
         raise WorkerError(f"imports initialized {', '.join(touched)}")
+    if _is_unfit_for_forks():
+        raise WorkerError("counting the GPUs initialized CUDA's driver: on MIG slices and without NVML it has to")
 
 
 def _initialised() -> dict[str, bool]:
     return {"CUDA": torch.cuda.is_initialized(), "a process group": dist.is_initialized()}
+
+
+def _is_unfit_for_forks() -> bool:
+    """True if a forked process could not use CUDA. torch notes in the child that its parent touched the driver, also
+    where it does not call CUDA initialised."""
+    if not torch.backends.cuda.is_built():
+        return False
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0

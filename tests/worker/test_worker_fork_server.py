@@ -354,6 +354,19 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert done.returncode == 5, done.stderr
 
 
+def test_a_server_whose_imports_counted_gpus_through_the_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a MIG slice torch counts so, without calling CUDA initialised; each forked worker would fail."""
+    from rlhf_core.errors import WorkerError
+    from rlhf_core.training import warm
+
+    monkeypatch.setattr(warm, "load_deepspeed", lambda on_cpu: None)
+    monkeypatch.setattr(warm.torch.backends.cuda, "is_built", lambda: True)
+    warm.import_libraries()
+    monkeypatch.setattr(warm.torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(WorkerError, match="initialized CUDA's driver"):
+        warm.import_libraries()
+
+
 def test_imports_that_touch_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_core.errors import WorkerError
     from rlhf_core.training import warm
