@@ -292,6 +292,27 @@ def test_without_room_in_memory_the_step_waits_for_the_disk(
     assert "1 ranks lack main memory for a snapshot" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("refusal", [0, 2])
+def test_only_pinned_memory_is_unpinned(refusal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that cannot be pinned is used as it is: neither an error nor a call about it stays for the next kernel."""
+    calls: list[str] = []
+
+    class Driver:
+        def cuMemHostRegister_v2(self, address: int, size: int, flags: int) -> int:
+            calls.append(f"pin {size}")
+            return refusal
+
+        def cuMemHostUnregister(self, address: int) -> int:
+            calls.append("unpin")
+            return 0
+
+    monkeypatch.setattr(host_buffers, "_driver", Driver)
+    buffers = host_buffers.HostBuffers(None, torch.device("cuda"))
+    assert buffers.reserve({"model": 4096})
+    assert buffers.reserve({})
+    assert calls == (["pin 4096"] if refusal else ["pin 4096", "unpin"])
+
+
 def test_a_file_system_that_takes_nothing_is_found(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ The first use of memory costs ten times as much as a copy: the kernel has to fin
 """
 
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ class HostBuffers:
         """
         self.folder = folder
         self._pins = device.type == "cuda"
+        self._pinned: set[str] = set()
         self._buffers: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> mmap.mmap:
@@ -61,14 +63,15 @@ class HostBuffers:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             memory = _mapped_file(self.folder / name, size)
-        if self._pins:
-            _pin(memory)
+        if self._pins and _pin(memory):
+            self._pinned.add(name)
         return memory
 
     def _release(self, name: str) -> None:
         memory = self._buffers.pop(name)
-        if self._pins:
-            torch.cuda.cudart().cudaHostUnregister(_address(memory))
+        if name in self._pinned:
+            self._pinned.remove(name)
+            _unpin(memory)
         if self.folder is not None:
             (self.folder / name).unlink(missing_ok=True)
 
@@ -98,9 +101,32 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _pin(memory: mmap.mmap) -> None:
-    """Pin the memory so that a GPU copies into it directly. Unpinned copies are only slower, so failure is harmless."""
-    torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """CUDA's driver; None without one, as on AMD.
+
+    A failed call to the runtime would leave an error behind, which the next kernel reports as its own, for instance as
+    "out of memory".
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+    driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+    return driver
+
+
+def _pin(memory: mmap.mmap) -> bool:
+    """Pin the memory so that a GPU copies into it directly; False if it cannot be pinned, which is only slower."""
+    driver = _driver()
+    return driver is not None and driver.cuMemHostRegister_v2(_address(memory), len(memory), 0) == 0
+
+
+def _unpin(memory: mmap.mmap) -> None:
+    driver = _driver()
+    assert driver is not None, "pinned by it"
+    driver.cuMemHostUnregister(_address(memory))
 
 
 def free_memory(folder: Path | None = None) -> int:
