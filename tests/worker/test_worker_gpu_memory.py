@@ -1,11 +1,15 @@
 """Waiting for GPU memory: the rule with made-up readings, the library where there is a GPU."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.worker.agent import gpu_wait
 from rlhf_core.worker.agent.gpu_memory import TOLERANCE_BYTES, GpuMemory, wait_until_free
+from rlhf_core.worker.event_log import EventLog
 
 GIB = 1 << 30
 
@@ -39,6 +43,27 @@ def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("rlhf_core.worker.agent.gpu_memory.ctypes.CDLL", absent)
     with pytest.raises(OSError, match="libnvidia-ml"):
         GpuMemory()
+
+
+def test_a_gpu_that_is_lost_does_not_end_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that has fallen off the bus answers before the first start only."""
+
+    class FallsOffTheBus:
+        def __init__(self) -> None:
+            self._readings: Iterator[list[int]] = iter([[GIB]])
+
+        def used_bytes(self) -> list[int]:
+            for reading in self._readings:
+                return reading
+            raise OSError("NVML: nvmlDeviceGetMemoryInfo answered 15")
+
+    monkeypatch.setattr(gpu_wait, "GpuMemory", FallsOffTheBus)
+    waiting = gpu_wait.GpuWait(EventLog("node1", RunDir(tmp_path).attempt(1).restart(0)))
+    for _ in range(2):
+        assert list(waiting.wait()) == []
+    assert capsys.readouterr().out.count("without waiting for GPU memory: NVML: nvmlDeviceGetMemoryInfo") == 1
 
 
 @pytest.mark.gpu

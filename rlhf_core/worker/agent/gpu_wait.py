@@ -25,12 +25,19 @@ class GpuWait:
 
     def wait(self, without: Collection[int] = ()) -> Iterator[None]:
         """Wait for at most ``GPU_TIMEOUT_S``, then log an event naming the GPUs still in use. Yields between readings.
+        If one cannot be read any more, as when it has fallen off the bus, log an event and never wait again: the
+        restarted workers say what is wrong with it.
 
         Args:
             without: GPUs used by workers of other groups, which keep running.
         """
         if self._memory is None:
             return
-        full = yield from wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S, without)
+        try:
+            full = yield from wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S, without)
+        except OSError as error:
+            self._memory = None
+            self._events.say(f"restarting without waiting for GPU memory: {error}")
+            return
         if full:
             self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")
