@@ -341,6 +341,59 @@ def test_a_line_that_a_script_puts_together_for_slurm() -> None:
     assert not any("scontrol" in word or "SLURM" in word for word in found.argv)
 
 
+BY_SLURM: dict[str, tuple[dict[str, Any], list[str]]] = {
+    # options of sbatch: settings, reports
+    "--nodes=2 --gres=gpu:h100:8 --mem=0 --exclusive": (
+        {"resources.num_nodes": 2, "resources.gpus_per_node": 8, "resources.memory_gb": None,
+         "slurm.gpu_type": "h100", "slurm.extra": ["--mem=0", "--exclusive"]}, [],
+    ),
+    "--exclusive=user": ({"slurm.extra": ["--exclusive=user"]}, []),
+    "--mem=lots --mem-per-cpu=4G --mem-per-gpu=0": (
+        {"resources.memory_gb": None, "slurm.extra": None}, ["--mem=lots", "--mem-per-cpu=4G", "--mem-per-gpu=0"],
+    ),
+    "--ntasks=16 --ntasks-per-node=8": ({"resources.num_nodes": 2, "resources.ranks_per_node": 8}, []),
+    "--ntasks=12 --ntasks-per-node=8": (
+        {"resources.num_nodes": 2, "resources.ranks_per_node": 8}, ["--ntasks=12 with 2 nodes, 8 on each"],
+    ),
+    "--ntasks=4 --ntasks-per-node=8": ({"resources.num_nodes": 1, "resources.ranks_per_node": 4}, []),
+    "--nodes=3 --ntasks=16": ({"resources.num_nodes": 3}, ["--ntasks=16 with 3 nodes"]),
+    "--gpus=16 --gpus-per-node=h100:8": (
+        {"resources.num_nodes": 2, "resources.gpus_per_node": 8, "slurm.gpu_type": "h100"}, [],
+    ),
+    "--gpus=12 --gres=gpu:8": (
+        {"resources.num_nodes": 2, "resources.gpus_per_node": 8}, ["--gpus=12 with 2 nodes, 8 on each"],
+    ),
+    "--nodes=2 --gpus=16": ({"resources.num_nodes": 2, "resources.gpus_per_node": 8}, []),
+    "--nodes=2 --gpus=3": ({"resources.num_nodes": 2, "resources.gpus_per_node": 0}, ["--gpus=3 with 2 nodes"]),
+    "--ntasks=16 --gpus-per-task=1 --gpus-per-node=8": (
+        {"resources.num_nodes": 2, "resources.gpus_per_node": 8, "resources.ranks_per_node": 8}, [],
+    ),
+    "--nodes=2 --ntasks=16 --gpus-per-task=1": ({"resources.num_nodes": 2, "resources.gpus_per_node": 8}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BY_SLURM)
+def test_options_of_sbatch_mean_what_they_mean_in_slurm(options: str) -> None:
+    settings_, reports = BY_SLURM[options]
+    found = script(f"#SBATCH {options}\nsrun python t.py --max_steps 1\n")
+    assert {name: setting(found, name) for name in settings_} == settings_
+    said = [part.what.removeprefix("#SBATCH ") for part in found.unread if part.what.startswith("#SBATCH")]
+    assert said == reports
+
+
+def test_a_step_shares_the_nodes_and_the_memory_of_its_job() -> None:
+    found = script("#SBATCH --nodes=2 --mem=64G\nsrun --ntasks=16 --gpus=16 --mem=0 python t.py --max_steps 1\n")
+    assert setting(found, "resources") == {
+        "gpus_per_node": 8, "memory_gb": 64.0, "num_nodes": 2, "ranks_per_node": 8,
+    }  # fmt: skip
+    assert setting(found, "slurm.extra") is None
+
+
+def test_a_script_knows_the_nodes_that_follow_from_its_tasks() -> None:
+    found = script("#SBATCH --ntasks=16 --ntasks-per-node=8\npython t.py --max_steps 1 --ranks $((SLURM_NNODES * 8))\n")
+    assert found.argv[-2:] == ("--ranks", "16")
+
+
 def test_variables_that_only_a_shell_would_know_are_left_out_and_named() -> None:
     found = script("export A=$(hostname) B=2\ntorchrun t.py --max_steps 1")
     assert setting(found, "trainer.variables") == {"B": "2"}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from rlhf_core.launch.wrap.draft import UnreadPart, number
+from rlhf_core.launch.wrap.slurm_counts import derived_nodes
 from rlhf_core.launch.wrap.slurm_options import read_options, split_options
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell.script import ShellCommand, ShellScript, read_shell
@@ -73,9 +74,10 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
 def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
     """Variables that Slurm sets in a job with these options."""
     options = read_options(split_options(sbatch))
+    nodes = options.get("nodes") or str(derived_nodes(options) or "")
     found = {
-        "SLURM_NNODES": options.get("nodes", ""),
-        "SLURM_JOB_NUM_NODES": options.get("nodes", ""),
+        "SLURM_NNODES": nodes,
+        "SLURM_JOB_NUM_NODES": nodes,
         "SLURM_NTASKS_PER_NODE": options.get("ntasks_per_node", ""),
         "SLURM_GPUS_PER_NODE": options.get("gpus_per_node", "").rpartition(":")[2],
         "SLURM_GPUS_ON_NODE": options.get("gpus_per_node", "").rpartition(":")[2],

@@ -4,8 +4,18 @@ import re
 import shlex
 from collections.abc import Iterable
 
+from pydantic import JsonValue
+
 from rlhf_core.launch.wrap.draft import Draft, number
+from rlhf_core.launch.wrap.slurm_counts import (
+    derived_nodes,
+    gpu_requests,
+    gpus_per_node,
+    other_resources,
+    tasks_per_node,
+)
 from rlhf_core.shell.launch_line import normalized
+from rlhf_core.text.formatting import count
 
 _SHORT = {
     "N": "nodes", "n": "ntasks", "p": "partition", "A": "account", "t": "time", "c": "cpus_per_task", "G": "gpus",
@@ -61,14 +71,11 @@ def read_slurm(draft: Draft, options: dict[str, str], source: str) -> None:
     Args:
         source: ``#SBATCH`` or ``srun``; reports name it.
     """
-    nodes = number(options.get("nodes", "").partition("-")[0])
-    if nodes:
-        draft.set("resources.num_nodes", nodes, f"nodes ({source})")
-    elif options.get("nodes"):
-        draft.missing(f"{source} --nodes={options['nodes']}", "set resources.num_nodes")
-    _read_gpus(draft, options, source, nodes or 1)
-    _read_tasks(draft, options, source, nodes or 1)
-    _read_limits(draft, options, source)
+    nodes = _read_nodes(draft, options, source)
+    _read_gpus(draft, options, source, nodes)
+    _read_tasks(draft, options, source, nodes)
+    _read_memory(draft, options, source)
+    _read_time(draft, options, source)
     for name, setting in _NAMED.items():
         if options.get(name):
             draft.set(setting, options[name], f"{source} --{name}")
@@ -80,7 +87,7 @@ def read_slurm(draft: Draft, options: dict[str, str], source: str) -> None:
         draft.set("slurm.container_kind", "pyxis", f"{source} --container-image", options["container_image"])
         draft.settings |= {"slurm.container_image": options["container_image"], "slurm.container_mounts": mounts}  # type: ignore[dict-item]
     if "exclusive" in options:
-        draft.set("slurm.extra", ["--exclusive"], f"{source} --exclusive", "yes")
+        _keep(draft, "exclusive", options["exclusive"], source)
     if options.get("job_name"):
         draft.settings["name"] = options["job_name"]
     known = {*_NAMED, *_KNOWN, *_OF_RUN}
@@ -96,32 +103,51 @@ _KNOWN = (
 )  # fmt: skip
 
 
+def _read_nodes(draft: Draft, options: dict[str, str], source: str) -> int:
+    """Store the number of nodes, and return it; a step that names none runs on those of its job."""
+    nodes = number(options.get("nodes", "").partition("-")[0])
+    of_job = draft.settings.get("resources.num_nodes")
+    if nodes:
+        draft.set("resources.num_nodes", nodes, f"nodes ({source})")
+    elif options.get("nodes"):
+        draft.missing(f"{source} --nodes={options['nodes']}", "set resources.num_nodes")
+    elif isinstance(of_job, int):
+        nodes = of_job
+    else:
+        nodes = derived_nodes(options)
+        if nodes:
+            draft.set("resources.num_nodes", nodes, f"nodes ({source})", f"{nodes}, from tasks or GPUs per node")
+    return nodes or 1
+
+
 def _read_gpus(draft: Draft, options: dict[str, str], source: str, nodes: int) -> None:
-    tasks = number(options.get("ntasks_per_node")) or 1
-    others = []
-    for name in ("gpus_per_node", "gpus", "gpus_per_task"):
-        kind, _, text = options.get(name, "").rpartition(":")
-        found = number(text)
-        if found:
-            total = {"gpus": found // nodes, "gpus_per_task": found * tasks}.get(name, found)
-            draft.set("resources.gpus_per_node", total, f"{source} --{name.replace('_', '-')}", options[name])
-            draft.settings |= {"slurm.gpu_type": kind} if kind else {}
-    for resource in filter(None, options.get("gres", "").split(",")):
-        parts = resource.split(":")
-        if parts[0] in ("gpu", "gres/gpu") and (number(parts[-1]) or len(parts) == 1):
-            draft.set("resources.gpus_per_node", number(parts[-1]) or 1, f"{source} --gres", resource)
-            draft.settings |= {"slurm.gpu_type": parts[1]} if len(parts) > 2 else {}
-        else:
-            others.append(resource)
+    requests = gpu_requests(options)
+    found = gpus_per_node(requests, nodes, tasks_per_node(options, nodes) or 1)
+    if found:
+        name, gpus = found
+        draft.set("resources.gpus_per_node", gpus, f"{source} --{name.replace('_', '-')}", requests[name].text)
+    if "gpus" in requests:
+        total = requests["gpus"].count
+        _report_uneven(draft, f"{source} --gpus={total}", total, found and found[1], nodes, "gpus_per_node")
+    for request in requests.values():
+        draft.settings |= {"slurm.gpu_type": request.kind} if request.kind else {}
+    others = other_resources(options.get("gres", ""))
     if others:
         draft.set("slurm.gres", ",".join(others), f"{source} --gres")
 
 
+def _report_uneven(draft: Draft, what: str, total: int, per_node: int | None, nodes: int, setting: str) -> None:
+    """Report a total that is not the number per node, on all nodes."""
+    if total != (per_node or 0) * nodes:
+        each = f", {per_node} on each" if per_node else ""
+        draft.missing(f"{what} with {count(nodes, 'node')}{each}", f"set resources.num_nodes and resources.{setting}")
+
+
 def _read_tasks(draft: Draft, options: dict[str, str], source: str, nodes: int) -> None:
-    tasks = number(options.get("ntasks_per_node"))
+    tasks = tasks_per_node(options, nodes)
     total = number(options.get("ntasks"))
-    if tasks is None and total and total % nodes == 0:
-        tasks = total // nodes
+    if total:
+        _report_uneven(draft, f"{source} --ntasks={total}", total, tasks, nodes, "ranks_per_node")
     starts_ranks = draft.line.launcher in ("srun", "python", "")
     if tasks and starts_ranks:
         draft.set("resources.ranks_per_node", tasks, f"tasks on every node ({source})")
@@ -133,11 +159,37 @@ def _read_tasks(draft: Draft, options: dict[str, str], source: str, nodes: int) 
         draft.set("resources.cpus_per_rank", max(1, cores // ranks), f"{source} --cpus-per-task", cores)
 
 
-def _read_limits(draft: Draft, options: dict[str, str], source: str) -> None:
-    memory = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", options.get("mem", ""), re.ASCII | re.IGNORECASE)
-    if memory and int(memory[1]):
+def _read_memory(draft: Draft, options: dict[str, str], source: str) -> None:
+    # A step takes its memory from that of its job.
+    if "mem" not in options or "resources.memory_gb" in draft.settings or _is_kept(draft, "mem"):
+        return
+    memory = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", options["mem"], re.ASCII | re.IGNORECASE)
+    if not memory:
+        draft.missing(f"{source} --mem={options['mem']}", "set resources.memory_gb")
+    elif int(memory[1]):
         found = int(memory[1]) * _MEMORY[memory[2].upper()]
         draft.set("resources.memory_gb", float(f"{found:.6g}"), f"{source} --mem", options["mem"])
+    else:  # all memory of the node, whereas resources.memory_gb = 0 is the cluster's default
+        _keep(draft, "mem", options["mem"], source)
+
+
+def _keep(draft: Draft, name: str, value: str, source: str) -> None:
+    """Pass an option on to the job as it is, unless a step repeats one of its job."""
+    if not _is_kept(draft, name):
+        option = f"--{name}={value}" if value else f"--{name}"
+        draft.set("slurm.extra", [*_extra(draft), option], f"{source} --{name}", value or "yes")
+
+
+def _is_kept(draft: Draft, name: str) -> bool:
+    return any(normalized(str(option)) == name for option in _extra(draft))
+
+
+def _extra(draft: Draft) -> list[JsonValue]:
+    extra = draft.settings.get("slurm.extra")
+    return extra if isinstance(extra, list) else []
+
+
+def _read_time(draft: Draft, options: dict[str, str], source: str) -> None:
     if options.get("time"):
         seconds = slurm_seconds(options["time"])
         if seconds:
