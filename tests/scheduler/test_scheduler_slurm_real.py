@@ -137,7 +137,9 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     filters = {"SQUEUE_NAMES": "x", "SQUEUE_PARTITION": "nosuch", "SINFO_PARTITION": "nosuch", "LOGNAME": "daemon"}
     for name, value in (variables | filters).items():
         monkeypatch.setenv(name, value)
-    asked = request(tmp_path, 'echo "$SLURM_NODEID|$RLHF_NODES|"; sleep 2', 2)
+    seen = tmp_path / "seen"  # the job waits for it: on a busy machine it would be over before it is looked for
+    shell = f'echo "$SLURM_NODEID|$RLHF_NODES|"; until [ -e {seen} ]; do sleep 0.1; done'
+    asked = request(tmp_path, shell, 2)
     job = slurm.submit(replace(asked, memory_gb=0.25, time_limit_s=600))
     assert slurm.inventory().node_names
     assert slurm.find("toy-1", 1) == job.model_copy(update={"command": ()})
@@ -145,6 +147,7 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     details = cluster.command("scontrol", "show", "job", job.job_id)
     assert "TimeLimit=00:10:00" in details
     assert "Requeue=0" in details
+    seen.touch()
     until(lambda: ended(slurm, job))
     assert status(slurm, job).scheduler_state == "COMPLETED", output(asked)
     said = sorted(line for line in output(asked).splitlines() if "|" in line)
