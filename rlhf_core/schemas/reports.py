@@ -208,7 +208,8 @@ class SampleLine(Schema):
     step: Int32
     """Optimizer step that it was sampled for."""
     prompt_uid: Label
-    """Id of the prompt: a hash of its content and of the number of earlier occurrences of that content in the data."""
+    """Id of the prompt: a hash of its content, the number of earlier occurrences of that content in the data and, for a
+    row that the step takes again, the number of the repetition."""
     sample_index: Int32
     """Index of the sample in its group, from 0."""
     seed: Int64

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.data.loading import DataReport, load_data, load_rows, row_indices
+from rlhf_core.training.data.loading import (
+    DataReport,
+    load_data,
+    load_rows,
+    occurrences_before,
+    repeated,
+    row_indices,
+)
 from rlhf_core.training.tasks import sort_digits
+from rlhf_core.training.types import Row
 
 GOOD = '{"question": "1+1?", "answer": "2"}\n'
 
@@ -190,6 +198,17 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert row_indices(5, 0, 0, 7) == [1, 4, 3, 0, 2, 3, 1]
 
 
+@given(st.integers(1, 8), st.integers(0, 20), st.integers(0, 30))
+def test_rows_of_a_step_have_uids_of_their_own(num_rows: int, start: int, count: int) -> None:
+    indices = row_indices(num_rows, 0, start, count)
+    uids = [
+        repeated(Row(f"{index}-0", "", "", "", {}), number).uid
+        for index, number in zip(indices, occurrences_before(indices), strict=True)
+    ]
+    assert len(set(uids)) == count
+    assert {f"{index}-0" for index in indices} <= set(uids), "seeds of rows that do not recur stay as they are"
+
+
 # --- tokens ---
 
 
@@ -220,7 +239,6 @@ def test_a_token_in_front_comes_once() -> None:
 
     from rlhf_core.training.data.loading import encode_prompts
     from rlhf_core.training.data.tokenizers import build_tokenizer
-    from rlhf_core.training.types import Row
 
     tokenizer = build_tokenizer("char", [], 0)
     tokenizer.bos_token = "<|im_start|>"

@@ -14,6 +14,7 @@ import pytest
 from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_runs import Counting, final_state, killed_for_real, told
 
+from rlhf_core.errors import DegenerateRl
 from rlhf_core.schemas.algorithms import specs
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -48,12 +49,16 @@ SPLIT = ("several", "critic", "dynamic")
 """Runs that are made with split weights too: passes of every model are collectives then."""
 RUNS |= {f"{name}, split": {**RUNS[name], "trainer": {**RUNS[name]["trainer"], "zero_stage": 3}} for name in SPLIT}
 KILLED = ("critic", "dynamic")
+RECURRING = spec_of("grpo", 3)
+RECURRING["data"] = {**RECURRING["data"], "generator_args": {"num_digits": 3, "num_train": 1, "num_eval": 10}}
+"""Each step takes its only row four times."""
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
     """Runs of seconds, one after the other in one process group; passes over the models of each are counted."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.models.causal_lm import PolicyModel
+    from rlhf_core.training.trainers import context as context_module
     from rlhf_core.training.trainers.run import train_run
     from rlhf_core.training.trainers.updates import PolicyUpdates
 
@@ -83,6 +88,10 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
         results[name] = train(f"{num_ranks} {name}", RUNS[name])
     with mock.patch.object(PolicyUpdates, "_padded", lambda self, group, count: self._micro_batches(group)):
         results["unpadded"] = train(f"{num_ranks} unpadded", RUNS["several"])
+    results["recurring"] = train(f"{num_ranks} recurring", RECURRING)
+    with mock.patch.object(context_module, "repeated", lambda row, number: row), pytest.raises(DegenerateRl) as ended:
+        train(f"{num_ranks} same uids", RECURRING)
+    results["same uids"] = str(ended.value)
     leave_process_group(ranks)
     return results
 
@@ -172,6 +181,18 @@ def test_split_weights_make_the_same_first_step(two_ranks: list[dict[str, Any]],
     for key in ("train/loss", "train/grad_norm", "train/num_tokens", "policy/kl", "value/loss"):
         if key in plain:
             assert split[key] == pytest.approx(plain[key], rel=2e-3, abs=2e-5), key
+
+
+def test_a_row_that_recurs_in_a_step_is_sampled_with_other_seeds(
+    two_ranks: list[dict[str, Any]], one_rank: list[dict[str, Any]], folder: Path
+) -> None:
+    assert [result["recurring"]["result"] for result in (*two_ranks, *one_rank)] == ["done"] * 3
+    one, two = told(folder, "1 recurring")[3], told(folder, "2 recurring")[3]
+    assert one["rollout/seed_digest"] == two["rollout/seed_digest"]
+
+
+def test_negative_control_a_row_that_recurs_with_the_same_uid_ends_the_run(two_ranks: list[dict[str, Any]]) -> None:
+    assert "different prompts are sampled with the same seeds" in two_ranks[0]["same uids"]
 
 
 def test_several_updates_learn_more_than_one(two_ranks: list[dict[str, Any]], folder: Path) -> None:

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -183,6 +184,21 @@ def row_indices(num_rows: int, seed: int, start: int, count: int) -> list[int]:
         _permutation(num_rows, seed, position // num_rows)[position % num_rows]
         for position in range(start, start + count)
     ]
+
+
+def occurrences_before(indices: Sequence[int]) -> list[int]:
+    """Number of earlier occurrences of each index."""
+    seen: Counter[int] = Counter()
+    counts = []
+    for index in indices:
+        counts.append(seen[index])
+        seen[index] += 1
+    return counts
+
+
+def repeated(row: Row, number: int) -> Row:
+    """Give a row's ``number``-th repetition a uid of its own; 0 is the row itself."""
+    return dataclasses.replace(row, uid=f"{row.uid}@{number}") if number else row
 
 
 @lru_cache(maxsize=4)

@@ -24,7 +24,7 @@ from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.examples import Scorer
-from rlhf_core.training.data.loading import DataReport, EncodedPrompts, row_indices
+from rlhf_core.training.data.loading import DataReport, EncodedPrompts, occurrences_before, repeated, row_indices
 from rlhf_core.training.data.micro_batches import balanced, micro_batches
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation.evaluator import Evaluator
@@ -204,6 +204,9 @@ class TrainingContext:
     def take_rows(self, count: int, *, by_length: bool = False) -> tuple[list[Row], list[list[int]]]:
         """Take the next ``count`` rows of the run and return this rank's part, with the tokens of its prompts.
 
+        A row that is taken again (the data has fewer rows, or an epoch ends in between) gets a uid of its own: sampling
+        seeds and in-flight completions go by the uid.
+
         Args:
             by_length: distribute rows so that ranks have about the same total text length; contiguous parts otherwise.
 
@@ -218,8 +221,9 @@ class TrainingContext:
         upcoming = self._upcoming(count)
         places = self._by_length(upcoming) if by_length else self.ranks.deal(range(count))
         self.position += count
-        indices = [upcoming[place] for place in places]
-        return [self._data.rows[index] for index in indices], [self._data.token_ids[index] for index in indices]
+        earlier = occurrences_before(upcoming)
+        rows = [repeated(self._data.rows[upcoming[place]], earlier[place]) for place in places]
+        return rows, [self._data.token_ids[upcoming[place]] for place in places]
 
     def rows_before(self, count: int) -> list[Row]:
         """Return the row that precedes each of this rank's next ``count`` rows in the order of the step over all ranks;
