@@ -119,8 +119,8 @@ class Row:
     """One row of data, ready for use."""
 
     uid: str
-    """Identity of the prompt: a hash of its content, the number of earlier rows with the same content and, for a row that
-    a step takes again, the number of the repetition."""
+    """Identity of the prompt: a hash of its content, the number of earlier rows with the same content and, for a row
+    that a step takes again, the number of the repetition."""
     prompt: str
     """Text given to the model: the filled prompt template."""
     answer: str

@@ -249,3 +249,20 @@ def test_a_token_in_front_comes_once() -> None:
     rows = [Row(prompt, prompt, "", "", {}) for prompt in ("ab", "<|im_start|>ab")]
     encoded = encode_prompts(rows, tokenizer, spec_of(train="x").data)
     assert encoded.token_ids == [[front, *tokenizer.encode("ab", add_special_tokens=False)]] * 2
+
+
+@pytest.mark.training
+def test_an_end_token_that_the_tokenizer_appends_does_not_end_a_prompt() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from rlhf_core.training.data.loading import encode_prompts
+    from rlhf_core.training.data.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer("char", [], 0)
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", end)]
+    )
+    bare = tokenizer.encode("ab", add_special_tokens=False)
+    rows = [Row(prompt, prompt, "", "", {}) for prompt in ("ab", "ab<|im_end|>")]
+    assert encode_prompts(rows, tokenizer, spec_of(train="x").data).token_ids == [bare, [*bare, end]]

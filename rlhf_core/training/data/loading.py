@@ -280,11 +280,16 @@ def completions_of(row: Row) -> list[str]:
 
 
 def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Tokens of the prompt of a rendered row."""
+    """Tokens of the prompt of a rendered row. An end token that the tokenizer appends is left out: a completion
+    follows."""
     bos = tokenizer.bos_token
     begins = row.chat is not None or bool(bos and row.prompt.startswith(str(bos)))
     tokens: list[int] = tokenizer.encode(row.prompt, add_special_tokens=not begins)
-    return tokens
+    if begins or len(tokens) < 2 or tokens[-1] != tokenizer.eos_token_id:
+        return tokens
+    own: list[int] = tokenizer.encode(row.prompt, add_special_tokens=False)
+    is_appended = tokens[len(tokens) - 1 - len(own) : -1] == own
+    return tokens[:-1] if is_appended else tokens
 
 
 def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
