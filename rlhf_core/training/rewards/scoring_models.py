@@ -8,6 +8,7 @@ No rank waits for another while scoring: ranks may have completions of different
 """
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig, ResumeMismatch
@@ -28,6 +29,9 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model
 from rlhf_core.training.types import Conversation, Row
+
+_CUT = "<|the completion was truncated here|>"
+"""Mark of the end of a truncated completion while a chat template renders it; never part of a scored text."""
 
 
 class SampledText(NamedTuple):
@@ -51,6 +55,16 @@ class ModelScores:
     """Scores as they enter the sum, on the configured scale."""
 
 
+class _Input(NamedTuple):
+    """Tokens of one sequence, as a model reads them."""
+
+    ids: list[int]
+    segments: list[int]
+    """Segment of each token (``token_type_ids``) for encoders that tell the texts of a pair apart; empty for others."""
+    is_cut: bool
+    """True if its beginning was left out, because it exceeds the model's maximum length."""
+
+
 class ScoringModel:
     """A reward model with its tokenizer."""
 
@@ -62,6 +76,9 @@ class ScoringModel:
         Args:
             name: name of the model in the run.
             model: model with one output; its weights are frozen.
+
+        Raises:
+            BadConfig: ``max_tokens`` is more than the model has positions for.
         """
         self.name = name
         self._settings = settings
@@ -69,8 +86,10 @@ class ScoringModel:
         # Decoders are scored at one token by their head; other models (encoders) by their own forward pass.
         self._decoder = RewardModel(model) if is_reward_model(model) else None
         self._tokenizer = tokenizer
-        positions = getattr(model.config, "max_position_embeddings", 0) or 0
-        self._max_tokens = settings.max_tokens or positions
+        self._arguments = inspect.signature(model.forward).parameters
+        self._max_tokens = _max_tokens(name, settings, model)
+        if self._decoder is None:
+            tokenizer.truncation_side = "left"
 
     @torch.no_grad()
     def scores(self, made: Sequence[SampledText], beat: Callable[[], None]) -> ModelScores:
@@ -79,44 +98,64 @@ class ScoringModel:
         Args:
             beat: called after every batch.
         """
-        sequences = [self._tokens(one) for one in made]
-        num_cut = sum(bool(self._max_tokens) and len(tokens) > self._max_tokens for tokens in sequences)
-        kept = [tokens[-self._max_tokens :] if self._max_tokens else tokens for tokens in sequences]
-        order = sorted(range(len(kept)), key=lambda index: len(kept[index]))
-        found = [0.0] * len(kept)
+        inputs = [self._input(one) for one in made]
+        order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
+        found = [0.0] * len(inputs)
         for first in range(0, len(order), self._settings.batch_size):
             part = order[first : first + self._settings.batch_size]
-            for index, score in zip(part, self._batch([kept[index] for index in part]).tolist(), strict=True):
+            for index, score in zip(part, self._batch([inputs[index] for index in part]).tolist(), strict=True):
                 found[index] = score
             beat()
-        return ModelScores(found, num_cut)
+        return ModelScores(found, sum(one.is_cut for one in inputs))
 
-    def _batch(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _batch(self, inputs: Sequence[_Input]) -> Tensor:
         """``[B]`` scores of one batch, padded on the right."""
-        longest = max(map(len, sequences))
-        pad_id = self._tokenizer.pad_token_id
-        ids = torch.tensor([[*tokens, *[pad_id] * (longest - len(tokens))] for tokens in sequences])
-        lengths = torch.tensor([len(tokens) for tokens in sequences])
-        mask = (torch.arange(longest) < lengths[:, None]).long()
-        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
+        lengths = torch.tensor([len(one.ids) for one in inputs])
+        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long().to(self._model.device)
+        ids = self._padded([one.ids for one in inputs], self._tokenizer.pad_token_id)
         if self._decoder is not None:
             scores: Tensor = self._decoder(ids, mask)
             return scores
-        logits: Tensor = self._model(input_ids=ids, attention_mask=mask).logits
+        named = {"input_ids": ids, "attention_mask": mask}
+        if inputs[0].segments and "token_type_ids" in self._arguments:
+            named["token_type_ids"] = self._padded([one.segments for one in inputs], self._tokenizer.pad_token_type_id)
+        logits: Tensor = self._model(**named).logits
         return logits.squeeze(-1).float()
 
-    def _tokens(self, made: SampledText) -> list[int]:
-        """Tokens of prompt and completion, in the form that the model was trained on."""
+    def _padded(self, rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+        """``[B, T]`` int64 on the model's device."""
+        longest = max(map(len, rows))
+        filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
+        return torch.tensor(filled).to(self._model.device)
+
+    def _input(self, made: SampledText) -> _Input:
+        """Prompt and completion in the form that the model was trained on, cut at the beginning if they are too
+        long."""
         scored = self._rendered(made)
         if self._decoder is None:
-            # Encoders read text pairs, with special tokens around them.
-            pair: list[int] = self._tokenizer(scored.prompt, scored.target)["input_ids"]
-            return pair
-        prompt = prompt_tokens(scored, self._tokenizer)
+            return self._pair(scored)
+        tokens = prompt_tokens(scored, self._tokenizer)
         if made.finished:
-            return [*prompt, *completion_tokens(scored.target, scored, self._tokenizer)]
-        # A truncated completion gets no end token.
-        return [*prompt, *self._tokenizer.encode(scored.target, add_special_tokens=False)]
+            tokens = [*tokens, *completion_tokens(scored.target, scored, self._tokenizer)]
+        else:
+            # A truncated completion gets no end token.
+            tokens = [*tokens, *self._tokenizer.encode(scored.target, add_special_tokens=False)]
+        is_cut = bool(self._max_tokens) and len(tokens) > self._max_tokens
+        return _Input(tokens[-self._max_tokens :] if is_cut else tokens, [], is_cut)
+
+    def _pair(self, scored: Row) -> _Input:
+        """Both texts as an encoder reads them: with special tokens around them, which a cut leaves in place."""
+        read = self._tokenizer(scored.prompt, scored.target)
+        is_cut = bool(self._max_tokens) and len(read["input_ids"]) > self._max_tokens
+        if is_cut:
+            added = self._tokenizer.num_special_tokens_to_add(pair=True)
+            target = self._tokenizer.encode(scored.target, add_special_tokens=False)
+            # Nothing can be left of a prompt whose completion fills the model.
+            fits = len(target) + added < self._max_tokens
+            texts = (scored.prompt if fits else "", scored.target)
+            strategy = "only_first" if fits else "only_second"
+            read = self._tokenizer(*texts, truncation=strategy, max_length=self._max_tokens)
+        return _Input(read["input_ids"], read.get("token_type_ids", []), is_cut)
 
     def _rendered(self, made: SampledText) -> Row:
         """Build a row whose target is the completion, as text or rendered by this model's chat template."""
@@ -124,12 +163,33 @@ class ScoringModel:
         if template == "text" or (template == "data" and row.chat is None):
             return dataclasses.replace(row, target=made.text, chat=None)
         messages = row.chat.prompt if row.chat is not None else ({"role": "user", "content": row.prompt},)
-        chat = Conversation(messages, target=({"role": "assistant", "content": made.text},))
+        # The end of a truncated completion is marked, to leave out what the template writes after it.
+        content = made.text if made.finished else made.text + _CUT
+        chat = Conversation(messages, target=({"role": "assistant", "content": content},))
         whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer)
-        end = whole.target.rfind(made.text)
-        if made.finished or not made.text or end < 0:
-            return whole
-        return dataclasses.replace(whole, target=whole.target[: end + len(made.text)])
+        before, mark, _ = whole.target.rpartition(_CUT)
+        return dataclasses.replace(whole, target=before) if mark and not made.finished else whole
+
+
+def _max_tokens(name: str, settings: ScoringModelSpec, model: PreTrainedModel) -> int:
+    """Maximum length of a sequence; 0 for any."""
+    positions = _num_positions(model)
+    if positions and settings.max_tokens > positions:
+        raise BadConfig(
+            f"found reward.models.{name}.max_tokens = {settings.max_tokens}, and a model with positions for "
+            f"{positions} tokens; set it to {positions} at most, or to 0 for all of them"
+        )
+    return settings.max_tokens or positions
+
+
+def _num_positions(model: PreTrainedModel) -> int:
+    """Number of tokens that the model has positions for; 0 if its config does not limit them."""
+    for name, module in model.named_modules():
+        is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if is_table and module.padding_idx is not None:
+            # RoBERTa and its descendants count positions from the one after the padding's.
+            return int(module.num_embeddings - module.padding_idx - 1)
+    return getattr(model.config, "max_position_embeddings", 0) or 0
 
 
 @dataclass
