@@ -62,8 +62,8 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     after = f" after a warm start by {warm_start.algorithm.name.upper()}" if warm_start else ""
     trained = spec.algorithm.upper() + after
     # The rewards of an external trainer are in its own arguments.
-    rewards = ", ".join(map(markdown_code, spec.reward.functions))
-    rewarded = "" if spec.samples is None else f" with the reward {rewards}"
+    rewards = ", ".join(map(markdown_code, (*spec.reward.functions, *spec.reward.models)))
+    rewarded = f" with the reward {rewards}" if spec.any_loop_samples else ""
     yield (
         f"Trained from {started} by {trained}, {provenance.checkpoint_step} optimizer steps, on "
         f"{markdown_code(data_name(spec))}{rewarded}."

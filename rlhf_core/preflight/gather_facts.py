@@ -89,6 +89,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     native = spec.trainer.kind == "native"
+    models = spec.reward.models if spec.any_loop_samples else {}
     # External trainers read the data in their own way, so the content checks do not apply.
     content = _content(spec, around, compute, imports, tick) if usable and native else None
     promoted = Path(spec.promote.folder) if spec.promote.folder else around.runs_dir.absolute().parent / "promoted"
@@ -107,9 +108,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         eval=_scan(spec, spec.data.eval, tick),
         model_config=model_config(spec.model),
         model_folder=inspect_model(spec.model),
-        reward_models={
-            name: inspect_reward_model(one.path) for name, one in spec.reward.models.items() if spec.samples
-        },
+        reward_models={name: inspect_reward_model(one.path) for name, one in models.items()},
         tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
         promote_folder="" if spec.promote.when == "never" else str(promoted),
         promote_problem="" if spec.promote.when == "never" else inspect_disk(promoted).problem,

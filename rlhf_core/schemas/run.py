@@ -244,6 +244,11 @@ class RunSpec(Schema):
         return None if isinstance(self.trainer, CommandTrainer) else self.main_loop.algorithm.samples
 
     @property
+    def any_loop_samples(self) -> bool:
+        """True if any loop of the native trainer samples completions, so that rewards are needed."""
+        return any(loop.algorithm.samples for loop in self.loops.named.values())
+
+    @property
     def data_kinds(self) -> frozenset[DataKind]:
         """Parts of each row, besides its prompt, that the loops need; for external trainers, those that the evaluation
         needs."""

@@ -721,6 +721,14 @@ def test_a_reward_that_is_only_measured_needs_another_that_counts() -> None:
     assert found(measured, "reward.weights") == []
 
 
+def test_a_warm_start_that_samples_needs_rewards_too() -> None:
+    loops = healthy().spec.loops.model_dump()
+    sft = {**loops["main"], "algorithm": {"name": "sft", "batch_size": 8}}
+    warm = replace(with_spec(loops={"warm_start": loops["main"], "main": sft}, reward=SCORES), reward_models={})
+    assert found(warm, "reward.models") == []
+    assert found(with_spec(loops={"warm_start": sft, "main": sft}, reward=SCORES), "reward.models"), "nothing is scored"
+
+
 def make_model(folder: Path, architecture: str, **config: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))

@@ -95,6 +95,15 @@ def test_harm_is_counted_as_zero_and_told_once_where_that_is_asked_for(name: str
     assert left_behind() == []
 
 
+def test_a_failure_of_what_is_only_measured_leaves_the_reward() -> None:
+    with scorer("well", "raising", on_failure="zero", weights=[1.0, 0.0]) as one:
+        found = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
+    assert found.total == [1.0, 1.0, 1.0]
+    assert found.by_function == {"well": [1.0, 1.0, 1.0], "raising": [1.0, 0.0, 1.0]}
+    assert found.num_failed == 1
+    assert "Its weight is 0, so the rewards are not affected" in found.warnings[0]
+
+
 def test_too_much_of_it_stops_all_the_same() -> None:
     with (
         scorer("raising", on_failure="zero", max_failed_share=0.5) as one,

@@ -14,11 +14,10 @@ from core_models import QWEN, char_tokenizer, tiny_model
 from pydantic import ValidationError
 from rank_launcher import TrainingGroup, flip_last_bit, launch, tiny_spec, training_group, values
 from test_loop_runs import Interrupting, final_state, interrupt, told
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -140,18 +139,78 @@ def test_an_end_token_that_is_padding_is_scored_before_it(tmp_path: Path) -> Non
     assert abs(ended - cut) > 1e-3
 
 
-def test_an_encoder_is_scored_as_it_does_it_itself(tmp_path: Path) -> None:
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def make_encoder(folder: Path, kind: str = "bert", positions: int = 64) -> PreTrainedTokenizerBase:
+    """An encoder with one output, and a tokenizer that puts special tokens around both texts of a pair."""
     tokenizer = char_tokenizer()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
-    config.num_labels = 1
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    start, pad = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.pad_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|>:0 $A:0 <|im_end|>:0",
+        pair="<|im_start|>:0 $A:0 <|im_end|>:0 $B:1 <|im_end|>:1",
+        special_tokens=[("<|im_start|>", start), ("<|im_end|>", tokenizer.eos_token_id)],
+    )
+    # RoBERTa has one segment only, and positions that begin after the padding's.
+    arguments = {"type_vocab_size": 1, "max_position_embeddings": positions + pad + 1}
+    if kind == "bert":
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
+        arguments = {"type_vocab_size": 2, "max_position_embeddings": positions}
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), pad_token_id=pad, num_labels=1, initializer_range=0.5, **SIZES, **arguments
+    )
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@torch.no_grad()
+def encoded_score(folder: Path, tokenizer: PreTrainedTokenizerBase, *texts: str) -> float:
+    """Score of a pair of texts, as transformers encodes it."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    return float(model(**tokenizer(*texts, return_tensors="pt")).logits)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_an_encoder_is_scored_as_it_does_it_itself(kind: str, tmp_path: Path) -> None:
+    tokenizer = make_encoder(tmp_path, kind)
     found = only(load(tmp_path)).scores(MADE, lambda: None)
-    reference = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    for made, score in zip(MADE, found.raw, strict=True):
-        ids = char_tokenizer()(made.row.prompt, made.text, return_tensors="pt")["input_ids"]
-        assert score == pytest.approx(float(reference(input_ids=ids).logits.detach()), abs=1e-5)
+    expected = [encoded_score(tmp_path, tokenizer, made.row.prompt, made.text) for made in MADE]
+    assert found.raw == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) == len(MADE)
+
+
+def test_negative_control_the_segments_of_an_encoder_matter(tmp_path: Path) -> None:
+    make_encoder(tmp_path)
+    model = only(load(tmp_path))
+    right = model.scores(MADE, lambda: None).raw
+    model._arguments = {}  # type: ignore[assignment]
+    assert model.scores(MADE, lambda: None).raw != pytest.approx(right, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize(
+    ("prompt", "text", "kept"),
+    [("123456>", "78", ("6>", "78")), ("123456>", "23456789", ("", "56789")), ("12>", "3456", ("12>", "3456"))],
+)
+def test_an_encoder_loses_the_beginning_between_its_special_tokens(
+    kind: str, prompt: str, text: str, kept: tuple[str, str], tmp_path: Path
+) -> None:
+    """A model with 7 or 10 positions, 3 of them for special tokens; RoBERTa's table is longer, which is no use."""
+    positions = 10 if kept[0] == "12>" else 8 if not kept[0] else 7
+    tokenizer = make_encoder(tmp_path, kind, positions)
+    found = only(load(tmp_path)).scores([SampledText(row(prompt), text, True)], lambda: None)
+    assert found.num_cut == ((prompt, text) != kept)
+    assert found.raw == pytest.approx([encoded_score(tmp_path, tokenizer, *kept)], abs=1e-5)
+
+
+def test_more_tokens_than_a_model_has_positions_for_are_refused(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "roberta", 64)
+    assert load(tmp_path, max_tokens=64).models
+    with pytest.raises(BadConfig, match="max_tokens = 65, and a model with positions for 64 tokens"):
+        load(tmp_path, max_tokens=65)
 
 
 def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
@@ -165,10 +224,18 @@ def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
     )
     asked = row("whatever the policy has read", Conversation(turns))
     trained = [*example.prompt, *example.completions[0]]
-    assert model._tokens(SampledText(asked, "2", True)) == trained
-    cut = model._tokens(SampledText(asked, "2", False))
+    assert model._input(SampledText(asked, "2", True)).ids == trained
+    cut = model._input(SampledText(asked, "2", False)).ids
     assert trained[: len(cut)] == cut
     assert char_tokenizer().decode(trained[len(cut) :]) == "<|im_end|>\n", "what was cut off has not ended"
+
+
+@pytest.mark.parametrize("text", ["i", "<", "m_end", " 2 ", ""])
+def test_a_truncated_completion_in_a_chat_template_has_no_end(text: str, tmp_path: Path) -> None:
+    """Also one that is part of the end token's own text, or that the template would strip."""
+    model = only(load(make_reward_model(tmp_path / "model"), template="chat"))
+    cut = char_tokenizer().decode(model._input(SampledText(row("1+1>"), text, False)).ids)
+    assert str(cut).endswith(f"<|im_start|>assistant\n{text}")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +246,7 @@ def test_text_goes_through_the_chat_template_only_where_that_is_asked_for(
     template: str, expected: str, tmp_path: Path
 ) -> None:
     model = only(load(make_reward_model(tmp_path / "model"), template=template))
-    text = char_tokenizer().decode(model._tokens(SampledText(row("1+1>"), "2", True)))
+    text = char_tokenizer().decode(model._input(SampledText(row("1+1>"), "2", True)).ids)
     assert str(text).startswith(expected)
 
 
@@ -337,6 +404,11 @@ def run_sections(folder: str, **settings: Any) -> dict[str, Any]:
     return {"reward": {"models": {"good": {**good, "normalise": "standardise"}, "other": {**good, "weight": -0.5}}}}
 
 
+RATE = {"learning_rate": 3e-3}
+GRPO = {"algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4}, "optimizer": RATE}
+SFT = {"algorithm": {"name": "sft", "batch_size": 8}, "optimizer": RATE}
+
+
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     with training_group(rank, num_ranks, folder, tiny_spec()) as group:
         return runs_of(group)
@@ -363,6 +435,12 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
 
     with mock.patch.object(run_module, "load_trainer_state", without_scores):
         results["forgetful"] = train("forgetful", spec, 1)
+    two_loops = {key: value for key, value in spec.items() if key not in ("sft", "train", "grpo")}
+    for name, main in (("warm", SFT), ("twice", GRPO)):
+        two_loops["loops"] = {"warm_start": {**GRPO, "num_steps": 2}, "main": {**main, "num_steps": 2}}
+        results[name] = train(name, two_loops)
+    train("twice again", two_loops, reporter=Interrupting(Phase.TRAIN, 3, interrupt))
+    results["twice again"] = train("twice again", two_loops, 1)
     split = {**tiny_spec(**run_sections(folder)), "trainer": {"micro_batch_size": 5, "zero_stage": 3}}
     split["train"] = {name: value for name, value in split["train"].items() if name == "num_steps"}
     results["stage 3"] = train("stage-3", split)
@@ -401,6 +479,27 @@ def test_a_resume_that_forgets_the_running_moments_is_caught(results: list[dict[
     assert [result["forgetful"] for result in results] == ["done", "done"]
     again, straight = told(folder, "forgetful", restart=1), told(folder, "straight")
     assert any(again[number] != straight[number] for number in again)
+
+
+@pytest.mark.end_to_end
+def test_running_moments_continue_from_one_loop_to_the_next(results: list[dict[str, Any]], folder: Path) -> None:
+    """A run resumed between its loops reads them from the checkpoint, one that was not interrupted keeps them."""
+    assert [(result["twice"], result["twice again"]) for result in results] == [("done", "done")] * 2
+    straight = told(folder, "twice")
+    assert set(told(folder, "twice again", restart=1)) == {3, 4}
+    assert told(folder, "twice again") | told(folder, "twice again", restart=1) == straight
+    assert final_state(folder, "twice again", 4) == final_state(folder, "twice", 4)
+
+
+@pytest.mark.end_to_end
+def test_a_warm_start_that_samples_has_rewards_whatever_follows(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["warm"] for result in results] == ["done", "done"]
+    warm, twice = told(folder, "warm"), told(folder, "twice")
+    rewards = [key for key in twice[1] if key.startswith("reward/")]
+    assert {"reward/good", "reward/noisy_reward", "reward/std"} <= set(rewards)
+    assert [warm[step][key] for step in (1, 2) for key in rewards] == [
+        twice[step][key] for step in (1, 2) for key in rewards
+    ]
 
 
 @pytest.mark.end_to_end

@@ -11,7 +11,7 @@ from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
 def models(facts: Facts) -> Iterator[Finding]:
     """A folder without a trained head gives random rewards; a missing one ends every rank during set-up."""
     settings = facts.spec.reward.models
-    if settings and not facts.spec.samples:
+    if settings and not facts.spec.any_loop_samples:
         yield warning(
             f"reward.models names {', '.join(settings)}, but no completions are sampled",
             "an algorithm that samples, for instance grpo",
@@ -26,7 +26,7 @@ def weights(facts: Facts) -> Iterator[Finding]:
     """If all weights are 0, every reward is 0: hours of sampling in which nothing is learned."""
     reward = facts.spec.reward
     counted = [*(reward.weights or [1.0] * len(reward.functions)), *(model.weight for model in reward.models.values())]
-    if facts.spec.samples and not any(counted):
+    if facts.spec.any_loop_samples and not any(counted):
         yield blocked(
             "every weight in reward.weights and reward.models is 0",
             "at least one reward that counts",

@@ -110,7 +110,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
             "the native trainer: another program starts its own engines",
             "set rollout.engines=0",
         )
-    elif not any(loop.algorithm.samples for loop in spec.loops.named.values()):
+    elif not spec.any_loop_samples:
         yield blocked(
             f"{said}, but no loop samples ({', '.join(loop.algorithm.name for loop in spec.loops.named.values())})",
             "an algorithm with completions to sample",

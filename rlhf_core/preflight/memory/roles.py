@@ -81,7 +81,6 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
     tokens = micro_batch_tokens(spec)
-    samples = any(algorithm.samples for algorithm in algorithms)
     moments = {
         "train": {
             "activations": activation_bytes(shape, dtype, tokens, spec.native_trainer.gradient_checkpointing, lora),
@@ -93,7 +92,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape, gpu: int | None = None) -> Est
             **_sampling(
                 spec,
                 shape,
-                sequences if samples else _sequences_of_an_evaluation(spec),
+                sequences if spec.any_loop_samples else _sequences_of_an_evaluation(spec),
                 gpu,
                 with_vllm=spec.rollout.engine == "vllm",
             ),
@@ -166,9 +165,8 @@ def longest_sequence(spec: RunSpec) -> int:
     """Tokens of the longest training sequence: with a sampled completion, or with one of the data if its length is
     limited."""
     of_data = any(not loop.algorithm.samples for loop in spec.loops.named.values())
-    sampled = any(loop.algorithm.samples for loop in spec.loops.named.values())
     completion = max(
-        spec.rollout.max_new_tokens if sampled or not spec.data.max_completion_tokens else 0,
+        spec.rollout.max_new_tokens if spec.any_loop_samples or not spec.data.max_completion_tokens else 0,
         spec.data.max_completion_tokens if of_data else 0,
     )
     return spec.data.max_prompt_tokens + completion

@@ -6,7 +6,7 @@ the time limit, but at least a sixteenth, so that one endless completion costs l
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -40,7 +40,7 @@ class Scores:
     by_function: dict[str, list[float]]
     """Unweighted rewards of each function."""
     num_failed: int
-    """Completions for which at least one function failed, and counts as 0."""
+    """Completions for which at least one function or model failed."""
     warnings: list[str]
     """Failures of a kind not reported before, as sentences."""
 
@@ -71,6 +71,24 @@ class _FunctionScores:
     """Failure of the call for all completions at once."""
 
 
+@dataclass(frozen=True)
+class _Term:
+    """One term of the weighted sum."""
+
+    weight: float
+    values: list[float]
+    failed: Collection[int]
+    """Completions that it has no value for, by index."""
+
+
+def _weighted_sum(terms: Sequence[_Term], index: int) -> float:
+    """Reward of one completion: 0 if a term that counts has failed. Those of weight 0 are only measured."""
+    counted = [term for term in terms if term.weight]
+    if any(index in term.failed for term in counted):
+        return 0.0
+    return sum((term.weight * term.values[index] for term in counted), 0.0)
+
+
 class RewardScorer:
     """Scores completions by the reward functions of a run, and by the scorer of its evaluations."""
 
@@ -83,7 +101,10 @@ class RewardScorer:
         self._spec = spec
         self._reward = spec.reward
         self._rank = rank
-        self._functions = reward_names(spec.reward.functions) if spec.samples else {}
+        self._functions = reward_names(spec.reward.functions) if spec.any_loop_samples else {}
+        of_functions = spec.reward.weights or (1.0,) * len(self._functions)
+        of_models = {name: model.weight for name, model in spec.reward.models.items()}
+        self._weights = {**dict(zip(self._functions, of_functions, strict=False)), **of_models}
         self._evaluation = reward_names([spec.evaluate.scorer])
         paths = [*self._functions.values(), *self._evaluation.values()]
         self._process = RewardProcess(paths) if spec.reward.timeout_s else None
@@ -93,6 +114,11 @@ class RewardScorer:
     def use(self, models: ScoringModels) -> None:
         """Also score by these reward models from now on."""
         self._models = models
+
+    @property
+    def uses_models(self) -> bool:
+        """True once the reward models are loaded."""
+        return self._models is not None
 
     @property
     def model_states(self) -> dict[str, ScoringModelState]:
@@ -140,29 +166,26 @@ class RewardScorer:
             RewardFailed: a function failed and ``reward.on_failure`` is ``stop``, or failed for too many completions.
         """
         by_function: dict[str, list[float]] = {}
-        failed: set[int] = set()
+        terms: list[_Term] = []
         warnings: list[str] = []
         seed = self._seed(step, sampling_round)
         for name, path in self._functions.items():
             found = self._found(name, path, rows, completions, seed, beat, self._reward.on_failure == "stop")
             by_function[name] = found.values
-            failed |= found.problems.keys()
+            terms.append(_Term(self._weights[name], found.values, found.problems.keys()))
             if (found.problems or found.as_one) and name not in self._told:
                 self._told.add(name)
                 warnings.append(self._warning(name, found, rows, completions))
-        factors = list(self._reward.weights) or [1.0] * len(by_function)
-        weighted = list(zip(factors, by_function.values(), strict=True))
         for name, scores in self._scores_by_models(rows, completions, finished, beat).items():
             problems = self._unusable(name, scores, rows, completions)
-            failed |= problems.keys()
             by_function[name] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
-            weighted.append((self._reward.models[name].weight, scores.counted))
+            terms.append(_Term(self._weights[name], scores.counted, problems.keys()))
             if (problems or scores.num_cut) and name not in self._told:
                 self._told.add(name)
                 warnings += self._warnings_of_model(name, scores, problems, rows, completions)
-        total = [sum(factor * values[index] for factor, values in weighted) for index in range(len(completions))]
-        counted = [0.0 if index in failed else value for index, value in enumerate(total)]
-        return Scores(counted, by_function, len(failed), warnings)
+        total = [_weighted_sum(terms, index) for index in range(len(completions))]
+        num_failed = len({index for term in terms for index in term.failed})
+        return Scores(total, by_function, num_failed, warnings)
 
     def _scores_by_models(
         self, rows: Sequence[Row], completions: Sequence[str], finished: Sequence[bool], beat: Callable[[], None]
@@ -303,9 +326,14 @@ class RewardScorer:
                 "(reward.timeout_s), or use fewer completions per step."
             )
         index, problem = next(iter(found.problems.items()))
+        effect = (
+            "The completion counts as 0 (reward.on_failure), and so will others"
+            if self._weights[name]
+            else "Its weight is 0, so the rewards are not affected"
+        )
         return (
-            f"On rank {self._rank}, {self._sentence(name, index, problem, rows, completions)}. The completion counts "
-            "as 0 (reward.on_failure), and so will others; reward/failed_share is their share."
+            f"On rank {self._rank}, {self._sentence(name, index, problem, rows, completions)}. {effect}; "
+            "reward/failed_share is the share of such completions."
         )
 
     def _sentence(

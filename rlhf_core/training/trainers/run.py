@@ -93,7 +93,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         tokenizer,
         scorer,
         functools.partial(start_engine, context, ranks, tokenizer, initial),
-        trains_on_samples=any(loop.algorithm.samples for loop in spec.loops.named.values()),
+        trains_on_samples=spec.any_loop_samples,
     )
     context.reporter.beat(Phase.SETUP, step)
     training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
@@ -145,7 +145,8 @@ def _train_loop(
         if spec.native_trainer.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
         reference = _reference(context, ranks, loop, initial, policy)
-        if loop.algorithm.samples and spec.reward.models:
+        # Loaded once: running statistics of their scores continue from one loop to the next.
+        if loop.algorithm.samples and spec.reward.models and not training.scorer.uses_models:
             training.scorer.use(_scoring_models(training, state))
         engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer)
     if state and state.progress.step >= loop.first_step:

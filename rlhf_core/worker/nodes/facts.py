@@ -114,6 +114,7 @@ def package_versions() -> dict[str, str]:
 
 def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
     """Hashes of the files this node reads: the run's files, our code, data, model and tokenizer."""
+    models = spec.reward.models if spec.any_loop_samples else {}
     sources: dict[str, Path | None] = {
         "config (spec.json)": run_dir.spec,
         "placement.json": run_dir.attempt(attempt).placement,
@@ -123,7 +124,7 @@ def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
         "data.eval": _path(spec.data.eval),
         "model.path": _path(spec.model.path),
         "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
-        **{f"reward.models.{name}": Path(one.path) for name, one in spec.reward.models.items() if spec.samples},
+        **{f"reward.models.{name}": Path(one.path) for name, one in models.items()},
     }
     return {name: fingerprint(path) for name, path in sources.items() if path is not None}
 
