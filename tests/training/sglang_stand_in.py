@@ -44,6 +44,7 @@ class StandIn:
         self._sampler = TransformersSampler(
             folder, AutoTokenizer.from_pretrained(folder), options["dtype"], torch.device("cpu")
         )
+        self._context_length = options["context-length"]
         self._lock = threading.Lock()
         self._keys = itertools.count()
 
@@ -96,7 +97,8 @@ class StandIn:
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         prompt, parameters = asked["input_ids"], asked["sampling_params"]
-        sampling = Sampling(parameters["max_new_tokens"], parameters["temperature"], batch_size=1)
+        limit = self._context_length - len(prompt) - 2  # as SGLang's scheduler limits it
+        sampling = Sampling(min(parameters["max_new_tokens"], limit), parameters["temperature"], batch_size=1)
         with self._lock:
             scored = [None, *self._sampler.score(prompt)] if asked.get("logprob_start_len") == 0 else []
             request = SamplerRequest(next(self._keys), prompt, [parameters.get("sampling_seed", 0)], sampling)

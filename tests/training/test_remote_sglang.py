@@ -20,6 +20,7 @@ from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.sglang import server as sglang_server
 from rlhf_core.training.rollouts.sglang.sampler import SglangSampler
 from rlhf_core.training.rollouts.sglang.server import SglangServer
+from rlhf_core.training.types import Completion
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
@@ -61,6 +62,14 @@ def sampler(group: EngineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     server.wait(no_beat)
     yield SglangSampler(server, folder, char_tokenizer(), tmp_path / "weights")
     process.kill()
+
+
+def test_the_longest_sequence_is_not_cut_short(sampler: SglangSampler) -> None:
+    prompt, longest = [PROMPTS[0][0]] * 60, replace(DRAWN, max_new_tokens=4)
+    sampler.submit(SamplerRequest(1, prompt, list(range(8)), longest))
+    made: list[Completion] = []
+    until(lambda: made.extend(one for _, group in sampler.step(no_beat) for one in group) or made)
+    assert max(len(one.token_ids) for one in made) == 4
 
 
 def test_what_the_server_refuses_is_an_error(sampler: SglangSampler) -> None:

@@ -5,6 +5,7 @@ with SGLang itself, which needs GPUs: the tests use a stand-in with the same API
 """
 
 import json
+import math
 import secrets
 import socket
 import subprocess
@@ -23,6 +24,9 @@ PROGRAM = (sys.executable, "-P", "-m", "sglang.launch_server")
 HOST = "127.0.0.1"
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 10.0
+SPARE_TOKENS = 8
+"""Context beyond the longest sequence. SGLang reserves some: it limits new tokens to ``max_req_len - len(prompt) - 1``,
+where ``max_req_len`` is the context length - 1 (``Scheduler``), and refuses requests that would fill the context."""
 
 
 class SglangServer:
@@ -45,7 +49,7 @@ class SglangServer:
             "load-format": "dummy",
             "skip-tokenizer-init": True,
             "dtype": dtype,
-            "context-length": max_tokens,
+            "context-length": _context_length(folder, max_tokens),
             "mem-fraction-static": settings.gpu_memory_share,
             "disable-radix-cache": not settings.prefix_caching,
             # Without it SGLang ignores the seeds of requests.
@@ -73,7 +77,9 @@ class SglangServer:
             if self.exit_code is not None:
                 raise WorkerError("the SGLang server ended before it responded; see its log")
             try:
-                answer = httpx.get(f"{self.url}/health", headers=self.headers, timeout=ANSWER_TIMEOUT_S)
+                answer = httpx.get(
+                    f"{self.url}/health", headers=self.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False
+                )
             except httpx.HTTPError:
                 pass
             else:
@@ -85,6 +91,12 @@ class SglangServer:
     def exit_code(self) -> int | None:
         """Exit code of its process, negative for a signal; None while it is running."""
         return self._process.poll()
+
+
+def _context_length(folder: Path, max_tokens: int) -> int:
+    """Context length for the longest sequence; SGLang refuses more than the model has positions for."""
+    positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings") or math.inf
+    return int(min(max_tokens + SPARE_TOKENS, positions))
 
 
 def _free_port() -> int:
