@@ -20,6 +20,7 @@ from rlhf_core.schemas.engines import (
     WeightsRefused,
 )
 from rlhf_core.schemas.weight_sync import AppliedVersion, Offer, Receipt
+from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, require_same
 
 CONNECT_TIMEOUT_S = 5.0
@@ -80,15 +81,20 @@ class EngineClient:
                 if answer.status_code != httpx.codes.OK:
                     await answer.aread()
                     raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
-                async for line in answer.aiter_lines():
+                async for line in response_lines(answer):
                     yield _sampled(line, self.name)
         except (httpx.HTTPError, OSError) as error:
             raise EngineUnusable(f"{self.name} was lost: {_shown(error)}") from error
+        except ValueError as error:
+            raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
 
     def _checked(self, answer: httpx.Response) -> EngineHealth:
         if answer.status_code != httpx.codes.OK:
             raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
-        health = EngineHealth.model_validate_json(answer.content)
+        try:
+            health = EngineHealth.model_validate_json(answer.content)
+        except ValueError as error:
+            raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
         if (health.rank, health.generation) != (self.address.rank, self.address.generation):
             raise EngineUnusable(f"start {health.generation} of engine {health.rank} responds instead of {self.name}")
         return health
@@ -210,7 +216,7 @@ class HttpEngineControl:
         return self._client.post(self._http, path, message.model_dump_json())
 
 
-def _sampled(line: str, name: str) -> SampledPrompt:
+def _sampled(line: bytes, name: str) -> SampledPrompt:
     content = json.loads(line)
     if "error" in content:
         raise EngineUnusable(f"{name}: {EngineRefusal.model_validate(content).error}")

@@ -155,7 +155,7 @@ class RemoteEngines:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._spec.remote.start_timeout_s
         wanted = 1 if self._was_complete else self._spec.engines
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(trust_env=False) as http:
             while True:
                 clients = self._clients()
                 answers = await asyncio.gather(*(client.health(http) for client in clients), return_exceptions=True)

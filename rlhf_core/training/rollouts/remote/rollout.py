@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class RemoteRollout:
         self._last_loss = "no engine has registered"
         self._none_since_s = time.monotonic()
         self._others: set[tuple[int, int]] = set()
+        self._silent_since_s: dict[tuple[int, int], float] = {}
         self._is_stopped = False
         self._wake = asyncio.Event()
 
@@ -94,10 +96,14 @@ class RemoteRollout:
             EnginesLost: no engine served for too long, or all failed on one prompt.
         """
         watchers: dict[int, asyncio.Task[None]] = {}
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
+        clients: Collection[EngineClient] = ()
+        read_at_s = -math.inf
+        # Engines are in the allocation: a proxy of the environment is not for them, nor is the token for the proxy.
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
-                    clients = self._clients()
+                    if time.monotonic() - read_at_s >= POLL_S:
+                        clients, read_at_s = self._clients(), time.monotonic()
                     if self._is_stopped or self._is_stranded(clients):
                         break
                     for client in clients:
@@ -109,15 +115,21 @@ class RemoteRollout:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), POLL_S)
                     self._wake.clear()
-                    _raise_errors([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
+                    _finished(watchers.values())
+                    for asked in self._asked.values():
+                        asked.difference_update(_finished(asked))
             finally:
                 await _end([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
                 self._dispatcher.recall()
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
-        """True if every engine has other weights and will keep them."""
-        others = bool(clients) and all(_start_of(client) in self._others for client in clients)
-        return others and not self._are_restored
+        """True if engines have other weights and will keep them, and all others have been silent for long."""
+        if self._are_restored:
+            return False
+        limit_s = time.monotonic() - self._settings.stall_timeout_s
+        silent = {start for start, since_s in self._silent_since_s.items() if since_s < limit_s}
+        starts = {_start_of(client) for client in clients}
+        return bool(starts & self._others) and starts <= self._others | silent
 
     # -----------------------------------------------------------------------------------------------------------------
     # Watching
@@ -129,9 +141,11 @@ class RemoteRollout:
             try:
                 health = await client.health(http)
             except EngineUnusable as error:
+                self._silent_since_s.setdefault(_start_of(client), time.monotonic())
                 self._lose(rank, str(error))
                 await asyncio.sleep(POLL_S)
                 return
+            self._silent_since_s.pop(_start_of(client), None)
             self._judge(client, health)
             await asyncio.sleep(POLL_S)
 
@@ -148,12 +162,13 @@ class RemoteRollout:
         seen, busy = self._progress.get(start), bool(self._dispatcher.outstanding(rank))
         if seen is None or health.progress != seen.count:
             self._progress[start] = _Progress(health.progress, now_s)
-            if busy:
+            # A rank that has all of its completions may have to stay for the others, which the engines work for.
+            if busy or self._dispatcher.is_done:
                 self._beat()
-        elif not busy and not seen.is_stalled:
-            seen.at_s = now_s
+        elif not busy and not (seen.is_stalled and health.num_waiting):
+            seen.at_s, seen.is_stalled = now_s, False
         elif now_s - seen.at_s > self._settings.stall_timeout_s:
-            seen.is_stalled = True  # until it makes progress again
+            seen.is_stalled = True  # until it makes progress again, or has dropped all requests
             self._lose(rank, f"{client.name} has made no progress for {now_s - seen.at_s:.0f} s")
             return
         if rank not in self._ready:
@@ -223,8 +238,6 @@ class RemoteRollout:
             self._ready.pop(rank, None)
             self._give_back(rank, left & self._dispatcher.outstanding(rank))
         finally:
-            tasks_of = self._asked.get(rank, set())
-            tasks_of.discard(asyncio.current_task())
             self._wake.set()
 
     def _take(self, rank: int, made: SampledPrompt) -> None:
@@ -246,10 +259,13 @@ def _completion(made: SampledCompletion) -> Completion:
     )
 
 
-def _raise_errors(tasks: Collection["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        if task.done() and not task.cancelled():
+def _finished(tasks: Collection["asyncio.Task[None]"]) -> set["asyncio.Task[None]"]:
+    """Return the tasks that are done; an exception of one of them is raised."""
+    done = {task for task in tasks if task.done()}
+    for task in done:
+        if not task.cancelled():
             task.result()
+    return done
 
 
 async def _end(tasks: Collection["asyncio.Task[None]"]) -> None:

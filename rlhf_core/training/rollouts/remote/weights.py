@@ -72,7 +72,7 @@ class WeightPublisher:
             StaleWeights: the outputs of all engines that loaded it differ from the trainer's.
         """
         tensors = entries_of(given_shapes(model), None if has_adapter(model) else tied_names(model))
-        with httpx.Client(limits=httpx.Limits(max_connections=None)) as http:
+        with httpx.Client(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             engines = controls(http)
             report = synchronize(
                 self._sender, engines, version, tensors, given_weights(model, beat), beat, is_alone=is_alone

@@ -151,12 +151,15 @@ class EngineWorker:
                 f"{_shown(request.weights)} were requested; nothing was sampled"
             )
         sampling = Sampling(request.max_new_tokens, request.temperature, request.batch_size)
-        keys = []
-        for one in request.prompts:
-            key = next(self._keys)
-            self._wanted[key] = _PendingPrompt(one.index, deliver)
-            self._sampler.submit(SamplerRequest(key, one.prompt, one.seeds, sampling))
-            keys.append(key)
+        keys: list[int] = []
+        try:
+            for one in request.prompts:
+                keys.append(next(self._keys))
+                self._wanted[keys[-1]] = _PendingPrompt(one.index, deliver)
+                self._sampler.submit(SamplerRequest(keys[-1], one.prompt, one.seeds, sampling))
+        except BaseException:
+            self.drop(keys)  # nobody waits for the others
+            raise
         return keys
 
     def drop(self, keys: list[int]) -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import Sampling, completion_of
+from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.rollouts.vllm.engine import end_ids_of
@@ -46,7 +47,7 @@ class SglangSampler:
         shutil.rmtree(weights, ignore_errors=True)
         without_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
         shutil.copytree(folder, weights, ignore=without_weights)
-        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
+        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=UNLIMITED, trust_env=False)
         self._open = OpenPrompts()
         self._sent: dict[tuple[int, int], Future[None]] = {}
         self._made: queue.SimpleQueue[tuple[int, int, Completion | Exception]] = queue.SimpleQueue()
@@ -54,7 +55,9 @@ class SglangSampler:
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
         limits = httpx.Limits(max_connections=None)
-        self._stream = httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=UNLIMITED, limits=limits)
+        self._stream = httpx.AsyncClient(
+            base_url=server.url, headers=server.headers, timeout=UNLIMITED, limits=limits, trust_env=False
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -163,10 +166,10 @@ class SglangSampler:
             if answer.status_code != httpx.codes.OK:
                 await answer.aread()
                 raise WorkerError(_error_of(answer))
-            async for line in answer.aiter_lines():
-                text = line.removeprefix("data: ")
-                if text and text != "[DONE]":
-                    chunk = json.loads(text)
+            async for line in response_lines(answer):
+                data = line.strip().removeprefix(b"data: ")
+                if data and data != b"[DONE]":
+                    chunk = json.loads(data)
                     self._num_chunks += 1
         if "error" in chunk or not chunk:
             raise WorkerError(str(chunk.get("error", "a response without tokens")))

@@ -1,0 +1,213 @@
+"""One rollout over real engine servers whose sampler does as it is told: texts, errors, tails and losses."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+from process_tools import until
+
+from rlhf_core.errors import EnginesLost
+from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
+from rlhf_core.schemas.rollouts import RemoteSettings
+from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote import client as client_module
+from rlhf_core.training.rollouts.remote.client import EngineClient
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.rollout import RemoteRollout
+from rlhf_core.training.rollouts.samplers import SamplerRequest
+from rlhf_core.training.rollouts.server.app import EngineServer
+from rlhf_core.training.rollouts.server.worker import EngineWorker
+from rlhf_core.training.types import Completion, NullReporter
+from rlhf_core.weight_sync.receiver import Receiver
+
+pytestmark = pytest.mark.training
+
+TOKEN = b"token"
+WEIGHTS = WeightsInForce(start=1, version=1)
+
+
+@dataclass
+class Told:
+    """A sampler that completes one prompt per step with a text made of the prompt's number."""
+
+    text: Callable[[int], str] = str
+    delay_s: float = 0.0
+    refused: Collection[int] = ()
+    """Prompts that it does not accept."""
+    num_waiting: int = 0
+    exit_code: int | None = None
+    pids: Sequence[int] = ()
+    waiting: dict[int, SamplerRequest] = field(default_factory=dict)
+    num_made: int = 0
+
+    def load(self, tensors: Iterable[Any], beat: Callable[[], None]) -> None:
+        """Not called."""
+
+    def count_differing(self, tensors: Iterable[Any]) -> int:
+        """Not called."""
+        return 0
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Not called."""
+        return []
+
+    def submit(self, request: SamplerRequest) -> None:
+        """Accept a request, or refuse it."""
+        if request.prompt[0] in self.refused:
+            raise ValueError("too long for this engine")
+        self.waiting[request.key] = request
+
+    def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
+        """Complete the oldest prompt."""
+        time.sleep(self.delay_s)
+        key = next(iter(self.waiting))
+        request = self.waiting.pop(key)
+        beat()
+        self.num_made += 1
+        made = Completion([1], self.text(request.prompt[0]), True, [0.0], weight_version=1)
+        return [(key, [made for _ in request.seeds])]
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """Drop requests."""
+        for key in keys:
+            self.waiting.pop(key, None)
+
+
+@contextmanager
+def engine(rank: int, sampler: Told, weights: WeightsInForce = WEIGHTS) -> Iterator[EngineClient]:
+    """A real server and worker of an engine that has weights."""
+    receiver = Receiver(f"engine-{rank}")
+    worker = EngineWorker(rank, 0, sampler, receiver, NullReporter())
+    worker._weights = weights
+    ends = threading.Event()
+    with EngineServer(worker, receiver, TOKEN, "127.0.0.1") as server:
+        serving = threading.Thread(target=worker.serve, args=(lambda: not ends.is_set(),))
+        serving.start()
+        address = EngineAddress(rank=rank, generation=0, node="n", host="127.0.0.1", port=server.port)
+        try:
+            yield EngineClient(address, TOKEN, 5.0)
+        finally:
+            ends.set()
+            serving.join()
+
+
+def rollout(clients: Sequence[EngineClient], num_prompts: int, **settings: Any) -> tuple[Dispatcher, RemoteRollout]:
+    """A rollout of some prompts, numbered from 0, with 2 samples each."""
+    ways: dict[str, Any] = {"beat": lambda: None, "restore": None, "are_restored": True, "may_leave": lambda: True}
+    ways |= {name: settings.pop(name) for name in tuple(settings) if name in ways}
+    remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
+    tasks = [PromptTask(index, [index], [1, 2]) for index in range(num_prompts)]
+    dispatcher = Dispatcher(tasks, 1, 8)
+    made = RemoteRollout(dispatcher, WEIGHTS, Sampling(1, 1.0, 8), remote, lambda: clients, log=lambda _: None, **ways)
+    return dispatcher, made
+
+
+def texts(dispatcher: Dispatcher) -> list[str]:
+    return [group[0].text for group in dispatcher.results()]
+
+
+BREAKING = "a\u2028b\u2029c\u0085d\x0be\x1cf\r\ng"
+"""Characters at which ``str.splitlines`` ends a line."""
+
+
+def test_a_completion_may_contain_any_line_separator() -> None:
+    with engine(0, Told(lambda number: BREAKING * 3000)) as client:
+        dispatcher, run = rollout([client], 5)
+        asyncio.run(run.run())
+    assert texts(dispatcher) == [BREAKING * 3000] * 5
+    assert dispatcher.num_moved == 0
+
+
+def test_an_answer_that_is_not_valid_sends_the_prompt_to_others_and_the_engine_serves_on() -> None:
+    """The second time the answer is right: one unreadable line is no reason to give an engine up."""
+    real, lines = client_module._sampled, []
+
+    def once(line: bytes, name: str) -> Any:
+        lines.append(line)
+        return real(line[:-1] if len(lines) == 1 else line, name)
+
+    with engine(0, Told()) as client, mock.patch.object(client_module, "_sampled", once):
+        dispatcher, run = rollout([client], 3)
+        asyncio.run(run.run())
+    assert texts(dispatcher) == ["0", "1", "2"]
+    assert dispatcher.num_moved > 0
+
+
+def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
+    """The engine is alive meanwhile, and none of the other prompts of the request stays behind in it."""
+    sampler = Told(refused=[2])
+    with engine(0, sampler) as client:
+        dispatcher, run = rollout([client], 4, start_timeout_s=60.0, stall_timeout_s=60.0)
+        with pytest.raises(EnginesLost, match="was given up after 8 engines failed on it"):
+            asyncio.run(run.run())
+        until(lambda: not sampler.waiting)
+    assert not dispatcher.is_done
+
+
+def test_a_rank_that_stays_for_others_has_the_beats_of_the_engines() -> None:
+    beats = []
+    with engine(0, Told(delay_s=0.02)) as client:
+        others, long = rollout([client], 100)
+        own, short = rollout([client], 1, beat=lambda: beats.append(own.is_done), may_leave=lambda: others.is_done)
+        worker = threading.Thread(target=lambda: asyncio.run(long.run()))
+        worker.start()
+        asyncio.run(short.run())
+        worker.join()
+    assert own.is_done
+    assert others.is_done
+    assert sum(beats) >= 3, "beats after its own completions were there"
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
+def test_engines_are_reached_whatever_proxy_there_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with engine(0, Told()) as client:
+        dispatcher, run = rollout([client], 2)
+        asyncio.run(run.run())
+    assert dispatcher.is_done
+
+
+def test_an_engine_that_was_slow_once_serves_again_in_the_same_rollout() -> None:
+    """Its requests are taken back, after which it has nothing to make progress with."""
+    slow = [3.0]
+
+    def text(number: int) -> str:
+        time.sleep(slow.pop() if slow else 0.0)
+        return str(number)
+
+    with engine(0, Told(text)) as client:
+        dispatcher, run = rollout([client], 3, stall_timeout_s=0.5, start_timeout_s=10.0)
+        asyncio.run(run.run())
+    assert texts(dispatcher) == ["0", "1", "2"]
+    assert dispatcher.num_moved > 0
+
+
+def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_given_weights() -> None:
+    """One engine is back with other weights, which only a sync can mend; the address of one that is gone stays."""
+    other = WeightsInForce(start=2, version=0)
+    with engine(0, Told()) as gone:
+        pass
+    with engine(1, Told(), other) as restarted:
+        dispatcher, run = rollout([gone, restarted], 2, are_restored=False, start_timeout_s=30.0)
+        began = time.monotonic()
+        asyncio.run(run.run())
+        assert time.monotonic() - began > 1.0, "it has had its time to come back"
+    assert dispatcher.num_missing == 2
+
+
+def test_addresses_are_not_read_for_every_prompt() -> None:
+    reads = []
+    with engine(0, Told()) as client:
+        dispatcher, run = rollout([client], 100)
+        run._clients = lambda: reads.append(1) or [client]  # type: ignore[func-returns-value]
+        began = time.monotonic()
+        asyncio.run(run.run())
+        assert len(reads) <= (time.monotonic() - began) / 0.2 + 1
+    assert dispatcher.is_done
