@@ -8,6 +8,7 @@ files, and rank 0's verdict.
 import hashlib
 import json
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,10 @@ from rlhf_core.training.checkpoints.tensor_files import chunks
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 """First and longest interval at which a rank polls for the other ranks' results."""
+
+SYNC_BYTES = 256 << 20
+"""Bytes after which a file is synced, so that progress shows while the disk works: a single sync at the end of a large
+file may take longer than a file system may be silent."""
 
 Content = Mapping[str, mmap.mmap | bytes]
 """File contents by path in the checkpoint."""
@@ -154,8 +159,14 @@ def write_files(root: Path, content: Content, advance: Callable[[], None]) -> No
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
+            num_unsynced = 0
             for piece in _pieces(data):
                 file.write(piece)
+                num_unsynced += len(piece)
+                if num_unsynced >= SYNC_BYTES:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    num_unsynced = 0
                 advance()
         bring_to_disk(path)
         advance()

@@ -38,25 +38,33 @@ class HostBuffers:
         """Return the memory that :meth:`reserve` allocated for a file."""
         return self._buffers[name]
 
-    def reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Allocate memory for files of these sizes; False if there is not enough, and the step has to save without it.
-
-        Buffers that already fit are kept. Those of files that no longer exist are released.
-        """
+    def num_missing(self, sizes: Mapping[str, int]) -> int:
+        """Number of bytes to allocate for files of these sizes. Buffers of other sizes, and of files that no longer
+        exist, are released."""
         for name in [name for name, found in self._buffers.items() if sizes.get(name) != len(found)]:
             self._release(name)
-        missing = {name: size for name, size in sizes.items() if name not in self._buffers}
+        missing = self._missing(sizes)
         if self.folder is not None:
             for name in missing:  # from an earlier process: its copy is no longer valid, and its memory is needed
                 (self.folder / name).unlink(missing_ok=True)
-        if sum(missing.values()) > (1 - SPARE_SHARE) * free_memory(self.folder):
-            return False
+        return sum(missing.values())
+
+    def num_available(self) -> int:
+        """Number of bytes that all ranks of the node may allocate together."""
+        return int((1 - SPARE_SHARE) * free_memory(self.folder))
+
+    def reserve(self, sizes: Mapping[str, int]) -> bool:
+        """Allocate what :meth:`num_missing` counts; False if there is not enough memory, and the step has to save
+        without it."""
         try:
-            for name, size in missing.items():
+            for name, size in self._missing(sizes).items():
                 self._buffers[name] = self._take(name, size)
         except OSError:  # the in-memory file system is smaller than reported, or another process was faster
             return False
         return True
+
+    def _missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {name: size for name, size in sizes.items() if name not in self._buffers}
 
     def _take(self, name: str, size: int) -> mmap.mmap:
         if self.folder is None:

@@ -20,7 +20,8 @@ import contextlib
 import math
 import secrets
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class CheckpointWriter:
         self._beat = beat
         self._memory = memory
         self._peer = peer
+        self._hosts = ranks.gather(socket.gethostname())
         self._buffers = HostBuffers(None if memory is None else memory.folder, ranks.device)
         # Unique to this writer: the store may have served another one.
         self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8) if ranks.is_first else '')}"
@@ -224,7 +226,16 @@ class CheckpointWriter:
             return None
         name = state_file(part.partial, self._ranks.rank).relative_to(part.partial.root).as_posix()
         snapshot = Snapshot(self._ranks, name, part.state, part.weights)
-        return snapshot if self._buffers.reserve(snapshot.sizes) else None
+        return snapshot if self._reserve(snapshot.sizes) else None
+
+    def _reserve(self, sizes: Mapping[str, int]) -> bool:
+        """Reserve memory for the files of a snapshot; False if the ranks of this node need more than there is.
+        Collective."""
+        # Before anything is allocated: the ranks of a node see the same free memory.
+        own, available = self._buffers.num_missing(sizes), self._buffers.num_available()
+        of_ranks = zip(self._ranks.gather_numbers([own]), self._hosts, strict=True)
+        on_node = sum(missing for (missing,), host in of_ranks if host == self._hosts[self._ranks.rank])
+        return on_node <= available and self._buffers.reserve(sizes)
 
     def _is_in_background(self, model: PreTrainedModel) -> bool:
         """True if a thread pays off: writing an adapter takes less time than waiting for one."""
