@@ -23,7 +23,7 @@ from rlhf_core.training.algorithms.advantages import (
 )
 from rlhf_core.training.algorithms.objective import SampledBatch, StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
-from rlhf_core.training.algorithms.surrogate import mean_ratio, mismatch_weights, sequence_ratio
+from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mean_ratio, mismatch_weights, sequence_ratio
 from rlhf_core.training.trainers.minibatches import divide
 from rlhf_core.training.trainers.ppo import explained_variance
 from rlhf_core.training.trainers.sampling import select_groups
@@ -108,6 +108,19 @@ def test_ratios_of_whole_sequences() -> None:
 
 
 # --- advantages ---
+
+
+@pytest.mark.parametrize("advantage", [0.5, 0.0])
+def test_a_clipped_ratio_that_would_overflow_has_no_gradient(advantage: float) -> None:
+    """A drift of 0.011 a token, over 8,192 tokens of one completion: e to the power of 90."""
+    logprobs = torch.full((1, 8192), -0.5, requires_grad=True)
+    mask = torch.ones(1, 8192, dtype=torch.bool)
+    ratio = sequence_ratio(logprobs, logprobs.detach() - 0.011, mask)
+    losses, _ = clipped_surrogate(ratio, torch.full((1, 1), advantage), mask, 0.2, 0.2)
+    losses.mean().backward()
+    assert float(losses.detach().mean()) == pytest.approx(-1.2 * advantage)
+    assert logprobs.grad is not None
+    assert not logprobs.grad.any()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -198,13 +198,20 @@ def test_a_schedule_that_ends_at_zero_is_not_frozen() -> None:
 
 
 def test_supervised_steps_are_judged_by_gradient_and_weights_alone() -> None:
-    line = {"train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/changed_share": 1.0, "train/loss": 0.0}
+    line = {"train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/changed_share": 1.0, "train/loss": 0.7}
     steps = [{"step": step, "samples": False, "metrics": line, "by_rank": {}} for step in range(1, 60)]
     assert first_finding(steps) is None
     frozen = [{**one, "metrics": {**line, "train/grad_norm": 0.0}} for one in steps]
     found = first_finding(frozen)
     assert found is not None
     assert found[:2] == (5, "frozen")
+
+
+def test_a_margin_that_every_pair_has_reached_is_not_frozen() -> None:
+    """The hinge loss of DPO and CPO is then exactly 0, and so is its gradient."""
+    line = {"train/grad_norm": 0.0, "train/learning_rate": 1e-3, "train/changed_share": 1.0, "train/loss": 0.0}
+    steps = [{"step": step, "samples": False, "metrics": line, "by_rank": {}} for step in range(1, 60)]
+    assert first_finding(steps) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

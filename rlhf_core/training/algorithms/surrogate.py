@@ -16,25 +16,33 @@ from torch import Tensor
 
 from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, summed
 
+MAX_LOG_RATIO = 20.0
+"""Bound of the log-ratios (as in verl). Without one, a ratio that the clip replaces overflows, and its gradient is 0
+times infinity: NaN."""
+
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Probability ratio of each token, ``[B, T]``."""
-    return torch.exp(logprobs - old_logprobs)
+    return _exp(logprobs - old_logprobs)
 
 
 def mean_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Geometric mean of the ratios of a sequence at each of its tokens, ``[B, T]`` (GSPO, arXiv 2507.18071, eq. 7)."""
     differences = torch.where(mask, logprobs - old_logprobs, 0.0)
     mean = differences.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return torch.exp(mean).expand_as(differences)
+    return _exp(mean).expand_as(differences)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Ratio of the probabilities of a whole sequence at each of its tokens, ``[B, T]``."""
     differences = torch.where(mask, logprobs - old_logprobs, 0.0)
-    return torch.exp(differences.sum(-1, keepdim=True)).expand_as(differences)
+    return _exp(differences.sum(-1, keepdim=True)).expand_as(differences)
+
+
+def _exp(log_ratios: Tensor) -> Tensor:
+    return torch.exp(log_ratios.clamp(max=MAX_LOG_RATIO))
 
 
 def clipped_surrogate(

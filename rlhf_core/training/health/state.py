@@ -208,8 +208,9 @@ def observe(
 
 def _observe_weights(state: HealthState, step: int, samples: bool, metrics: Mapping[str, float]) -> HealthState:
     why = ""
-    # Equal rewards give no gradient, and are judged separately.
-    has_signal = not samples or metrics["rollout/zero_std_groups"] < 1
+    # Equal rewards give no gradient, and are judged separately. A loss of exactly 0 is one with a margin (hinge) that
+    # every pair has reached.
+    has_signal = metrics["rollout/zero_std_groups"] < 1 if samples else metrics.get("train/loss") != 0
     if metrics["train/grad_norm"] == 0:
         why = "the gradient is exactly 0 although there is something to learn from" if has_signal else ""
     elif metrics["train/learning_rate"] > 0 and metrics.get("train/changed_share", 1.0) == 0:

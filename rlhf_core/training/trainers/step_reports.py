@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from rlhf_core.errors import NonFiniteLoss
 
-_MUST_BE_FINITE = ("train/loss", "train/grad_norm")
+_MUST_BE_FINITE = ("train/loss", "train/grad_norm", "value/loss", "value/grad_norm")
+"""Metrics of every step, and of the value model where there is one."""
 
 
 def summary(step: int, total_steps: int, loop: str, values: Mapping[str, float]) -> str:
@@ -25,10 +26,10 @@ def refuse_non_finite(step: int, values: Mapping[str, float]) -> None:
     """Refuse to continue from weights that cannot be right.
 
     Raises:
-        NonFiniteLoss: loss or gradient norm is NaN or infinite.
+        NonFiniteLoss: a loss or gradient norm is NaN or infinite.
     """
     for name in _MUST_BE_FINITE:
-        if not math.isfinite(values[name]):
+        if not math.isfinite(values.get(name, 0.0)):
             raise NonFiniteLoss(
                 f"{name} is {values[name]} at step {step}; the last checkpoint has the weights before it. Try a lower "
                 "learning rate, more warm-up or float32 weights, and check the reward function and the data"
