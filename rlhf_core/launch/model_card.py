@@ -25,7 +25,8 @@ def data_name(spec: RunSpec) -> str:
 
 def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield "library_name: transformers"
-    yield "pipeline_tag: text-generation"
+    task = "text-classification" if spec.makes_reward_model else "text-generation"
+    yield f"pipeline_tag: {task}"
     if provenance.base_model:
         yield f"base_model: {yaml_scalar(provenance.base_model)}"
     yield "tags:"
@@ -39,7 +40,7 @@ def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield "  results:"
     for report in results:
         yield "  - task:"
-        yield "      type: text-generation"
+        yield f"      type: {task}"
         yield "    dataset:"
         yield f"      name: {yaml_scalar(f'held-out part of {data_name(spec)}')}"
         yield f"      type: {yaml_scalar(data_name(spec))}"

@@ -249,6 +249,11 @@ class RunSpec(Schema):
         return any(loop.algorithm.samples for loop in self.loops.named.values())
 
     @property
+    def makes_reward_model(self) -> bool:
+        """True if the main loop of the native trainer trains a reward model."""
+        return self.loops.main is not None and self.loops.main.algorithm.ranks_completions
+
+    @property
     def data_kinds(self) -> frozenset[DataKind]:
         """Parts of each row, besides its prompt, that the loops need; for external trainers, those that the evaluation
         needs."""
@@ -261,8 +266,8 @@ class RunSpec(Schema):
     @property
     def evaluations(self) -> tuple[EvaluationName, ...]:
         """Evaluations that are always made; completions of held-out pairs are also scored if they have answers."""
-        kinds, ranks = self.data_kinds, self.loops.main is not None and self.loops.main.algorithm.ranks_completions
-        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if self.has_references and not ranks else ()
+        kinds, completes = self.data_kinds, self.has_references and not self.makes_reward_model
+        made: tuple[EvaluationName, ...] = ("greedy", "sampled") if completes else ()
         return (*made, "preference") if kinds & {"pair", "label"} else made
 
     @property

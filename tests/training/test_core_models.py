@@ -1,5 +1,6 @@
 """Models: built the same every time, refused with a reason, and never a logit more in memory than allowed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from rlhf_core.training.models.causal_lm import (
     prepare_initial_model,
     tokenizer_folder,
 )
+from rlhf_core.training.models.gathering import write_model_texts
 from rlhf_core.training.types import Row
 
 pytestmark = pytest.mark.training
@@ -81,6 +83,31 @@ def test_the_initial_model_is_built_once_and_loads_alike(tmp_path: Path) -> None
     assert load_causal_lm(path, "bfloat16").dtype == torch.bfloat16
     assert load_tokenizer(path).get_vocab() == char_tokenizer().get_vocab()
     assert sorted(child.name for child in tmp_path.iterdir()) == ["initial_model"]
+
+
+def test_a_model_with_a_temperature_and_without_sampling_is_saved(tmp_path: Path) -> None:
+    """As in the first release of Llama 2; transformers reads such settings, and refuses to write them."""
+    tiny_model().save_pretrained(tmp_path / "released")
+    settings = tmp_path / "released" / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "temperature": 0.9, "top_p": 0.6}))
+    model = load_causal_lm(tmp_path / "released", "float32")
+    (tmp_path / "saved").mkdir()
+    write_model_texts(model, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "whole")
+    for name in ("saved", "whole"):
+        saved = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert (saved["temperature"], saved["top_p"], saved["do_sample"]) == (0.9, 0.6, True)
+
+
+def test_generation_settings_that_cannot_be_saved_are_refused_at_the_start(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    settings = tmp_path / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "early_stopping": True}))
+    with pytest.raises(
+        BadConfig,
+        match=r"generation_config\.json contains settings .*early_stopping",
+    ):
+        load_causal_lm(tmp_path, "float32")
 
 
 def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,4 +111,14 @@ def test_the_card_is_one_that_the_hub_reads(tmp_path: Path, ranks: Ranks) -> Non
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value) == ("exact_match", 0.75)
     assert result.metric_args == {"ci_low": 0.65, "ci_high": 0.85, "confidence": 0.95, "num_samples": 8}
+    assert card.data.pipeline_tag == "text-generation"
     assert "by bea: it \\| sorts" in card.text
+
+
+def test_the_card_of_a_reward_model_names_its_task() -> None:
+    spec = {key: value for key, value in tiny_spec().items() if key not in ("sft", "train", "grpo")}
+    main = {"num_steps": 1, "algorithm": {"name": "reward_model", "batch_size": 2}, "optimizer": {"learning_rate": 1}}
+    trained = RunSpec.model_validate({**spec, "loops": {"main": main}})
+    card = model_card(origin("run", trained), trained)
+    assert "pipeline_tag: text-classification" in card
+    assert "with the reward" not in card, "nothing was sampled"

@@ -154,7 +154,7 @@ class Evaluator:
     def _preferences_of_models(
         self, model: PreTrainedModel, reference: PreTrainedModel | None, beat: Callable[[], None]
     ) -> list[EvaluationSample]:
-        if _makes_reward_model(self.spec):
+        if self.spec.makes_reward_model:
             return self._preferences(RewardModel(model), None, beat)
         policy = PolicyModel(model)
         needed = self.spec.main_loop.algorithm.reference
@@ -225,16 +225,12 @@ class Evaluator:
         ]
 
 
-def _makes_reward_model(spec: RunSpec) -> bool:
-    return not isinstance(spec.trainer, CommandTrainer) and spec.main_loop.algorithm.ranks_completions
-
-
 def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
     """True if completions of held-out prompts are sampled and scored."""
     column = spec.data.answer_column
     only_pairs = spec.data_kinds == {"pair"}
     answered = all(column in row.columns for row in data.rows) if only_pairs else spec.has_references
-    return answered and not _makes_reward_model(spec)
+    return answered and not spec.makes_reward_model
 
 
 def load_evaluator(
@@ -301,7 +297,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     disable_progress_bar()
     tokenizer = load_tokenizer(checkpoint.model)
     base = None if isinstance(spec.trainer, CommandTrainer) else initial
-    if spec.trainer.kind == "native" and spec.main_loop.algorithm.ranks_completions:
+    if spec.makes_reward_model:
         model = load_reward_model(checkpoint.model, spec.model.dtype, spec.seed, tokenizer.pad_token_id, base)
     else:
         model = load_causal_lm(checkpoint.model, spec.model.dtype, base)

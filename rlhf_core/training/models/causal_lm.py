@@ -162,8 +162,31 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
         raise BadConfig(
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
+    _make_savable(model.generation_config, folder)
     use_lean_layers(model)
     return model
+
+
+def _make_savable(generation: GenerationConfig | None, folder: Path) -> None:
+    """Have transformers save generation settings that it has read. It refuses a temperature without ``do_sample``,
+    which released models contain: they are to be sampled.
+
+    Raises:
+        BadConfig: it refuses them for another reason, which otherwise the first checkpoint would show.
+    """
+    if generation is None:
+        return
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            raise BadConfig(
+                f"{folder / GENERATION_CONFIG_NAME} contains settings that transformers reads but does not write into "
+                f"checkpoints; correct them: {_first_lines(error)}"
+            ) from error
 
 
 def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
