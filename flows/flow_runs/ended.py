@@ -11,6 +11,7 @@ from prefect.logging.loggers import flow_run_logger
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.files.lookups import is_there
 from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
@@ -37,7 +38,7 @@ def leave_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> Non
         run_dir = _run_of(flow_run, site, store)
         if run_dir is None:
             return
-        if run_dir.cancel_request.exists():
+        if is_there(run_dir.cancel_request):
             say(cancel_run(run_dir, site, store, "it was to be ended when its controller died", say=say).message)
         else:
             say(

@@ -151,7 +151,7 @@ def _logs_in(
 
 
 def _ranks(restart: RestartDir) -> dict[tuple[str, str, int], int]:
-    statuses = (read_model(path, AgentStatus) for path in restart.agents.glob("*.json"))
+    statuses = (read_model(path, AgentStatus) for path in restart.agent_statuses())
     return {
         (rank.role.value, status.node, rank.local_rank): rank.rank
         for status in statuses

@@ -12,6 +12,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from rlhf_core.files.lookups import renew_lookup
+
 MAX_LINE_BYTES = 1 << 20
 """Longest line of an appended file, unless its reader takes longer ones."""
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -36,7 +38,7 @@ class UnfitFile(OSError):
 
 
 def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
-    """Open a regular file for reading, without waiting for anything.
+    """Open a regular file for reading, without waiting for anything. One that is missing is looked for a second time.
 
     Args:
         follow_link: open what a symbolic link of that name points to, as for files that a user names.
@@ -47,7 +49,7 @@ def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags if follow_link else flags | os.O_NOFOLLOW)
+        descriptor = _open(path, flags if follow_link else flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _unfit(path, "a symbolic link") from None
@@ -59,6 +61,14 @@ def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     raise _unfit(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "something else"))
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        renew_lookup(path)
+        return os.open(path, flags)
 
 
 def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_link: bool = False) -> bytes:

@@ -75,7 +75,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
 
 
 def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
-    found = (read_model(path, EvaluationReport) for path in sorted(run_dir.evaluations_dir.glob("*.json")))
+    found = (read_model(path, EvaluationReport) for path in run_dir.evaluations())
     return [report for report in found if report is not None and report.name == name]
 
 

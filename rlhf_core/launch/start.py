@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir.run import RunDir
@@ -104,7 +105,7 @@ def submit_once(
     if submission is None:
         # Order matters: look for an accepted job whose answer was lost before submitting a new one.
         submission = scheduler.find(request.run_id, number)
-        if submission is None and attempt_dir.claim.exists():
+        if submission is None and is_there(attempt_dir.claim):
             journal.move_attempt(number, AttemptState.SUBMITTED, "its job was never recorded and no longer exists")
             return None
         if submission is None:

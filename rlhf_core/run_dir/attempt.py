@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.files.lookups import paths_in
+
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -51,7 +53,7 @@ class RestartDir:
 
     def all_warnings(self) -> list[Path]:
         """Files of all ranks that have found something."""
-        return sorted(self.root.glob("warnings*.jsonl"))
+        return paths_in(self.root, "warnings*.jsonl")
 
     @property
     def artifacts(self) -> Path:
@@ -77,9 +79,17 @@ class RestartDir:
         """Status that the agent of ``node`` publishes; that agent replaces it."""
         return self.agents / f"{node}.json"
 
+    def agent_statuses(self) -> list[Path]:
+        """Status files of all agents that have published one."""
+        return paths_in(self.agents, "*.json")
+
     def events(self, node: str) -> Path:
         """Events of the agent of ``node``; that agent appends."""
         return self.root / f"events-{node}.jsonl"
+
+    def event_files(self) -> list[Path]:
+        """Files of all events, of agents and of workers."""
+        return paths_in(self.root, "events-*.jsonl")
 
     def worker_events(self, role: str, node: str, local_rank: int) -> Path:
         """Messages of a worker for the user, for instance about a deleted file; that worker appends."""
@@ -88,6 +98,10 @@ class RestartDir:
     def telemetry(self, node: str) -> Path:
         """Figures of ``node`` over time; its agent appends."""
         return self.root / f"telemetry-{node}.jsonl"
+
+    def telemetry_files(self) -> list[Path]:
+        """Figures of all nodes."""
+        return paths_in(self.root, "telemetry-*.jsonl")
 
     @property
     def evidence_dir(self) -> Path:
@@ -116,7 +130,7 @@ class RestartDir:
         return self._numbered_files("decision", ".decision.json")
 
     def _numbered_files(self, earlier: str, ending: str) -> list[Path]:
-        names = (path.name.removesuffix(ending) for path in self.incidents_dir.glob(f"*{ending}"))
+        names = (path.name.removesuffix(ending) for path in paths_in(self.incidents_dir, f"*{ending}"))
         numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
         numbered = (self.incidents_dir / f"{number}{ending}" for number in numbers)
         return [path for path in (self.evidence_dir / f"{earlier}.json", *numbered) if path.is_file()]
@@ -239,9 +253,8 @@ class AttemptDir:
 
     def groups(self) -> list[RestartDir]:
         """Starts of workers of such groups, by role and generation."""
-        folder = self.groups_dir
-        roles = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        return [self.group(role, number) for role in roles for number in numbered_folders(folder / role)]
+        folders = paths_in(self.groups_dir)
+        return [self.group(folder.name, number) for folder in folders for number in numbered_folders(folder)]
 
     def restarts(self) -> list[RestartDir]:
         """Restarts that were begun, in order."""
@@ -250,6 +263,4 @@ class AttemptDir:
 
 def numbered_folders(folder: Path) -> list[int]:
     """Numbers that name the entries of a folder, in order; none where there is no such folder."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name))
+    return sorted(int(path.name) for path in paths_in(folder) if _NUMBER.fullmatch(path.name))

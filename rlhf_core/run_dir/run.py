@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rlhf_core.errors import RunDirError
+from rlhf_core.files.lookups import is_there, paths_in
 from rlhf_core.files.reading import UnfitFile, read_document
 from rlhf_core.files.whole import remove_tree
 from rlhf_core.run_dir.attempt import AttemptDir, numbered_folders
@@ -152,7 +153,7 @@ class RunDir:
 
     def is_superseded(self, attempt: int) -> bool:
         """True if the attempt after this one was planned: nothing of this one may run or write any more."""
-        return self.attempt(attempt + 1).placement.exists()
+        return is_there(self.attempt(attempt + 1).placement)
 
     def checkpoint(self, step: int) -> CheckpointDir:
         """The folder of one checkpoint."""
@@ -165,9 +166,7 @@ class RunDir:
     def saved_checkpoints(self) -> list[CheckpointDir]:
         """Every checkpoint that was saved, oldest first. An incomplete one is damaged: a folder gets its name when
         all its files are complete."""
-        if not self.checkpoints_dir.is_dir():
-            return []
-        matches = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.checkpoints_dir.iterdir())
+        matches = (_CHECKPOINT_NAME.fullmatch(path.name) for path in paths_in(self.checkpoints_dir))
         found = [CheckpointDir(self.checkpoints_dir / match[0], int(match[1])) for match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -193,9 +192,7 @@ class RunDir:
 
     def put_aside_folders(self) -> list[Path]:
         """Folders of checkpoints that were put aside, damaged or of a branch that was given up; by name."""
-        if not self.checkpoints_dir.is_dir():
-            return []
-        return sorted(path for path in self.checkpoints_dir.iterdir() if _ASIDE_NAME.fullmatch(path.name))
+        return [path for path in paths_in(self.checkpoints_dir) if _ASIDE_NAME.fullmatch(path.name)]
 
     def aside(self, attempt: int) -> Path:
         """Folder of the checkpoints whose branch was given up after an attempt."""
@@ -219,8 +216,7 @@ class RunDir:
 
     def newest_put_aside(self, attempt: int) -> int:
         """Return the highest step that :meth:`put_aside_newer_than` moved away after an attempt; 0 if none."""
-        aside = self.checkpoints_dir / f"aside-{attempt}"
-        found = map(_CHECKPOINT_NAME.fullmatch, (path.name for path in aside.iterdir()) if aside.is_dir() else ())
+        found = map(_CHECKPOINT_NAME.fullmatch, (path.name for path in paths_in(self.aside(attempt))))
         return max((int(name[1]) for name in found if name is not None), default=0)
 
     def newest_checkpoint(self) -> CheckpointDir | None:
@@ -236,6 +232,10 @@ class RunDir:
     def evaluation(self, when: str, name: str) -> Path:
         """One evaluation report."""
         return self.evaluations_dir / f"{when}-{name}.json"
+
+    def evaluations(self) -> list[Path]:
+        """All evaluation reports."""
+        return paths_in(self.evaluations_dir, "*.json")
 
     def read_spec(self) -> StoredSpec:
         """Read ``spec.json``.
@@ -269,10 +269,8 @@ class RunDir:
 def run_dirs(runs: Path) -> list[RunDir]:
     """Every run directory under ``runs``, by name. Folders with other names (unfinished, copies, links that lead
     elsewhere) are skipped."""
-    if not runs.is_dir():
-        return []
     found = []
-    for name in sorted(path.name for path in runs.iterdir() if is_run_id(path.name)):
+    for name in (path.name for path in paths_in(runs) if is_run_id(path.name)):
         with contextlib.suppress(RunDirError):
             found.append(RunDir.of(runs, name))
     return [run_dir for run_dir in found if run_dir.spec.is_file()]

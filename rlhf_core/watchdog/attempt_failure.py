@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from rlhf_core.diagnosis.classify import Evidence, classify, fingerprint
 from rlhf_core.diagnosis.policy import Choice, decide_next, excluded_after, oom_remedy, rollback_step
 from rlhf_core.files.appended import read_tail
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
@@ -166,7 +167,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
     # The log of an agent that ran may contain failures it recovered from, and says nothing about its own end.
     # An agent that never started (no claim) printed the reason.
     text = "" if log is None else read_tail(log, LOG_TAIL_BYTES)
-    if attempt.claim.exists():
+    if is_there(attempt.claim):
         # Slurm's own lines never report a failure that was recovered from.
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = snapshot.job.scheduler_state

@@ -24,7 +24,7 @@ from rlhf_core.schemas.resources import Placement
 
 def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
     """Held-out scores of a run that dropped, from its evaluation reports."""
-    reports = [read_model(path, EvaluationReport) for path in sorted(run_dir.evaluations_dir.glob("*.json"))]
+    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations()]
     return regressions(report.model_dump(exclude={"samples"}) for report in reports if report is not None)
 
 
@@ -83,7 +83,7 @@ class AttemptProgress:
             self.step, self.loop = line.step, line.loop
 
     def _read_events(self, restart: RestartDir) -> None:
-        for path in sorted(restart.root.glob("events-*.jsonl")):
+        for path in restart.event_files():
             for event in parse_lines(self._new_lines(path), AgentEvent):
                 self.events.append(event)
                 if event.data.get("leader_lost"):
@@ -94,7 +94,7 @@ class AttemptProgress:
                     self._enter(event.role)
 
     def _read_statuses(self, restart: RestartDir) -> None:
-        for path in sorted(restart.agents.glob("*.json")):
+        for path in restart.agent_statuses():
             status = read_model(path, AgentStatus)
             if status is None:
                 continue

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files.appended import FilePosition, is_as_read, read_lines, read_on, tail_mark
+from rlhf_core.files.lookups import is_there, paths_in, status_of
 from rlhf_core.files.reading import MAX_LINE_BYTES, FileLine
 from rlhf_core.files.whole import read_model
 from rlhf_core.history.batch import (
@@ -193,15 +194,15 @@ class IngestReader:
             self._batch.metrics.append(MetricsEntry(*identity, line))
         for _, sync in self._new_lines(restart.weight_syncs, WeightSyncLine):
             self._batch.weight_syncs.append(WeightSyncEntry(*identity, sync))
-        for path in sorted(restart.root.glob("events-*.jsonl")):
+        for path in restart.event_files():
             source = self._relative(path)
             for position, event in self._new_lines(path, AgentEvent):
                 self._batch.events.append(EventEntry(source, position, *identity, event))
-        for path in sorted(restart.root.glob("telemetry-*.jsonl")):
+        for path in restart.telemetry_files():
             node = storable_text(path.stem.removeprefix("telemetry-"), LABEL_CHARACTERS)
             for position, reading in self._new_lines(path, TelemetryLine):
                 self._batch.telemetry.append(TelemetryEntry(*identity, node, position, reading))
-        for path in sorted(restart.agents.glob("*.json")):
+        for path in restart.agent_statuses():
             self._document(path, AgentStatus, self._batch.nodes, restart.attempt)
         for path in restart.incident_files():
             self._document(path, Incident, self._batch.incidents, restart.attempt)
@@ -213,12 +214,12 @@ class IngestReader:
     def _read_checkpoints(self) -> None:
         folder = self._run_dir.checkpoints_dir
         present = set()
-        for path in sorted(folder.glob("step-*/COMPLETE")):
+        for path in filter(is_there, (checkpoint / "COMPLETE" for checkpoint in paths_in(folder, "step-*"))):
             manifests: list[CheckpointManifest] = []
             self._document(path, CheckpointManifest, manifests)
             self._batch.checkpoints += [(self._relative(path.parent), manifest) for manifest in manifests]
             present.add(self._relative(path))
-        if not folder.is_dir():
+        if not is_there(folder):
             return  # missing or unreachable right now: no conclusion about single checkpoints
         now = utc_now()
         for name in self._state.offsets.keys() - present:
@@ -228,7 +229,7 @@ class IngestReader:
                 self._batch.forgotten.add(name)
 
     def _read_evaluations(self) -> None:
-        for path in sorted(self._run_dir.evaluations_dir.glob("*.json")):
+        for path in self._run_dir.evaluations():
             self._document(path, EvaluationReport, self._batch.evaluations)
 
     def _new_lines(self, path: Path, schema: type[Model]) -> Iterator[tuple[int, Model]]:
@@ -317,9 +318,8 @@ class IngestReader:
     def _changed(self, path: Path) -> int | None:
         """Fingerprint of a whole file, if it differs from the last read. It is taken before reading, so a file that is
         replaced in between is read once more."""
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
+        status = status_of(path)
+        if status is None:
             return None
         text = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}".encode()
         mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

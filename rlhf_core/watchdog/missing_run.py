@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_core.diagnosis.classify import fingerprint
 from rlhf_core.errors import RunDirError, RunDirGone
+from rlhf_core.files.lookups import is_there
 from rlhf_core.history import queries
 from rlhf_core.history.batch import IngestBatch, JournalEntry
 from rlhf_core.history.store import HistoryStore
@@ -95,13 +96,13 @@ class Presence:
         files = [run_dir.spec, run_dir.control, *([run_dir.attempt(attempt).placement] if attempt else [])]
         for path in files:
             try:
-                path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                if identity(run_dir.root.parent) == self._runs:
-                    return "missing", f"{path if run_dir.root.is_dir() else run_dir.root} has been missing"
-                return "away", f"the file system of {run_dir.root.parent} has been unavailable"
+                if is_there(path):
+                    continue
             except OSError as error:
                 return "away", f"{path} could not be read ({error.strerror})"
+            if identity(run_dir.root.parent) == self._runs:
+                return "missing", f"{path if run_dir.root.is_dir() else run_dir.root} has been missing"
+            return "away", f"the file system of {run_dir.root.parent} has been unavailable"
         return "", ""
 
 

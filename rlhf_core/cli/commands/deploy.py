@@ -162,10 +162,11 @@ def site_in_prefect() -> "Site":
 
 def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
     from rlhf_core.cli.watching import watch_run
+    from rlhf_core.files.lookups import is_there
     from rlhf_core.run_dir.run import RunDir
 
     run_dir = RunDir.of(site.runs_dir, asked.run_id)
-    _await_beginning(lambda: run_dir.spec.is_file(), asked, begin_within_s)
+    _await_beginning(lambda: is_there(run_dir.spec), asked, begin_within_s)
     record = watch_run(run_dir, 2.0, as_json=as_json)
     if record.state is RunState.CANCELLED:
         raise RunCancelled(f"run {asked.run_id} was cancelled: {record.cause}")

@@ -4,6 +4,7 @@ from contextlib import suppress
 
 from rlhf_core.control.controller import Controller
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
+from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
@@ -29,7 +30,7 @@ def order_to_end(reason: str, *, save: bool) -> AgentCommand:
 def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
     """Send agent 0 a command: the next numbered file in its folder."""
     folder = run_dir.attempt(number).commands
-    taken = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
+    taken = [int(path.stem) for path in paths_in(folder, "*.json") if path.stem.isdigit()]
     write_model(folder / f"{max(taken, default=0) + 1}.json", command)
 
 

@@ -25,6 +25,7 @@ from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction,
 from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.files.appended import LineWriter
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model, remove_tree
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
@@ -210,7 +211,7 @@ class Reconciler:
             return None
         try:
             run_dir = RunDir.of(self._site.runs_dir, run_id)
-            if not run_dir.spec.is_file():
+            if not is_there(run_dir.spec):
                 return self._missing(run_id, standing)
             written = read_record(run_dir)
             request = read_model(run_dir.cancel_request, AgentCommand)

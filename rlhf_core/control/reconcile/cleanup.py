@@ -72,7 +72,7 @@ def _old_steps(
         return []  # gone on with since; the history will know soon
     folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
     manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
-    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations_dir.glob("*.json")]
+    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations()]
     return removable(
         {step: manifest.time for step, manifest in manifests.items()},
         [

@@ -79,9 +79,7 @@ class RunReader:
         timeline = read_timeline(self.run_dir)
         attempts = self.run_dir.attempts()
         restarts = attempts[-1].restarts() if attempts else []
-        statuses = (
-            [read_model(path, AgentStatus) for path in sorted(restarts[-1].agents.glob("*.json"))] if restarts else []
-        )
+        statuses = [read_model(path, AgentStatus) for path in restarts[-1].agent_statuses()] if restarts else []
         return RunSnapshot(
             stored=self.stored,
             record=fold(timeline.lines),

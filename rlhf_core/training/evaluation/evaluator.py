@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from rlhf_core.errors import BadData, WorkerError
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
@@ -277,7 +278,7 @@ def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: R
 
 def are_written(run_dir: RunDir, when: When, names: Sequence[EvaluationName] = ("greedy", "sampled")) -> bool:
     """True if the evaluations of that point in the run already exist."""
-    return all(run_dir.evaluation(when, name).is_file() for name in names)
+    return all(is_there(run_dir.evaluation(when, name)) for name in names)
 
 
 def run_evaluator(context: WorkerContext) -> RoleResult:

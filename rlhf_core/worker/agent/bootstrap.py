@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf_core.diagnosis.classify import Evidence, classify
 from rlhf_core.errors import RunDirError
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model, shared_secret
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
@@ -142,9 +143,9 @@ def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: Sign
     try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
-        if any(number in ENDING for number in inbox.wait(1.0)) or attempt.outcome.exists():
+        if any(number in ENDING for number in inbox.wait(1.0)) or is_there(attempt.outcome):
             return False
-        if not attempt.claim.exists() and time.monotonic() > deadline - JOIN_TIMEOUT_S + NO_LEADER_TIMEOUT_S:
+        if not is_there(attempt.claim) and time.monotonic() > deadline - JOIN_TIMEOUT_S + NO_LEADER_TIMEOUT_S:
             return True
     return False
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.diagnosis.policy import Choice, decide_in_place
 from rlhf_core.files.appended import parse_lines, read_blocks
+from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import Reserve, claim, is_disk_full, read_model, write_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir
@@ -88,7 +89,7 @@ class Leader:
     def new_commands(self) -> list[AgentCommand]:
         """Orders that were not returned before, in order of their number."""
         try:
-            names = [entry.name for entry in os.scandir(self._dir.commands)]
+            names = [path.name for path in paths_in(self._dir.commands)]
         except OSError:
             return []
         numbers = sorted(int(match[1]) for match in map(_COMMAND_NAME.match, names) if match)

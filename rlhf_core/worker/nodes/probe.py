@@ -20,6 +20,7 @@ from typing import IO, Any
 from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import Plan, blocked, compare
 from rlhf_core.diagnosis.nodes.speed import Floors, better, judge_speed, needs_second_measurement
+from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.private import FILE_MODE
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.run_dir.run import RunDir
@@ -152,7 +153,7 @@ class Probe:
 
     def confused(self) -> list[NodeFacts]:
         """Facts of nodes that report in their files that a contradictory environment keeps them from joining."""
-        found = (read_model(path, NodeFacts) for path in sorted(self._folder.probe.glob("*.json")))
+        found = (read_model(path, NodeFacts) for path in paths_in(self._folder.probe, "*.json"))
         return [one for one in found if one is not None and one.index < 0]
 
     def without(self, came: Collection[str]) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from rlhf_core.errors import WorkerError
+from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import shared_secret, write_model
 from rlhf_core.schemas.engines import EngineAddress
 from rlhf_core.schemas.reports import Phase
@@ -80,7 +81,7 @@ def _die_like(exit_code: int | None) -> None:
 def _model_folder(context: WorkerContext) -> Path:
     """Folder of the model, which trainer rank 0 may still be building."""
     folder = initial_folder(context.spec, context.run_dir)
-    while not folder.is_dir():
+    while not is_there(folder):
         context.reporter.beat(Phase.SETUP, 0)
         time.sleep(POLL_S)
     return folder
