@@ -52,6 +52,7 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.training.rollouts.remote.client.EngineUnusable         another engine is asked
     rlhf_core.training.data.row_reader.MalformedRow                  one row is not valid
     rlhf_core.worker.agent.job.AttemptAborted                        the attempt ends before workers could be started
+    rlhf_core.worker.agent.arrivals.AgentsMissing                    agents do not meet at the start of an attempt
     rlhf_core.worker.channel.store.AgentStoreLost                    agents lose the place where they meet
     rlhf_core.worker.groups.base.StartAbandoned                      workers were to end before they were started
     rlhf_core.worker.nodes.membership.NodesError                     the environment of a node contradicts itself

@@ -70,9 +70,15 @@ and prompt. With `"zero"`, the completion scores 0, the first failure of each fu
 incident, and the run continues; it ends if more than `reward.max_failed_share` of a step fail. A failing scorer of
 evaluations always ends the run.
 
-**Excluded nodes.** A new attempt excludes the nodes at fault: at once if a node was lost or a GPU failed, otherwise
-after a node's second strike in the run. It excludes at most `supervise.max_excluded_nodes`, and never so many that the
-attempt could not be placed.
+**Late nodes.** The agents of all nodes wait for each other for `supervise.join_s` (default {join_s} s) when an attempt
+starts, because nodes that pull a container image or read a cold file system start minutes apart. After that, the
+attempt ends with `rendezvous`. The message says which nodes arrived and which did not, and only the latter are blamed:
+by agent 0, or by the controller if agent 0 itself is missing. If all arrived but some did not connect to agent 0, those
+are blamed; if no node did, agent 0's; of two nodes, neither.
+
+**Excluded nodes.** A new attempt excludes the nodes at fault: at once if a node was lost, did not arrive or did not
+pass its checks, or if a GPU failed, otherwise after a node's second strike in the run. It excludes at most
+`supervise.max_excluded_nodes`, and never so many that the attempt could not be placed.
 
 **Fewer nodes.** With `resources.min_nodes`, an attempt can run on fewer nodes when the cluster cannot provide
 `resources.num_nodes` because some are down, drained or excluded. It requests the largest available number that divides
@@ -184,6 +190,7 @@ def failures_page() -> str:
         backoff_s=f"{spec.backoff_s:g}",
         max_backoff_s=f"{spec.max_backoff_s:g}",
         suspect_s=f"{spec.suspect_s:g}",
+        join_s=f"{spec.join_s:g}",
     )
     head = ["| kind | what it is | restarts in place | new attempts | no more, because |", "|---|---|---|---|---|"]
     parts = [GENERATED, FAILURES, *ladder, budget, *head]

@@ -53,7 +53,7 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
     placement = plan(spec, scheduler.inventory(), attempt=1).model_copy(update={"phases": in_order(probe)})
     write_model(attempt.placement, placement)
     request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
-    limit_s = min(request.time_limit_s, round(spec.preflight.meet_s + spec.preflight.probe_s) + MARGIN_S)
+    limit_s = min(request.time_limit_s, round(spec.supervise.join_s + spec.preflight.probe_s) + MARGIN_S)
     submission = scheduler.submit(replace(request, time_limit_s=limit_s))
     try:
         report = _await_report(attempt, submission, scheduler, say)

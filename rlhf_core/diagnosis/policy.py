@@ -275,7 +275,13 @@ SUSPICIOUS = frozenset(
 
 
 def excluded_after(
-    kind: FailureKind, suspects: Sequence[str], strikes: Mapping[str, int], already: Sequence[str], most: int
+    kind: FailureKind,
+    suspects: Sequence[str],
+    strikes: Mapping[str, int],
+    already: Sequence[str],
+    most: int,
+    *,
+    undecided: bool = False,
 ) -> tuple[str, ...]:
     """Nodes to exclude from the next attempt.
 
@@ -285,8 +291,10 @@ def excluded_after(
         strikes: Number of times each node was suspected in this run so far.
         already: Nodes excluded before, oldest first.
         most: Maximum number of excluded nodes; the newest suspects remain.
+        undecided: The kind rests on the text of a log alone.
     """
-    at_once = kind in EXCLUDED_AT_ONCE
+    # A node that did not arrive is known. The text of a log names the node on which, for instance, a port was in use.
+    at_once = kind in EXCLUDED_AT_ONCE or (kind is FailureKind.RENDEZVOUS and not undecided)
     new = [node for node in suspects if at_once or (kind in SUSPICIOUS and strikes.get(node, 0) >= 2)]
     found = list(dict.fromkeys([*(node for node in already if node not in new), *new]))
     return tuple(found[-most:]) if most else ()

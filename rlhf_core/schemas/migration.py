@@ -1,6 +1,7 @@
 """Translation of the settings of rlhf-flows 0.1 to this version.
 
-In 0.1 the warm start was ``[sft]``, the main algorithm ``[train]`` and ``[grpo]``. Configs, overrides, ``spec.json``,
+In 0.1 the warm start was ``[sft]``, the main algorithm ``[train]`` and ``[grpo]``, and a few settings of other sections
+had another name. Configs, overrides, ``spec.json``,
 rows of the history and changed settings stored with attempts may have that form; all of them are read through this
 module. Version 0.2 accepts configs and overrides of 0.1 with a warning, version 0.3 does not.
 """
@@ -20,7 +21,11 @@ OLD_SECTIONS = ("sft", "train", "grpo")
 _OPTIMIZER = (
     "learning_rate", "warmup_steps", "schedule", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
 )  # fmt: skip
+RENAMED = {"preflight.meet_s": "supervise.join_s"}
+"""Settings of sections that still exist, by their name in 0.1."""
+
 _NAMES = {
+    **RENAMED,
     **{f"sft.{name}": f"loops.warm_start.optimizer.{name}" for name in _OPTIMIZER},
     "sft.num_steps": "loops.warm_start.num_steps",
     "sft.batch_size": "loops.warm_start.algorithm.batch_size",
@@ -53,7 +58,7 @@ def current_name(name: str) -> str:
 
 def old_settings(document: Mapping[str, Any]) -> list[str]:
     """The settings of 0.1 in a document, by their old dotted names."""
-    return [name for name, _ in _flat(document)]
+    return [name for name, _ in _flat(document)] + [name for name in RENAMED if _has(document, name)]
 
 
 def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,6 +70,7 @@ def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         A new document, or an equal copy if there is nothing to translate.
     """
+    document = _with_new_names(document)
     found = {section: document[section] for section in OLD_SECTIONS if section in document}
     now = {name: value for name, value in document.items() if name not in found}
     if not found:
@@ -102,6 +108,24 @@ def _flat(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{name}", value) for name, value in content.items())
         elif section in document:
             yield section, content
+
+
+def _has(document: Mapping[str, Any], name: str) -> bool:
+    section, _, field = name.partition(".")
+    content = document.get(section)
+    return isinstance(content, Mapping) and field in content
+
+
+def _with_new_names(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document with the renamed settings under their new names."""
+    for old, new in RENAMED.items():
+        if _has(document, old):
+            (section, field), (now, new_field) = old.split("."), new.split(".")
+            rest = {name: value for name, value in document[section].items() if name != field}
+            target = document.get(now, {})
+            if isinstance(target, Mapping):
+                document = {**document, section: rest, now: {**target, new_field: document[section][field]}}
+    return document
 
 
 def _choose_algorithm(loops: dict[str, Any], found: Mapping[str, Any]) -> None:

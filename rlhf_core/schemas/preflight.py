@@ -32,8 +32,6 @@ class PreflightSpec(Schema):
     """Maximum round trip time of a small message to another node, in milliseconds; 0 for no fixed limit."""
     min_matmul_tflops: NonNegativeFloat = 0.0
     """Minimum speed of matrix products per rank, in TFLOP/s; 0 for no fixed floor."""
-    meet_s: PositiveFloat = 60.0
-    """Time that the first node waits for the others, in seconds; after that, it reports the missing ones."""
     probe_s: PositiveFloat = 60.0
     """Time limit for all measurements together, in seconds; ranks and nodes that have not responded by then are
     reported."""

@@ -170,6 +170,7 @@ class AgentEvent(Schema):
     time: Moment
     """Time of writing (UTC)."""
     kind: Literal[
+        "agent_waiting",  # for the agents of other nodes
         "agent_started",
         "probe",
         "prebuild",  # only in rlhf-flows 0.1, which compiled an operation of DeepSpeed

@@ -49,6 +49,9 @@ class SuperviseSpec(Schema):
     """The same while a worker imports, compiles and loads."""
     evidence_s: PositiveFloat = 10.0
     """Time limit of the collection of evidence on all nodes before the workers of a hung job are ended, in seconds."""
+    join_s: PositiveFloat = 600.0
+    """Time that the agents of all nodes wait for each other at the start of an attempt, in seconds; after that, the
+    attempt ends and blames the missing nodes. Nodes that import containers or read cold file systems start late."""
     agent_floor_s: PositiveFloat = 20.0
     """Silence of a node's agent on the network after which the attempt is ended, in seconds."""
     max_excluded_nodes: NonNegative = 4

@@ -60,7 +60,9 @@ def explain(
     attempt = run_dir.attempt(snapshot.attempt)
     found = evidence.ending_incidents(attempt)
     own = None
-    if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
+    if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.failure_kind is FailureKind.RENDEZVOUS:
+        own = _incident_of_absent_nodes(run_dir, snapshot)
+    elif snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
         own = _incident_of_lost_nodes(
             snapshot, snapshot.job.lost_nodes or snapshot.verdict.nodes
         )  # Slurm detects it much later
@@ -91,6 +93,7 @@ def explain(
         evidence.strikes(run_dir, own),
         placement.excluded_nodes if placement is not None else (),
         spec.supervise.max_excluded_nodes,
+        undecided=incident is not None and incident.is_undecided,
     )
     return AttemptFailure(
         kind=kind,
@@ -191,6 +194,24 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),
+    )
+
+
+def _incident_of_absent_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
+    """Build the incident of agents that did not meet, from the report of one that waited.
+
+    The log would blame that one, because it is the first whose task fails.
+    """
+    kind = FailureKind.RENDEZVOUS
+    return Incident(
+        attempt=snapshot.attempt,
+        restart=max(snapshot.restart, 0),
+        failure_kind=kind,
+        message=masked(snapshot.verdict.cause),
+        suspect_nodes=snapshot.verdict.nodes,
+        seen_at=utc_now(),
+        fingerprint=fingerprint(kind, " ".join(snapshot.verdict.nodes)),
+        evidence_dir=str(run_dir.attempt(snapshot.attempt).scheduler_dir.relative_to(run_dir.root)),
     )
 
 

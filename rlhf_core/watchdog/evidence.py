@@ -28,6 +28,24 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
     return regressions(report.model_dump(exclude={"samples"}) for report in reports if report is not None)
 
 
+@dataclass(frozen=True)
+class MissedRendezvous:
+    """Report of an agent that agent 0 did not come to meet."""
+
+    time: datetime
+    message: str
+    nodes: tuple[str, ...]
+    """Nodes to blame."""
+
+    @classmethod
+    def of(cls, event: AgentEvent) -> "MissedRendezvous | None":
+        """The report in an event, if it is one."""
+        message, nodes = event.data.get("not_met"), event.data.get("blamed")
+        if not isinstance(message, str) or not isinstance(nodes, list):
+            return None
+        return cls(event.time, message, tuple(map(str, nodes)))
+
+
 @dataclass
 class AttemptProgress:
     """Progress of an attempt, updated from its files at every poll.
@@ -58,6 +76,8 @@ class AttemptProgress:
     """Time at which each agent reported that it had lost agent 0, by node."""
     given_up: dict[str, str] = field(default_factory=dict)
     """The node that an agent gave up on, by the node of the reporting agent."""
+    not_met: MissedRendezvous | None = None
+    """Earliest report that the agents have not met."""
     published: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Restart and sequence number of each agent's latest status, by node: its sign of life."""
     _places: dict[Path, FilePosition] = field(default_factory=dict)
@@ -90,6 +110,9 @@ class AttemptProgress:
                     self.leader_lost_at.setdefault(event.node, event.time)
                 if event.kind == "peer" and event.data.get("node_lost"):
                     self.given_up.setdefault(event.node, str(event.data["node_lost"]))
+                not_met = MissedRendezvous.of(event)
+                if not_met is not None and (self.not_met is None or not_met.time < self.not_met.time):
+                    self.not_met = not_met
                 if event.kind == "role_started" and event.role is not None:
                     self._enter(event.role)
 

@@ -134,7 +134,7 @@ class Watcher:
             self._ended_for_s(job),
             self._told_for_s(outcome),
             self._silent(job),
-            self._deserted(job, outcome),
+            self._deserted(job, outcome) or self._not_met(outcome),
         )
         self.record()
         progress = self._progress
@@ -208,6 +208,16 @@ class Watcher:
         cause = f"the agents of all other nodes lost contact with the agent of {first}"
         return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
+    def _not_met(self, outcome: AttemptOutcome | None) -> AttemptVerdict | None:
+        """Verdict if an agent reported that agent 0 did not come in time; otherwise None.
+
+        That agent leaves, and the job ends with it. If agent 0 comes after all, it only knows that it was ended.
+        """
+        said = self._progress.not_met
+        if said is None or (outcome is not None and outcome.time < said.time):
+            return None
+        return AttemptVerdict(AttemptState.LOST, said.message, FailureKind.RENDEZVOUS, said.nodes)
+
     def _silent(self, job: JobStatus) -> Silence | None:
         """Return the agents that have been silent for too long while their job ran and this process was reading.
 
@@ -260,7 +270,7 @@ def judge(
         ended_for_s: seconds since the job was first known to have ended.
         told_for_s: seconds since the outcome was first known.
         silence: agents of a running job that have been silent for too long.
-        deserted: verdict if all other agents have lost agent 0.
+        deserted: verdict if the other agents have lost agent 0, or never met it.
     """
     if deserted is not None and job.scheduler_state != "CANCELLED":
         return deserted

@@ -240,6 +240,20 @@ def test_settings_of_a_checkpoint_of_0_1_are_compared_in_the_form_of_today() -> 
     assert current_settings({}) == {}
 
 
+def test_a_renamed_setting_of_0_1_is_read_and_its_new_name_shown(old: Path) -> None:
+    """Every stored spec of 0.1 holds it."""
+    old.write_text(f"{OLD}\n[preflight]\nmeet_s = 90\nprobe_s = 30\n")
+    with pytest.warns(OldSettings, match=r"write supervise\.join_s instead of preflight\.meet_s"):
+        spec = config.load(old)
+    assert (spec.supervise.join_s, spec.preflight.probe_s) == (90.0, 30.0)
+    assert load(old, "preflight.meet_s=20").supervise.join_s == 20.0
+    stored = spec.model_dump(mode="json")
+    stored["preflight"]["meet_s"] = stored["supervise"].pop("join_s")
+    assert RunSpec.model_validate(stored) == spec
+    with pytest.raises(BadConfig, match=r"by hand[\s\S]*write supervise\.join_s instead of preflight\.meet_s"):
+        migrated_text(old)
+
+
 def test_names_that_are_no_settings_of_0_1_stay() -> None:
     assert [current_name(name) for name in ("name", "trainer.kind", "training", "rollout.batch_size")] == [
         "name", "trainer.kind", "training", "rollout.batch_size",

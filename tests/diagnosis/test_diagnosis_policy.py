@@ -130,6 +130,13 @@ def test_nodes_are_excluded_at_once_or_at_the_second_strike() -> None:
     assert excluded_after(lost, ["n1"], {}, [], 0) == ()
 
 
+def test_a_node_that_does_not_arrive_is_excluded_at_once() -> None:
+    """With the control that a log names the node on which a port was in use, for instance, which may be chance."""
+    kind = FailureKind.RENDEZVOUS
+    assert excluded_after(kind, ["n1"], {"n1": 1}, [], 4) == ("n1",)
+    assert excluded_after(kind, ["n1"], {"n1": 1}, [], 4, undecided=True) == ()
+
+
 @pytest.mark.parametrize(
     "kind", sorted(set(FailureKind) - set(HOPELESS) - set(NEEDS_A_REMEDY) - {FailureKind.CHECKPOINT_CORRUPT})
 )

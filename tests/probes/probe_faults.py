@@ -30,7 +30,7 @@ class Scene:
     def __init__(self, cluster: throwaway.Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
-        self.settings: list[str] = ["preflight.meet_s=12"]
+        self.settings: list[str] = ["supervise.join_s=20"]
         self.before_submission: list[Callable[[Path], None]] = []
         """Called with the run directory, before there is a job."""
         self._variables: dict[str, dict[str, Any]] = {}
@@ -191,7 +191,7 @@ def _processor(scene: Scene, stack: ExitStack) -> None:
     # the rest, and the slow one is slow beside the little that each of them may get. It needs longer to start, too.
     scene.cluster.prioritize_cpu(100)
     stack.callback(scene.cluster.prioritize_cpu, 1)
-    scene.settings += ["preflight.meet_s=90"]
+    scene.settings += ["supervise.join_s=90"]
     scene.cluster.slow_cpu("node2", 0.08)
     stack.callback(scene.cluster.mend_cpu, "node2")
 

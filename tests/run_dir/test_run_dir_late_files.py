@@ -25,10 +25,7 @@ from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.missing_run import GONE_S, Presence
 from rlhf_core.watchdog.watcher import OUTCOME_TIMEOUT_S, Watcher
 from rlhf_core.worker.agent.leader import Leader
-from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.nodes import facts as node_facts
-from rlhf_core.worker.nodes.membership import Nodes
-from rlhf_core.worker.nodes.probe import Probe, ProbePlace
 
 __all__ = ["nfs"]
 
@@ -121,12 +118,6 @@ def progress(run_dir: RunDir) -> Callable[[], Any]:
     return role
 
 
-def confused(run_dir: RunDir) -> Callable[[], Any]:
-    nodes = Nodes(("n1", "n2"), ("", ""), 0)
-    placement = Placement(attempt=1, num_nodes=2, phases=())
-    return Probe(ProbePlace(run_dir, 1, nodes, make_spec(), placement, MemoryAgentStore.endpoint)).confused
-
-
 def say_confused(run_dir: RunDir) -> None:
     write_model(run_dir.attempt(1).node_facts("n2"), node_facts.confused("n2", "two nodes have one name"))
 
@@ -161,7 +152,7 @@ APPEARING: dict[str, tuple[Callable[[RunDir], Callable[[], Any]], Callable[[RunD
     "a newer attempt": (lambda run_dir: lambda: run_dir.is_superseded(1), plan_next),
     "orders to agent 0": (lambda run_dir: Leader(run_dir, 1).new_commands, order),
     "a request to cancel": (lambda run_dir: lambda: read_model(run_dir.cancel_request, AgentCommand), request),
-    "nodes that cannot join": (confused, say_confused),
+    "nodes that cannot join": (lambda run_dir: lambda: node_facts.all_confused(run_dir.attempt(1)), say_confused),
 }
 """For each thing that another node creates: how it is polled for, and how it is created."""
 

@@ -253,6 +253,67 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Agents that have not met
+
+
+def not_met(pair: Pair) -> None:
+    """Agent of n2 reports that agent 0 did not come, and leaves; srun reports its exit."""
+    said = "The agent of n1 did not arrive within 600 s (supervise.join_s), those of n2 did."
+    pair.say("n2", not_met=said, blamed=["n1"])
+    log = pair.run_dir.attempt(1).scheduler_dir / "7_0_log.out"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("srun: error: n2: task 1: Exited with exit code 1\n")
+    pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
+
+
+def test_the_agent_that_waited_is_not_blamed_for_the_one_that_did_not_come(pair: Pair) -> None:
+    not_met(pair)
+    failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
+    assert failure.incident is not None
+    assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.RENDEZVOUS, ("n1",))
+    assert (failure.decision.action, failure.decision.excluded_nodes) == (Action.NEW_ATTEMPT, ("n1",))
+    assert failure.message.startswith("The agent of n1 did not arrive within 600 s")
+
+
+def test_an_agent_0_that_comes_too_late_does_not_explain_that_it_was_missed(pair: Pair) -> None:
+    """Slurm ends it with the job: it knows of nothing but that signal."""
+    not_met(pair)
+    write_model(pair.run_dir.attempt(1).outcome, outcome(-1.0))
+    look = pair.watcher.poll()
+    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.RENDEZVOUS, ("n1",))
+
+
+def test_an_outcome_from_before_an_agent_left_is_how_the_attempt_ended(pair: Pair) -> None:
+    """Control: agent 0 decided first."""
+    not_met(pair)
+    write_model(pair.run_dir.attempt(1).outcome, outcome(5.0, FailureKind.NODE_UNFIT))
+    assert pair.watcher.poll().verdict.failure_kind is FailureKind.NODE_UNFIT
+
+
+def test_a_job_that_its_user_cancels_while_agents_wait_is_cancelled(pair: Pair) -> None:
+    not_met(pair)
+    pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="CANCELLED")
+    assert pair.watcher.poll().verdict.failure_kind is FailureKind.USER_CANCEL
+
+
+def test_agents_that_cannot_connect_blame_no_node(pair: Pair) -> None:
+    """Not even the one whose exit the log names. Only the first report counts: its agent ended the job."""
+    pair.say("n2", not_met="The agents of n1 and n2 both arrived, but did not connect: refused.", blamed=[])
+    not_met(pair)
+    failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
+    assert failure.incident is not None
+    assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.RENDEZVOUS, ())
+    assert failure.decision.excluded_nodes == ()
+
+
+def test_a_node_whose_agent_is_still_awaited_is_not_silent(tmp_path: Path) -> None:
+    """Agent 0 waits for it for longer than silence is allowed."""
+    one = Pair(tmp_path)
+    one.publish("n1")
+    assert one.pass_by(2 * SILENT_S, "n1").verdict.state is AttemptState.RUNNING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Strikes that the controller finds itself
 
 

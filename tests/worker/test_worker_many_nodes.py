@@ -153,15 +153,14 @@ def test_cancel_ends_all_nodes(agent_run: MakeRun) -> None:
 
 
 def test_a_node_that_never_comes_is_named(agent_run: MakeRun) -> None:
-    run = agent_run(num_nodes=2, preflight={"meet_s": 1.0})
+    run = agent_run(num_nodes=2, supervise={"join_s": 1.0})
     run.start(0, 2)
     assert run.finish_all() == [1]
-    outcome = run.outcome()
-    assert outcome.failure_kind is FailureKind.NODE_UNFIT
-    assert "node2 did not report; 1 of 2 nodes did" in outcome.message
-    incident = run.incident(0)
-    assert incident is not None
-    assert incident.suspect_nodes == ("node2",)
+    assert run.outcome().failure_kind is FailureKind.RENDEZVOUS
+    assert run.incident(0).suspect_nodes == ("node2",)
+    report = read_model(run.dir.probe_report, ProbeReport)
+    assert report is not None
+    assert [(one.id, one.node) for one in report.results if one.status == "blocked"] == [("node.missing", "node2")]
 
 
 def test_a_job_with_fewer_nodes_than_planned_is_refused_with_both_numbers(agent_run: MakeRun) -> None:

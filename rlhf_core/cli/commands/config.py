@@ -56,7 +56,7 @@ def migrated_text(file: Path) -> str:
 
     from rlhf_core.config.loading import validate
     from rlhf_core.config.toml_files import read_toml
-    from rlhf_core.schemas.migration import OLD_SECTIONS, current_document, current_name, old_settings
+    from rlhf_core.schemas.migration import OLD_SECTIONS, RENAMED, current_document, current_name, old_settings
 
     try:
         content = read_toml(file)
@@ -67,7 +67,8 @@ def migrated_text(file: Path) -> str:
     if not old:
         return text
     by_hand = "\n".join(f"  write {current_name(name)} instead of {name}" for name in old)
-    if "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
+    renamed = any(name in RENAMED for name in old)
+    if renamed or "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
         raise BadConfig(f"{file} must be rewritten by hand:\n{by_hand}")
     wanted = current_document(content)
     meant = validate(wanted, str(file))

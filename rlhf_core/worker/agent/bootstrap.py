@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from rlhf_core.diagnosis.classify import Evidence, classify
 from rlhf_core.errors import RunDirError
 from rlhf_core.files.lookups import is_there
@@ -22,28 +24,19 @@ from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
+from rlhf_core.worker.agent.arrivals import AgentsMissing, Arrivals, longest_wait_s
 from rlhf_core.worker.agent.job import AttemptAborted, Ending, Job
 from rlhf_core.worker.agent.leader import OUTCOME_TIMEOUT_S, Leader
 from rlhf_core.worker.agent.phases import Agent, try_to_write
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
-from rlhf_core.worker.channel.store import (
-    JOIN_TIMEOUT_S,
-    AgentStore,
-    AgentStoreLost,
-    MemoryAgentStore,
-    host_agent_store,
-    join_agent_store,
-)
+from rlhf_core.worker.channel.store import AgentStore, AgentStoreLost, MemoryAgentStore, host_agent_store
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import Nodes, NodesError
 from rlhf_core.worker.roles import COMMAND
 from rlhf_core.worker.signals import ENDING, SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
-
-NO_LEADER_TIMEOUT_S = 15.0
-"""Time after which an agent that contradicts the plan and sees no agent 0 assumes that every node contradicts it."""
 
 _GOOD_ENDS = (AttemptState.COMPLETED, AttemptState.PREEMPTED)
 
@@ -83,7 +76,8 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
     directory = RunDir(run_dir.absolute())
     leader = Leader(directory, attempt)
     nodes, problem, leads = _place_of(directory, attempt)
-    if problem and not leads and not _is_left_to_say_so(directory.attempt(attempt), nodes.name, problem, inbox):
+    arrivals = Arrivals(nodes, directory.attempt(attempt), longest_wait_s(directory))
+    if problem and not leads and not _is_left_to_say_so(arrivals, problem, inbox):
         return 1
     if nodes.is_first:
         taken = leader.claim()
@@ -98,7 +92,8 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
         if problem:
             raise AttemptAborted(FailureKind.CONFIG, f"{nodes.name}: {problem}")
         signer = _signer(site)
-        site.channel = AgentChannel(nodes, _agent_store(site, signer), signer)
+        store = _agent_store(site, signer, arrivals)
+        site.channel = AgentChannel(nodes, store, signer)
         spec, placement = _read(directory, attempt, nodes)
         job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets), import_paths)
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
@@ -133,21 +128,30 @@ def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
     return Nodes((nodes.name,), ("",), 0), problem, nodes.is_first and nodes.num > 1
 
 
-def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: SignalInbox) -> bool:
+def _is_left_to_say_so(arrivals: Arrivals, problem: str, inbox: SignalInbox) -> bool:
     """Let agent 0 end the attempt and name this node, which contradicts the plan.
 
     Returns:
-        True if there is no agent 0, since every node may contradict the plan: this agent must then report it.
+        True if there is no agent 0, because every node contradicts the plan or its node is missing: this agent must
+        then report it.
     """
+    attempt, name = arrivals.attempt, arrivals.nodes.name
     print(f"{name}: {problem}", file=sys.stderr, flush=True)
     try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if any(number in ENDING for number in inbox.wait(1.0)) or is_there(attempt.outcome):
-            return False
-        if not is_there(attempt.claim) and time.monotonic() > deadline - JOIN_TIMEOUT_S + NO_LEADER_TIMEOUT_S:
+    placement = read_model(attempt.placement, Placement)
+    began_s = time.monotonic()
+    while not any(number in ENDING for number in inbox.wait(1.0)) and not is_there(attempt.outcome):
+        waited_s = time.monotonic() - began_s
+        if is_there(attempt.claim):
+            if waited_s > arrivals.limit_s + arrivals.decided_s:
+                return False
+        elif waited_s > arrivals.limit_s or _is_every_node_confused(attempt, placement):
             return True
     return False
+
+
+def _is_every_node_confused(attempt: AttemptDir, placement: Placement | None) -> bool:
+    return placement is not None and len(node_facts.all_confused(attempt)) >= placement.num_nodes
 
 
 def _signer(site: AgentSite) -> MessageSigner | None:
@@ -163,8 +167,8 @@ def _signer(site: AgentSite) -> MessageSigner | None:
     return MessageSigner(secret, job_marker(site.run_dir.run_id, site.attempt), site.nodes.index)
 
 
-def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
-    """Open the store through which the agents communicate.
+def _agent_store(site: AgentSite, signer: MessageSigner | None, arrivals: Arrivals) -> AgentStore:
+    """Open the store through which the agents communicate, or find it.
 
     Raises:
         AttemptAborted: the store could not be opened.
@@ -172,6 +176,7 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
     nodes = site.nodes
     if signer is None:
         return MemoryAgentStore()
+    arrivals.sign_in(site.events)
     try:
         if nodes.is_first:
             listen_at = nodes.listening_address
@@ -184,7 +189,12 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
         def pause(seconds: float) -> bool:
             return any(number in ENDING for number in site.inbox.wait(seconds))
 
-        return join_agent_store(nodes.addresses[0], signer, pause)
+        return arrivals.join(signer, pause)
+    except AgentsMissing as error:
+        # Agent 0 does not come, so the controller acts on this line.
+        blamed: list[JsonValue] = [*error.diagnosis.nodes]
+        site.events.add("peer", f"this agent ends: {error}", not_met=error.diagnosis.message, blamed=blamed)
+        raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
     except AgentStoreLost as error:
         raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
 

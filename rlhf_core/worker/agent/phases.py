@@ -19,17 +19,19 @@ from pydantic import BaseModel
 
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
+from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, job_marker
 from rlhf_core.survival import Survived
 from rlhf_core.worker import processes
 from rlhf_core.worker.agent.agreement import Agreement
+from rlhf_core.worker.agent.arrivals import CONNECT_S, Arrivals
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.gpu_wait import GpuWait
 from rlhf_core.worker.agent.independent_run import IndependentRun
@@ -47,6 +49,7 @@ from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.liveness.heartbeat import SlotFile
+from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import interface_of
 from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_sentence
 from rlhf_core.worker.roles import TARGETS
@@ -88,6 +91,7 @@ class Agent:
         self._group_events = GroupEvents(events)
         self._probe = Probe(ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint))
         supervise = job.spec.supervise
+        self._arrivals = Arrivals(job.nodes, job.attempt_dir, supervise.join_s)
         self._fork_server = ForkServer(events.say)
         self._supervisor = Supervisor(
             channel,
@@ -173,20 +177,31 @@ class Agent:
             if now_s < look_at_s:
                 return False
             look_at_s = now_s + MISPLACED_INTERVAL_S
-            known = {channel.nodes.names[index] for index in came} | {one.node for one in self._probe.confused()}
+            known = {channel.nodes.names[index] for index in came} | {
+                one.node for one in node_facts.all_confused(self._job.attempt_dir)
+            }
             return known >= set(channel.nodes.names)
 
-        self._agreement.wait_until(enough, self._job.spec.preflight.meet_s)
+        self._agreement.wait_until(enough, self._arrivals.limit_s)
+        if not enough() and self._arrivals.have_all_started():
+            self._agreement.wait_until(enough, CONNECT_S)
         came = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
         if len(came) < channel.nodes.num and not self._supervisor.asked.to_end:
-            self._probe.without(came)
-            step = self._after_checks(last=True)
+            step = self._without(came)
             channel.publish("orders", Orders(over=step))
             return Ending.of(step)
         self._events.add(
             "peer", f"the agents of all {channel.nodes.num} nodes have joined: {', '.join(channel.nodes.names)}"
         )
         return None
+
+    def _without(self, came: Sequence[str]) -> AgreedStep:
+        """End the attempt because only some of the agents have joined."""
+        if self._probe.without(came):
+            return self._after_checks(last=True)
+        self._report_checks()
+        reason = "not retried in place, because the agents of the allocation did not all meet"
+        return self._fail(self._arrivals.failure(came), Choice(Action.NEW_ATTEMPT, 0.0, reason))
 
     # -----------------------------------------------------------------------------------------------------------------
     # The probe
@@ -225,14 +240,17 @@ class Agent:
 
     def _after_checks(self, *, last: bool) -> AgreedStep:
         """Decide on the findings so far; they are recorded once they end the attempt or are complete."""
-        report = self._probe.report()
-        blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
+        blocking = [one for one in self._probe.report().results if one.status is CheckStatus.BLOCKED]
         if blocking or last:
-            self._leader.write(self._job.attempt_dir.probe_report, report)
-            counts = Counter(one.status.value for one in report.results)
-            listed = ", ".join(f"{count} {status}" for status, count in counts.items())
-            self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
+            self._report_checks()
         return self._unfit(blocking) if blocking else AgreedStep(action="start")
+
+    def _report_checks(self) -> None:
+        report = self._probe.report()
+        self._leader.write(self._job.attempt_dir.probe_report, report)
+        counts = Counter(one.status.value for one in report.results)
+        listed = ", ".join(f"{count} {status}" for status, count in counts.items())
+        self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
 
     def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
         """The step that ends the attempt, naming the nodes to exclude if a node is to blame."""
@@ -241,12 +259,14 @@ class Agent:
         message = in_a_sentence(blocking)
         what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
-        failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)
-        number = record_incident(self._leader, self._events, self._restart_dir, failure)
-        record_decision(
-            self._leader, self._events, self._restart_dir, self._decisions.budget.choose(failure.diagnosis), number
-        )
-        return self._decisions.end(AttemptState.FAILED, message, kind)
+        diagnosis = Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed)
+        return self._fail(diagnosis, self._decisions.budget.choose(diagnosis))
+
+    def _fail(self, diagnosis: Diagnosis, choice: Choice) -> AgreedStep:
+        """Record a failure before the workers start, and end the attempt."""
+        number = record_incident(self._leader, self._events, self._restart_dir, Failure(diagnosis, "", None, None))
+        record_decision(self._leader, self._events, self._restart_dir, choice, number)
+        return self._decisions.end(AttemptState.FAILED, diagnosis.message, diagnosis.kind)
 
     def _set_environment(self) -> None:
         job = self._job

@@ -24,8 +24,6 @@ from rlhf_core.worker.channel.signing import MessageSigner
 NUM_PORTS = 8
 PORTS = range(20000, 30000)
 """Ports below Linux's default range of ephemeral ports."""
-JOIN_TIMEOUT_S = 60.0
-"""Time that agents search for agent 0's store, and that agent 0 waits for them, in seconds."""
 ANSWER_TIMEOUT_S = 5.0
 BACKLOG = 1024
 """Pending connections allowed: all workers of a start connect at once."""
@@ -35,6 +33,10 @@ LOOPBACK = "127.0.0.1"
 
 class AgentStoreLost(Exception):
     """Raised when the store does not answer or cannot be found."""
+
+
+class AgentStoreNotFound(AgentStoreLost):
+    """Raised when the store was not found in the given time."""
 
 
 class AgentStore(Protocol):
@@ -179,7 +181,7 @@ def _host_store(listen_at: str, port: int) -> tuple[Any, int]:
 
 
 def join_agent_store(
-    address: str, signer: MessageSigner, pause: Callable[[float], bool], timeout_s: float = JOIN_TIMEOUT_S
+    address: str, signer: MessageSigner, pause: Callable[[float], bool], timeout_s: float
 ) -> TcpAgentStore:
     """Find the store of agent 0.
 
@@ -190,7 +192,8 @@ def join_agent_store(
         timeout_s: Longest search, in seconds.
 
     Raises:
-        AgentStoreLost: it was not found; the message says what was found instead.
+        AgentStoreNotFound: it was not found in time; the message says what was found instead.
+        AgentStoreLost: further waiting is pointless.
     """
     deadline = time.monotonic() + timeout_s
     seen: dict[int, str] = {}
@@ -206,9 +209,9 @@ def join_agent_store(
             if store is not None:
                 return TcpAgentStore(store, f"{address}:{port}")
         if pause(0.25):
-            raise AgentStoreLost("stopped looking for agent 0: this agent is shutting down")
+            raise AgentStoreLost("stopped looking for agent 0: the attempt is ending")
     listed = ", ".join(f"{port} {what}" for port, what in seen.items())
-    raise AgentStoreLost(f"agent 0 was not found at {address} within {timeout_s:.0f} s: {listed}")
+    raise AgentStoreNotFound(f"agent 0 was not found at {address} within {timeout_s:g} s: {listed}")
 
 
 def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:

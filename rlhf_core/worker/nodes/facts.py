@@ -21,6 +21,9 @@ import rlhf_core
 from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import blocked, warning
 from rlhf_core.files.fingerprints import fingerprint
+from rlhf_core.files.lookups import paths_in
+from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
@@ -92,6 +95,12 @@ def confused(name: str, problem: str) -> NodeFacts:
     advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: do not change or unset them on a node"
     complaint = blocked(node_checks.IDENTITY, problem, "each node at its own position in the allocation", advice, name)
     return NodeFacts(node=name, index=-1, complaints=(complaint,))
+
+
+def all_confused(attempt: AttemptDir) -> list[NodeFacts]:
+    """Facts of nodes that report in their files that a contradictory environment keeps them from joining."""
+    found = (read_model(path, NodeFacts) for path in paths_in(attempt.probe, "*.json"))
+    return [one for one in found if one is not None and one.index < 0]
 
 
 def package_versions() -> dict[str, str]:

@@ -20,9 +20,8 @@ from typing import IO, Any
 from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import Plan, blocked, compare
 from rlhf_core.diagnosis.nodes.speed import Floors, better, judge_speed, needs_second_measurement
-from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.private import FILE_MODE
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
@@ -151,20 +150,19 @@ class Probe:
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
 
-    def confused(self) -> list[NodeFacts]:
-        """Facts of nodes that report in their files that a contradictory environment keeps them from joining."""
-        found = (read_model(path, NodeFacts) for path in paths_in(self._folder.probe, "*.json"))
-        return [one for one in found if one is not None and one.index < 0]
-
-    def without(self, came: Collection[str]) -> None:
+    def without(self, came: Collection[str]) -> bool:
         """Record that the agents of some nodes did not join.
 
         Args:
             came: Names of the nodes whose agents joined.
+
+        Returns:
+            True if a node reports that a contradictory environment keeps it from joining.
         """
-        confused = self.confused()
+        confused = node_facts.all_confused(self._folder)
         self._found += [complaint for one in confused for complaint in one.complaints]
         self._found += node_checks.missing({*came, *(one.node for one in confused)}, self._plan)
+        return bool(confused)
 
     def take_facts(
         self, facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], broken: Mapping[str, str]

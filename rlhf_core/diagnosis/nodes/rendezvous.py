@@ -1,0 +1,79 @@
+"""Diagnosis of an attempt whose agents did not all meet in time. Pure.
+
+The agents that came and waited are those that report it. So the report blames the nodes whose agents did not start; if
+all started, the nodes that did not connect to agent 0; and no node if it is unclear which side of a connection failed.
+"""
+
+from collections.abc import Collection, Sequence
+
+from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.schemas.failures import FailureKind
+
+MAX_NAMES = 6
+"""Names of nodes in a sentence."""
+
+
+def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> Diagnosis | None:
+    """Blame the nodes whose agents did not start; None if all did.
+
+    Args:
+        names: All nodes of the attempt.
+        started: Those whose agents have started.
+        waited_s: Time that they had for it, in seconds.
+    """
+    absent = [name for name in names if name not in started]
+    if not absent:
+        return None
+    arrived = [name for name in names if name in started]
+    return _failure(
+        f"{_agents_of(absent)} did not arrive within {waited_s:g} s (supervise.join_s), those of {_listed(arrived)} "
+        f"did. Read the job's log of {absent[0]}: its interpreter, container or shared folder may be missing. If it "
+        "was only slow, raise supervise.join_s.",
+        absent,
+    )
+
+
+def disconnection(names: Sequence[str], joined: Collection[str], waited_s: float) -> Diagnosis:
+    """Blame the nodes whose agents have started, but did not connect to agent 0.
+
+    If none of several did, agent 0 is the one that is cut off. Of two nodes, either may be.
+
+    Args:
+        names: All nodes of the attempt, that of agent 0 first.
+        joined: Those whose agents have connected to agent 0.
+        waited_s: Time that they had for it, in seconds.
+    """
+    first, *others = names
+    apart = [name for name in others if name not in joined]
+    cut_off = [first] if len(others) > 1 else []
+    return _failure(
+        f"The agents of all {len(names)} nodes arrived, but {_listed(apart)} did not connect to {first} within "
+        f"{waited_s:g} s (supervise.join_s). Check that the nodes reach each other at the ports of the agents "
+        "(docs/operations.md).",
+        apart if len(apart) < len(others) else cut_off,
+    )
+
+
+def isolation(names: Sequence[str], own: str, problem: str) -> Diagnosis:
+    """Report that an agent found no way to agent 0 although both have started; either side may be at fault.
+
+    Args:
+        names: All nodes of the attempt, that of agent 0 first.
+        own: Node of the agent.
+        problem: Result of its search.
+    """
+    return _failure(f"The agents of {names[0]} and {own} both arrived, but did not connect: {problem}.", ())
+
+
+def _failure(message: str, blamed: Sequence[str]) -> Diagnosis:
+    kind = FailureKind.RENDEZVOUS
+    return Diagnosis(kind, message, fingerprint(kind, " ".join(blamed)), nodes=tuple(blamed))
+
+
+def _agents_of(names: Sequence[str]) -> str:
+    return f"The agent{'s' if len(names) > 1 else ''} of {_listed(names)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
