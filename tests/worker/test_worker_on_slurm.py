@@ -59,6 +59,13 @@ if "agent" in sys.orig_argv:
 """
 """Preparation between the start of an agent and that of its workers: it fails on one node, and takes long on others."""
 
+ONE_STARTS_TOO_LATE = """
+import os, sys, time
+if "agent" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "node3":
+    time.sleep(300.0)
+"""
+"""An interpreter that takes minutes to start, as from a container image that is still being pulled."""
+
 AS_IT_WAS = """
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.attempts import AttemptState
@@ -158,6 +165,17 @@ def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: 
     assert look.outcome.state is AttemptState.PREEMPTED
     assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.AGENT_KILLED)
     assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+@pytest.mark.parametrize("absent", ["node1", "node3"])
+def test_a_node_whose_agent_does_not_start_in_time_is_blamed(agent_run: MakeRun, submit: Submit, absent: str) -> None:
+    """Not the node whose agent gives up first, which ends the job and is the only one that srun names."""
+    run = agent_run(num_nodes=3, supervise={"join_s": 20.0})
+    _, failure = at_the_end(submit(run, ONE_STARTS_TOO_LATE.replace("node3", absent)), run)
+    assert failure.incident is not None
+    assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.RENDEZVOUS, (absent,))
+    assert f"The agent of {absent} did not arrive within 20 s" in failure.message
+    assert (failure.decision.action, failure.decision.excluded_nodes) == (Action.NEW_ATTEMPT, (absent,))
 
 
 @pytest.mark.parametrize("when", ["between two starts", "while they train"])
