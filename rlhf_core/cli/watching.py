@@ -1,48 +1,79 @@
-"""``rlhf watch``: a view of a run that is driven by another process, from its directory alone."""
+"""``rlhf watch``: a view of a run that is driven by another process, from its directory.
+
+The directory cannot tell that nothing drives the run any more; the history can.
+"""
 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from rlhf_core.cli import output
+from rlhf_core.control.undriven import undriven_since, undriven_text
 from rlhf_core.control.views.progress import RunReader, RunSnapshot
+from rlhf_core.errors import DatabaseUnavailable
+from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.render.progress import METRICS, progress_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.regression import state_text
 from rlhf_core.text.escaping import json_text, terminal
 
+Read = Callable[[], RunSnapshot]
+"""Reads the present state of the run."""
 
-def watch_run(run_dir: RunDir, interval_s: float, *, as_json: bool = False) -> RunRecord:
+
+def watch_run(
+    run_dir: RunDir, interval_s: float, store: HistoryStore | None = None, *, as_json: bool = False
+) -> RunRecord:
     """Show a run until it ends: redrawn in a terminal, else a line whenever something has changed. Writes nothing.
-    Returns what its journal says then."""
+
+    Args:
+        store: the history, which is asked since when no controller drives the run; None to not ask.
+
+    Returns:
+        The last reading of its journal.
+    """
     reader = RunReader(run_dir)
+
+    def read() -> RunSnapshot:
+        view = reader.read()
+        if store is None or view.record.ended:
+            return view
+        return replace(view, undriven_since=_undriven_since(store, run_dir.run_id))
+
     console = output.output()
     if console.is_terminal and not as_json:
-        return _watch_live(reader, console, interval_s)
-    return _watch_in_lines(reader, interval_s, json_lines if as_json else NewLines())
+        return _watch_live(read, console, interval_s)
+    return _watch_in_lines(read, interval_s, json_lines if as_json else NewLines())
 
 
-def _watch_live(reader: RunReader, console: Console, interval_s: float) -> RunRecord:
+def _undriven_since(store: HistoryStore, run_id: str) -> datetime | None:
+    try:
+        return undriven_since(store, [run_id]).get(run_id)
+    except DatabaseUnavailable:
+        return None  # the directory shows all else
+
+
+def _watch_live(read: Read, console: Console, interval_s: float) -> RunRecord:
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            view = reader.read()
+            view = read()
             live.update(draw(view), refresh=True)
             if view.record.ended:
                 return view.record
             time.sleep(interval_s)
 
 
-def _watch_in_lines(
-    reader: RunReader, interval_s: float, lines_of: Callable[[RunSnapshot], Sequence[str]]
-) -> RunRecord:
+def _watch_in_lines(read: Read, interval_s: float, lines_of: Callable[[RunSnapshot], Sequence[str]]) -> RunRecord:
     last: Sequence[str] = ()
     while True:
-        view = reader.read()
+        view = read()
         lines = lines_of(view)
         if lines and lines != last:
             sys.stdout.write("\n".join(lines) + "\n")
@@ -59,6 +90,7 @@ class NewLines:
     def __init__(self) -> None:
         self._printed: set[str] = set()
         self._last = ""
+        self._undriven = ""
 
     def __call__(self, view: RunSnapshot) -> list[str]:
         """Lines that say something new."""
@@ -69,12 +101,23 @@ class NewLines:
         if line != self._last:
             self._last = line
             found.append(line)
+        undriven = undriven_line(view)
+        if undriven != self._undriven:
+            self._undriven = undriven
+            found += [undriven] if undriven else []
         return [terminal(line) for line in found]
 
 
 def timeline_lines(view: RunSnapshot) -> list[str]:
     """Incidents, decisions and recoveries, oldest first."""
     return [f"{entry.time:%H:%M:%S} {entry.text}" for entry in view.timeline.entries()]
+
+
+def undriven_line(view: RunSnapshot) -> str:
+    """Advice for a run that no controller drives; empty if one does."""
+    if view.undriven_since is None:
+        return ""
+    return undriven_text(view.stored.trial_of or view.stored.run_id, view.undriven_since)
 
 
 def headline(view: RunSnapshot) -> str:
@@ -95,6 +138,7 @@ def json_lines(view: RunSnapshot) -> list[str]:
         "state": view.record.state,
         "regressed": [one.model_dump() for one in view.regressed],
         "cause": view.record.cause,
+        "undriven_since": view.undriven_since,
         "attempt": progress.attempt,
         "restarts": progress.restarts,
         "step": progress.step,
@@ -111,6 +155,8 @@ def draw(view: RunSnapshot) -> Group:
     """The whole view."""
     style = output.STATE_STYLES.get(view.record.state.value, "")
     parts: list[object] = [Text(terminal(headline(view)), style=style)]
+    if undriven := undriven_line(view):
+        parts.append(Text(terminal(undriven), style="red"))
     stages = [
         (stage.name.value, stage.attempt or "", stage.state.value, _seconds(view, index))
         for index, stage in enumerate(view.record.stages)

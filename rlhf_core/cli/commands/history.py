@@ -52,7 +52,9 @@ def runs(
 
     with open_history() as store:
         wanted = state.value if state else None
-        found = queries.list_runs(store, wanted, name, limit, trials=trials, tag=tag, owner=owner)
+        found = _with_undriven(
+            store, queries.list_runs(store, wanted, name, limit, trials=trials, tag=tag, owner=owner)
+        )
     if as_json:
         output.print_json(found)
         return
@@ -69,7 +71,7 @@ def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
     rows = [
         (
             run["run_id"],
-            output.state_text(run["state"], run["regressed"]),
+            _state(run, run["regressed"], run["undriven_since"]),
             # the id contains the date too; both are too wide
             run["trial_of"] if trials else _moment(run["created_at"]),
             output.seconds_text(run["seconds"]),
@@ -83,6 +85,8 @@ def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
     for run in found:
         if run["missing_steps"]:
             output.print_text(f"{run['run_id']}: {run['missing_steps']}")
+        if run["undriven_since"] is not None:
+            output.print_text(f"{run['run_id']}: {_undriven_text(run, run['undriven_since'])}.")
 
 
 def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
@@ -93,6 +97,8 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
         run_id = queries.resolve_run(store, run)
         catch_up(store, run_id)
         shown = queries.show_run(store, run_id)
+        (with_undriven,) = _with_undriven(store, [shown["run"]])
+        shown["undriven_since"] = with_undriven["undriven_since"]
     if as_json:
         output.print_json(shown)
         return
@@ -195,8 +201,27 @@ def catch_up(store: "HistoryStore", run_id: str) -> None:
         output.warn(f"showing the stored history, which could not be updated: {error}")
 
 
+def _with_undriven(store: "HistoryStore", found: Sequence[Facts]) -> list[dict[str, Any]]:
+    """Add ``undriven_since`` to runs: the time since when no controller drives one that has not ended, else None."""
+    from rlhf_core.control.undriven import undriven_since
+
+    since = undriven_since(store, [run["run_id"] for run in found if run["ended_at"] is None])
+    return [{**run, "undriven_since": since.get(run["run_id"])} for run in found]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Text and tables
+
+
+def _state(run: Facts, regressed: Sequence[Facts], undriven_since: datetime | None) -> str:
+    text = output.state_text(run["state"], regressed)
+    return text if undriven_since is None else f"{text}, no controller"
+
+
+def _undriven_text(run: Facts, since: datetime) -> str:
+    from rlhf_core.control.undriven import undriven_text
+
+    return undriven_text(run["trial_of"] or run["run_id"], since)
 
 
 def _print_head(shown: Facts) -> None:
@@ -207,7 +232,7 @@ def _print_head(shown: Facts) -> None:
         [
             (
                 run["run_id"],
-                output.state_text(run["state"], shown["regressed"]),
+                _state(run, shown["regressed"], shown["undriven_since"]),
                 output.seconds_text(_seconds(run["created_at"], run["ended_at"] or run["progress_at"])),
                 f"{step}/{run['total_steps']}",
             )
@@ -215,6 +240,8 @@ def _print_head(shown: Facts) -> None:
     )
     if run["message"]:
         output.print_text(run["message"])
+    if shown["undriven_since"] is not None:
+        output.print_text(f"{_undriven_text(run, shown['undriven_since'])}.")
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
     if shown["regressed"]:
@@ -227,16 +254,17 @@ def _print_head(shown: Facts) -> None:
     if run["tags"]:
         output.print_text(f"Tags: {', '.join(run['tags'])}")
     output.print_text(f"Directory: {run['run_dir']}")
-    _print_controllers(shown["controllers"])
+    _print_controllers(shown["controllers"], is_driven=shown["undriven_since"] is None)
     _print_promotion(shown["promotion"])
 
 
-def _print_controllers(controllers: Sequence[Facts]) -> None:
+def _print_controllers(controllers: Sequence[Facts], *, is_driven: bool) -> None:
     if controllers:
         from rlhf_core.launch.lease import owner_text
 
         several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
-        output.print_text(f"Driven by: {owner_text(controllers[-1]['controller'])}{several}")
+        title = "Driven by" if is_driven else "Last driven by"
+        output.print_text(f"{title}: {owner_text(controllers[-1]['controller'])}{several}")
     # The newest controller with a page; one that only ended the run, for instance, has none.
     pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:

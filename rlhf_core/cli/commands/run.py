@@ -239,11 +239,17 @@ def watch(
 ) -> None:
     """Follow a run that another process drives, until it ends. Read-only; Ctrl-C does not affect the run.
 
+    If nothing drives the run any more, the command says since when.
+
     With --json: prints one line of JSON whenever something changes.
     """
     from rlhf_core.cli.watching import watch_run
+    from rlhf_core.config.site import load_site
+    from rlhf_core.history.store import HistoryStore
 
-    watch_run(_find(run), interval_s, as_json=as_json)
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        watch_run(find_run(store, site, run), interval_s, store, as_json=as_json)
 
 
 def logs(

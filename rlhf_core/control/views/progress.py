@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.files.whole import read_model
@@ -33,6 +34,8 @@ class RunSnapshot:
     """Workers of the most recent start."""
     regressed: Sequence[Regression] = ()
     """Held-out scores that dropped."""
+    undriven_since: datetime | None = None
+    """Time since when no controller drives the run; None if one does, or if the history was not asked."""
 
 
 class StepTimer:

@@ -54,9 +54,15 @@ def find(
     if since is not None:
         wanted.append(RUNS.c.ended_at >= since)
     found = _find(store, now, or_(*wanted))
-    missing = sorted(set(run_ids) - found.keys())
-    for start in range(0, len(missing), _CHUNK):
-        found |= _find(store, now, RUNS.c.run_id.in_(missing[start : start + _CHUNK]))
+    return found | named(store, now, set(run_ids) - found.keys())
+
+
+def named(store: HistoryStore, now: datetime, run_ids: Collection[str]) -> dict[str, OpenRun]:
+    """Find runs by their ids, whatever their state."""
+    found: dict[str, OpenRun] = {}
+    ids = sorted(run_ids)
+    for start in range(0, len(ids), _CHUNK):
+        found |= _find(store, now, RUNS.c.run_id.in_(ids[start : start + _CHUNK]))
     return found
 
 

@@ -1,0 +1,108 @@
+"""``rlhf runs``, ``show`` and ``watch`` of a run whose controller and job are gone: its state alone looks healthy."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from control_fakes import make_run
+
+from rlhf_core.cli import watching
+from rlhf_core.cli.main import execute
+from rlhf_core.config.site import load_site
+from rlhf_core.control.undriven import undriven_since
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import Journal
+from rlhf_core.launch.lease import TTL_S, Owner
+from rlhf_core.machine.accounts import user_name
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.watchdog.watcher import record
+
+Printed = pytest.CaptureFixture[str]
+
+
+@contextmanager
+def controller() -> Iterator[Owner]:
+    """A process that lives as long as the block, and could be a controller."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield Owner(user_name(), socket.gethostname(), process.pid, psutil.Process(process.pid).create_time())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def driven_by(owner: Owner, runs: Path) -> RunDir:
+    """A run in training whose lease a controller has just renewed."""
+    run_dir = make_run(runs)
+    with HistoryStore(load_site().database_url) as store:
+        journal = Journal(run_dir, store.acquire_lease(run_dir.run_id, str(owner), TTL_S))
+        journal.append(ControllerStarted(controller=str(owner), flow_run_id="", flow_run_url=""))
+        for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
+            journal.move_run(state, "because")
+        journal.close()
+        record(run_dir, store)
+    return run_dir
+
+
+def printed(capsys: Printed, *arguments: str) -> str:
+    assert execute(arguments) == 0
+    return capsys.readouterr().out
+
+
+def watched(run_dir: RunDir, capsys: Printed, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """Output of ``rlhf watch`` up to the failure of the run."""
+
+    def fail(_seconds: float) -> None:
+        journal = Journal(run_dir, 9)
+        journal.move_run(RunState.FAILED, "enough")
+        journal.close()
+
+    monkeypatch.setattr(watching.time, "sleep", fail)
+    return printed(capsys, "watch", run_dir.run_id, *options)
+
+
+def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    with controller() as owner:
+        run_dir = driven_by(owner, load_site().runs_dir)
+        for command in ("runs", "show"):
+            assert "no controller" not in printed(capsys, command).lower(), "control: one that is driven"
+        assert json.loads(printed(capsys, "show", "--json"))["undriven_since"] is None
+    advice = f"`rlhf resume {run_dir.run_id}` continues it"
+    for command in ("runs", "show"):
+        said = printed(capsys, command)
+        assert "training, no controller" in said
+        assert "No controller has driven this run since 20" in said
+        assert advice in said
+    assert json.loads(printed(capsys, "show", "--json"))["undriven_since"] is not None
+    assert [one["undriven_since"] is not None for one in json.loads(printed(capsys, "runs", "--json"))] == [True]
+    assert watched(run_dir, capsys, monkeypatch).count(advice) == 1
+
+
+def test_watch_for_programs_has_the_time_without_a_controller(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    with controller() as owner:
+        run_dir = driven_by(owner, load_site().runs_dir)
+    running, failed = map(json.loads, watched(run_dir, capsys, monkeypatch, "--json").splitlines())
+    assert running["undriven_since"] is not None
+    assert failed["undriven_since"] is None
+
+
+def test_a_run_between_two_controllers_is_given_time() -> None:
+    """As the site daemon gives it: the next controller of a released lease may be about to start."""
+    with controller() as owner:
+        run_dir = driven_by(owner, load_site().runs_dir)
+        url = load_site().database_url
+        with HistoryStore(url) as store:
+            store.release_lease(run_dir.run_id, str(owner), 1)
+            assert undriven_since(store, [run_dir.run_id]) == {}
+        with HistoryStore(url, now=lambda: utc_now() + timedelta(seconds=60)) as store:
+            assert [*undriven_since(store, [run_dir.run_id])] == [run_dir.run_id]
