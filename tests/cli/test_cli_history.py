@@ -72,6 +72,19 @@ def test_runs_of_a_new_site(rlhf: Rlhf) -> None:
     assert rlhf("runs", "--state", "failed").out == "No such runs.\n"
 
 
+def test_the_days_before_a_resume_are_not_time_that_a_run_took(rlhf: Rlhf, runs: Path) -> None:
+    run = RunFiles(runs).created()
+    for state, seconds in ((RunState.PREFLIGHT, 1), (RunState.FAILED, 10), (RunState.PREFLIGHT, 172_810)):
+        run.moved(state, seconds)
+    run.moved(RunState.FAILED, 172_815)
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    assert "│ 15 s │" in rlhf("runs").out
+    shown = rlhf("show", run.run_id).out
+    assert "│ 15 s │" in shown
+    assert "Not counted: 48 h 00 min in which nothing drove the run." in shown
+
+
 def test_runs_as_json(rlhf: Rlhf, known: RunFiles) -> None:
     (run,) = rlhf("runs", "--json").json()
     assert (run["run_id"], run["name"], run["state"], run["num_attempts"]) == (known.run_id, "sort", "completed", 2)

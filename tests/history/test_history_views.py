@@ -14,7 +14,9 @@ from rlhf_core.history.writers import metric_rows
 from rlhf_core.history.writers import runs as run_rows
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted, ControllerStarted
 from rlhf_core.schemas.reports import AgentEvent
+from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog.ingest import rebuild, sync
 
 
@@ -124,6 +126,86 @@ def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) ->
     run.incident(1, 0, FailureKind.HANG, 20)
     sync(run.dir, store)
     assert ask(store, "SELECT first_step_at, recovery_s, new_step_at FROM run_recoveries") == [[None, None, None]]
+
+
+DAY = 86400.0
+UNDRIVEN = "SELECT SUM(seconds) FROM undriven_times"
+
+
+def driven(run: RunFiles, seconds: float) -> None:
+    """A controller takes the run."""
+    run.token += 1
+    run.journal(ControllerStarted(controller=f"anna@vm:{run.token}:1", flow_run_id="", flow_run_url=""), seconds)
+
+
+def resumed(runs: Path, *, was_killed: bool) -> RunFiles:
+    """Eight seconds of training, then two days in which nothing drives the run, then eight seconds until the next step.
+
+    Args:
+        was_killed: everything was killed after the last step; otherwise the run failed.
+    """
+    run = RunFiles(runs).created()
+    driven(run, 1)
+    for seconds, state in ((1, RunState.PREFLIGHT), (2, RunState.QUEUED)):
+        run.moved(state, seconds)
+    run.planned(1, 3)  # running at 4.5
+    run.moved(RunState.TRAINING, 5)
+    for step in (1, 2):
+        run.metrics(1, 0, step, 6 + 2 * step)
+    if not was_killed:
+        run.incident(1, 0, FailureKind.WORKER_KILLED, 10)
+        run.moved(RunState.FAILED, 10)
+    driven(run, 10 + 2 * DAY)
+    if was_killed:
+        run.incident(1, 0, FailureKind.NODE_LOST, 10 + 2 * DAY)
+    else:
+        run.moved(RunState.PREFLIGHT, 10 + 2 * DAY)
+    run.moved(RunState.QUEUED, 11 + 2 * DAY)
+    run.planned(2, 12 + 2 * DAY, resumed_from=2)
+    run.moved(RunState.TRAINING, 14 + 2 * DAY)
+    run.metrics(2, 0, 3, 18 + 2 * DAY)
+    run.moved(RunState.CANCELLED, 20 + 2 * DAY)
+    return run
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_time_in_which_nobody_drove_a_run_counts_nowhere(store: HistoryStore, runs: Path, was_killed: bool) -> None:
+    run = synced(resumed(runs, was_killed=was_killed), store)
+    (listed,) = queries.list_runs(store)
+    shown = queries.show_run(store, run.run_id)
+    about = {"abs": 1e-3}
+    for facts in (listed, shown["run"]):
+        assert (facts["seconds"], facts["undriven_s"]) == (pytest.approx(20, **about), pytest.approx(2 * DAY, **about))
+    assert shown["goodput"]["wall_s"] == pytest.approx(20, **about)
+    assert ask(store, "SELECT recovery_s, caught_up_s FROM run_recoveries") == [[pytest.approx(8, **about)] * 2]
+    downtime_s = 6 if was_killed else 0  # to the end of the run where it failed
+    assert ask(store, "SELECT downtime_s FROM run_lost_time") == [[pytest.approx(downtime_s, **about)]]
+    assert_goodput_is_the_view(store)
+
+
+def test_a_job_that_trains_without_a_controller_goes_on_driving_the_run(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs).created()
+    driven(run, 1)
+    for step in (1, 2, 3):
+        run.metrics(1, 0, step, 1000 * step)
+    driven(run, 3001)
+    sync(run.dir, store)
+    assert ask(store, UNDRIVEN) == [[pytest.approx(1, abs=1e-3)]]
+
+
+def test_a_job_that_waits_in_a_queue_without_a_controller_goes_on_driving_the_run(
+    store: HistoryStore, runs: Path
+) -> None:
+    run = RunFiles(runs).created()
+    driven(run, 1)
+    placement = Placement(attempt=1, num_nodes=1, phases=())
+    run.journal(AttemptPlanned(placement=placement), 2)
+    run.journal(
+        AttemptSubmitted(submission=Submission(attempt=1, scheduler="slurm", job_id="7", command=("python",))), 3
+    )
+    driven(run, DAY)
+    sync(run.dir, store)
+    assert ask(store, UNDRIVEN) == [[None]]
 
 
 def outlived(runs: Path, action: Action) -> RunFiles:

@@ -233,7 +233,7 @@ def _print_head(shown: Facts) -> None:
             (
                 run["run_id"],
                 _state(run, shown["regressed"], shown["undriven_since"]),
-                output.seconds_text(_seconds(run["created_at"], run["ended_at"] or run["progress_at"])),
+                output.seconds_text(run["seconds"]),
                 f"{step}/{run['total_steps']}",
             )
         ],
@@ -242,6 +242,8 @@ def _print_head(shown: Facts) -> None:
         output.print_text(run["message"])
     if shown["undriven_since"] is not None:
         output.print_text(f"{_undriven_text(run, shown['undriven_since'])}.")
+    if run["undriven_s"] >= 1:
+        output.print_text(f"Not counted: {output.seconds_text(run['undriven_s'])} in which nothing drove the run.")
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
     if shown["regressed"]:
@@ -403,10 +405,6 @@ def _number(value: float | str) -> str:
 
 def _moment(iso: str) -> str:
     return f"{datetime.fromisoformat(iso):%Y-%m-%d %H:%M:%S}"
-
-
-def _seconds(start: str, end: str) -> float:
-    return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
 
 
 def open_history() -> "HistoryStore":

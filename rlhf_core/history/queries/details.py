@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, literal, select
 
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
 from rlhf_core.history.queries.plain import Facts, parts, plain, plain_value, without_run
-from rlhf_core.history.queries.runs import missing_steps_of, regressed_scores
+from rlhf_core.history.queries.runs import driven_seconds, missing_steps_of, regressed_scores, undriven_seconds
 from rlhf_core.history.queries.weight_syncs import weight_sync_facts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.sqlalchemy_core import (
@@ -41,12 +41,12 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
     """Read all details of a run, in the format of ``rlhf show --json``, as of one moment.
 
     Returns:
-        ``run`` (with ``spec``), ``stages``, ``checks`` (the newest result of each), ``attempts``, ``restarts``,
-        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that decreased:
-            ``name, metric, before, after``), ``controllers`` (with their pages in Prefect, newest last),
-        ``promotion`` (its state; empty without one), ``metrics`` (newest value of each), ``metric_keys``, ``goodput``
-        (view ``run_goodput``), ``weight_syncs`` (:func:`weight_sync_facts`) and ``lost_time`` (view
-        ``run_lost_time``).
+        ``run`` (with ``spec``; ``seconds`` and ``undriven_s`` as in :func:`list_runs`), ``stages``, ``checks`` (the
+        newest result of each), ``attempts``, ``restarts``, ``incidents``, ``decisions``, ``checkpoints``,
+        ``evaluations``, ``regressed`` (held-out scores that decreased: ``name, metric, before, after``),
+        ``controllers`` (with their pages in Prefect, newest last), ``promotion`` (its state; empty without one),
+        ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``), ``weight_syncs``
+        (:func:`weight_sync_facts`) and ``lost_time`` (view ``run_lost_time``).
 
     Raises:
         UnknownRun: the run does not exist.
@@ -59,8 +59,10 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         metrics = newest_metrics(connection, run_id)
         incidents = parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
         evaluations = _evaluations(connection, run_id)
+        undriven_s = connection.execute(select(undriven_seconds(literal(run_id)))).scalar() or 0.0
+        times = {"seconds": driven_seconds(run, undriven_s), "undriven_s": undriven_s}
         return {
-            "run": {**_run(run, len(attempts)), "missing_steps": missing_steps_of(connection, run)},
+            "run": {**_run(run, len(attempts)), "missing_steps": missing_steps_of(connection, run), **times},
             "stages": _stages(connection, run_id),
             "checks": _checks(connection, run_id),
             "attempts": attempts,

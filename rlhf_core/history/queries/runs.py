@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Subquery, func, select, true
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, Subquery, func, select, true
 
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts, plain
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, EVALUATIONS, KEYS, LATEST, METRICS, RUNS, TAGS
+from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, EVALUATIONS, KEYS, LATEST, METRICS, RUNS, TAGS, UNDRIVEN
 from rlhf_core.schemas.attempts import RUN_ENDS
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.text.formatting import missing_steps
@@ -36,10 +36,11 @@ def list_runs(
         tag: only runs with this tag.
 
     Returns:
-        For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
-        total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is the time from the request to the end,
-            or to the newest ingested line; ``missing_steps`` lists the steps without metrics of an ended run;
-            ``regressed`` has the held-out scores that decreased (``name, metric, before, after``).
+        For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, undriven_s,
+        last_step, total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is the time from the request
+        to the end, or to the newest ingested line, without the ``undriven_s`` in which nothing drove the run;
+        ``missing_steps`` lists the steps without metrics of an ended run; ``regressed`` has the held-out scores that
+        decreased (``name, metric, before, after``).
     """
     # First the ids, from narrow indexes, then counts only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
@@ -57,6 +58,7 @@ def list_runs(
     chosen = wanted.subquery()
     num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
     last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
+    undriven_s = func.coalesce(undriven_seconds(RUNS.c.run_id), 0.0)
     query = (
         select(
             RUNS.c.run_id,
@@ -72,6 +74,7 @@ def list_runs(
             RUNS.c.total_steps,
             RUNS.c.message,
             RUNS.c.trial_of,
+            undriven_s.label("undriven_s"),
         )
         .join(chosen, chosen.c.run_id == RUNS.c.run_id)
         .order_by(*newest_first)
@@ -126,10 +129,20 @@ def missing_steps_of(connection: Connection, row: Any) -> str:
     return missing_steps(known, row.total_steps, row.state)
 
 
+def undriven_seconds(run_id: ColumnElement[str]) -> ScalarSelect[float]:
+    """Total time in which nothing drove a run, as a part of a query; null without such a time."""
+    return select(func.sum(UNDRIVEN.c.seconds)).where(UNDRIVEN.c.run_id == run_id).scalar_subquery()
+
+
+def driven_seconds(run: Any, undriven_s: float) -> float:
+    """Time from the request of a run to its end, or to its newest ingested line, without the undriven time."""
+    return float(((run.ended_at or run.progress_at) - run.created_at).total_seconds() - undriven_s)
+
+
 def _listed_run(row: Any, missing: str, evaluations: Sequence[Facts]) -> Facts:
     facts = {**row._mapping, "missing_steps": missing}
-    progress_at = facts.pop("progress_at")
-    facts["seconds"] = ((row.ended_at or progress_at) - row.created_at).total_seconds()
+    del facts["progress_at"]
+    facts["seconds"] = driven_seconds(row, row.undriven_s)
     return {**plain(facts), "regressed": regressed_scores(evaluations)}
 
 

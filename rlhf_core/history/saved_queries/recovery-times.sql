@@ -1,8 +1,8 @@
 /*
 Time from an incident to the next step
 
-To the end of the first step of a later start, by kind of failure. num_without: incidents without a later step, which
-have no time.
+To the end of the first step of a later start, by kind of failure, without the time in which nothing drove the run, for
+instance between its end and its resume. num_without: incidents without a later step, which have no time.
 
 days (number) = 30: length of the period
 */

@@ -44,6 +44,23 @@ class RunCurve(ViewBase):
     """End of the step."""
 
 
+class UndrivenTime(ViewBase):
+    """Times in which nothing drove a run, which its other times leave out: from its end to its resume; and, if a
+    controller died, from the last event or step to the next controller. The wait of a job in a queue is not part of
+    them."""
+
+    __tablename__ = "undriven_times"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    began_at: Mapped[datetime] = mapped_column(primary_key=True)
+    """Start."""
+    ended_at: Mapped[datetime]
+    """Time of the resume."""
+    seconds: Mapped[float]
+    """Length."""
+
+
 class RunGoodput(ViewBase):
     """Goodput of each run: the share of its time spent on valid steps."""
 
@@ -56,8 +73,7 @@ class RunGoodput(ViewBase):
     state: Mapped[str]
     """As in ``runs``."""
     wall_s: Mapped[float]
-    """From the request to the end (of an active run: to its newest ingested line), without the time between an end and
-    a resume."""
+    """From the request to the end (of an active run: to its newest ingested line), without ``undriven_times``."""
     queue_s: Mapped[float]
     """From submission to start, over all attempts."""
     productive_s: Mapped[float]
@@ -132,7 +148,8 @@ class IncidentLostTime(ViewBase):
     """Kind of failure."""
     downtime_s: Mapped[float]
     """From the last step finished before the incident to the start of the first step of a later restart, including the
-    wait for a new attempt; or to the next interruption or the end of the run, whichever came first."""
+    wait for a new attempt, but no ``undriven_times``; or to the next interruption or the end of the run, whichever came
+    first."""
     repeated_s: Mapped[float]
     """``time/step_s`` of the steps of its restart that were repeated later."""
     lost_s: Mapped[float]
@@ -199,11 +216,11 @@ class RunRecovery(ViewBase):
     first_step_at: Mapped[datetime | None]
     """End of the first step of a later restart; null if there is none."""
     recovery_s: Mapped[float | None]
-    """From seen_at to first_step_at."""
+    """From seen_at to first_step_at, without ``undriven_times``."""
     new_step_at: Mapped[datetime | None]
     """End of the first new step; null if there is none."""
     caught_up_s: Mapped[float | None]
-    """From seen_at to new_step_at."""
+    """From seen_at to new_step_at, without ``undriven_times``."""
 
 
 class NodeHealth(ViewBase):
