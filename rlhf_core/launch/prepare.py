@@ -29,9 +29,10 @@ from rlhf_core.text.formatting import THROUGH_PREFECT
 DIFF_LIMIT_BYTES = 4 << 20
 """Size at which a diff is cut; a cut diff says so."""
 
-_NOT_CODE = shutil.ignore_patterns(
+NOT_CODE = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache"
 )
+"""Files and folders that are no part of the user's code, as an ``ignore`` of :func:`shutil.copytree`."""
 
 
 def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
@@ -120,6 +121,7 @@ def prepare(
         overrides=tuple(overrides),
         package_version=__version__,
         code_revision=git_revision(folder) if revision is None else revision,
+        code_folder=str(folder),
         tags=tuple(tags),
         flow_run_id=flow_run_id,
         spec=spec,
@@ -159,7 +161,7 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     )
     # A controller killed earlier may have left a folder of this name too.
     remove_tree(_unfinished(runs, run_id).root)
-    return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=_NOT_CODE))
+    return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=NOT_CODE))
 
 
 def _unfinished(runs: Path, run_id: str) -> RunDir:
@@ -215,8 +217,14 @@ def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
         write_text(target / "diff.patch", git_diff(folder))
     snapshot = target / "snapshot"
     snapshot.mkdir()
-    for path in [*(Path(path) for path in spec.code.paths), *user_modules(spec, folder)]:
+    for path in code_sources(spec, folder):
         _copy(path, snapshot / path.name)
+
+
+def code_sources(spec: RunSpec, folder: Path) -> list[Path]:
+    """Files and folders that are copied as the user's code; one of each name, since two settings may name the same."""
+    found = [*(Path(path) for path in spec.code.paths), *user_modules(spec, folder)]
+    return list({path.name: path for path in reversed(found)}.values())[::-1]
 
 
 def user_modules(spec: RunSpec, folder: Path) -> list[Path]:
@@ -267,10 +275,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    if target.exists():
-        return  # two settings name the same module
     if source.is_dir():
-        shutil.copytree(source, target, ignore=_NOT_CODE)
+        shutil.copytree(source, target, ignore=NOT_CODE)
     elif source.is_file():
         shutil.copy2(source, target)
     else:

@@ -27,6 +27,7 @@ from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.stored_spec import READABLE_VERSIONS, StoredSpec
 
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
+_CODE_NAME = re.compile(r"code-([0-9]{1,6})")
 _ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 
@@ -106,8 +107,21 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """Revision, diff and snapshot of the user's code."""
-        return self.root / "code"
+        """Revision, diff and snapshot of the user's code: the newest copy."""
+        copy = self.newest_code_copy()
+        return self.code_copy(copy) if copy > 1 else self.root / "code"
+
+    def code_copy(self, copy: int) -> Path:
+        """A later copy of the user's code, from 2, for the attempts after it; the first one is of the request."""
+        return self.root / f"code-{copy}"
+
+    def newest_code_copy(self) -> int:
+        """Number of the newest copy of the user's code."""
+        try:
+            names = [path.name for path in self.root.iterdir()]
+        except FileNotFoundError:
+            return 1
+        return max((int(found[1]) for name in names if (found := _CODE_NAME.fullmatch(name))), default=1)
 
     @property
     def initial_model(self) -> Path:

@@ -143,6 +143,20 @@ class ControllerStarted(Schema):
     """Page of that flow run, for browsers of the site."""
 
 
+class CodeTaken(Schema):
+    """The user's code was copied again, for the attempts from here on."""
+
+    kind: Literal["code_taken"] = "code_taken"
+    copy_number: Int32
+    """Number of the copy, from 2 (``code-<copy>/``)."""
+    revision: Label = ""
+    """Git revision of its folder, with ``-dirty`` if it had changes; empty outside a repository."""
+    changed: tuple[Message, ...] = ()
+    """Files that differ from the copy before, or the first of them."""
+    by: Label
+    """User who asked for it."""
+
+
 class CancelStarted(Schema):
     """The controller starts to end the run. Written before agents and scheduler are notified, so that no later
     controller takes their end for a failure."""
@@ -181,6 +195,7 @@ ControlEvent = Annotated[
     | IncidentFound
     | DecisionMade
     | ControllerStarted
+    | CodeTaken
     | CancelStarted
     | PromotionMoved,
     Field(discriminator="kind"),

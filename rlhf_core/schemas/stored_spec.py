@@ -37,6 +37,8 @@ class StoredSpec(Schema):
     code_revision: Label = ""
     """Git revision of the folder in which it was started, with ``-dirty`` if it had changes; for a preset started
     outside a repository, that of the program's checkout. Empty without either."""
+    code_folder: Message = ""
+    """Folder in which modules of the user's code were found. Empty in files written before this was recorded."""
     trial_of: Label = ""
     """Run that this one is a trial of; empty for any other run."""
     tags: tuple[Label, ...] = ()

@@ -67,8 +67,19 @@ def run(
     print_summary(run_dir, as_json)
 
 
-def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
+def resume(
+    run: RunArgument,
+    code: Annotated[
+        bool,
+        typer.Option("--code", help="Copy your code again; for a run that has ended. Default: use the run's copy."),
+    ] = False,
+    no_prefect: NoPrefectOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Resume a run: adopt its job if it is alive, or start a new attempt from the last complete checkpoint.
+
+    The run uses the copy of your code that it made when it was requested, for instance of your reward function; the
+    command names the files that changed since. With --code, the new attempts use the present files.
 
     If the run still has a running controller, the command names it and changes nothing. A controller that died on this
     host is replaced at once; one on another host when its lease expires, within a minute.
@@ -91,7 +102,7 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
             record(run_dir, store)
             refuse_if_driven(store, run_dir.run_id)  # before a server is started
             with _server(site, no_prefect):
-                _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True)
+                _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True, code=code)
     print_summary(run_dir, as_json)
 
 
@@ -192,7 +203,15 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
         yield
 
 
-def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool) -> None:
+def _drive(
+    run_dir: "RunDir",
+    site: "Site",
+    store: "HistoryStore",
+    *,
+    no_prefect: bool,
+    resumed: bool,
+    code: bool = False,
+) -> None:
     from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
     from rlhf_core.control.controller import FlowRunLink, opened
 
@@ -206,15 +225,28 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
     controlling = opened(
         run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
     )
-    with controlling as controller, progress:
-        try:
-            _carry_out(controller, no_prefect)
-        except KeyboardInterrupt:
-            output.note(
-                f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts it, "
-                f"`rlhf cancel {run_dir.run_id}` ends it"
-            )
-            raise
+    with controlling as controller:
+        if resumed:
+            _settle_code(controller, take=code)
+        with progress:
+            try:
+                _carry_out(controller, no_prefect)
+            except KeyboardInterrupt:
+                output.note(
+                    f"stopped watching; the job of {run_dir.run_id} continues. `rlhf resume {run_dir.run_id}` adopts "
+                    f"it, `rlhf cancel {run_dir.run_id}` ends it"
+                )
+                raise
+
+
+def _settle_code(controller: "Controller", *, take: bool) -> None:
+    """Take the user's present code, or say that the run uses its copy where they differ."""
+    from rlhf_core.control.own_code import advise_about_code, take_code
+
+    if take:
+        output.note(take_code(controller))
+    elif advice := advise_about_code(controller):
+        output.warn(advice)
 
 
 def _carry_out(controller: "Controller", no_prefect: bool) -> None:

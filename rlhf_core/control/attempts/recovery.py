@@ -188,5 +188,7 @@ def diagnosis(run_dir: RunDir, number: int, failure: AttemptFailure, decision: D
     if incident is not None and incident.evidence_dir:
         lines.append(f"  evidence: {run_dir.root / incident.evidence_dir}")
     lines.append(f"  not tried again: {decision.reason}")
-    lines.append(f"  logs: rlhf logs {run_dir.run_id}    go on after mending it: rlhf resume {run_dir.run_id}")
+    # The run has its own copy of the user's code, which is not mended with it.
+    code = " --code" if any((run_dir.code / "snapshot").glob("*")) else ""
+    lines.append(f"  logs: rlhf logs {run_dir.run_id}    go on after mending it: rlhf resume {run_dir.run_id}{code}")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from rlhf_core.schemas.journal import (
     AttemptSubmitted,
     CancelStarted,
     ChecksMade,
+    CodeTaken,
     ControlEvent,
     ControllerStarted,
     DecisionMade,
@@ -144,6 +145,8 @@ def _event_text(event: ControlEvent) -> _EventText:
             return _EventText(decision.reason, decision.attempt, decision.restart)
         case CancelStarted(reason=reason):
             return _EventText(f"is being cancelled: {reason}")
+        case CodeTaken(by=by, changed=changed):
+            return _EventText(f"{by} had the code copied again; changed: {', '.join(changed) or 'nothing'}")
         case ControllerStarted(controller=controller):
             return _EventText(f"{controller} drives the run")
         case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason):

@@ -1,0 +1,77 @@
+"""The user's code of a run that is resumed: the run uses its copy, unless the user asks for the present files."""
+
+import shutil
+
+from rlhf_core.control.controller import Controller
+from rlhf_core.control.views.timeline import trials_of
+from rlhf_core.errors import BadInput, RunDirError
+from rlhf_core.launch.code_changes import changed_code, code_folder, copy_code_again
+from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.prepare import git_revision
+from rlhf_core.machine.accounts import account
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.journal import CodeTaken
+
+_SHOWN = 10
+"""Number of changed files that are listed."""
+
+
+def advise_about_code(controller: Controller) -> str:
+    """Say which files of the user's code have changed since the run copied them, and how to use them; empty if none
+    has, or if they cannot be read."""
+    try:
+        changed = changed_code(controller.run_dir, controller.stored)
+    except OSError:
+        return ""
+    if not changed:
+        return ""
+    run_dir = controller.run_dir
+    return (
+        f"{_listed(changed)} changed since this run copied its code to {run_dir.code}, and the run uses that copy. To "
+        f"use the present files, end the run and resume it with `rlhf resume {run_dir.run_id} --code`"
+    )
+
+
+def take_code(controller: Controller) -> str:
+    """Copy the user's present code for the attempts from here on. Returns a sentence about the changes.
+
+    Raises:
+        BadInput: the run has not ended, so that a job may be using its copy; or part of the code is gone.
+        RunDirError: the code cannot be copied.
+    """
+    run_dir, stored = controller.run_dir, controller.stored
+    if not controller.journal.record.ended:
+        raise BadInput(
+            f"run {run_dir.run_id} has not ended: its job may be using its copy of the code. "
+            f"`rlhf cancel {run_dir.run_id}` ends it; then `rlhf resume {run_dir.run_id} --code` continues it with the "
+            "present code, from the last complete checkpoint"
+        )
+    try:
+        changed = changed_code(run_dir, stored)
+        if not changed:
+            return f"the code in {code_folder(stored)} is the one that the run has: nothing changed"
+        copy = copy_code_again(run_dir, stored)
+        for trial in trials_of(run_dir):
+            _renew_trial(trial, run_dir)
+    except OSError as error:
+        raise RunDirError(f"cannot copy the code to {run_dir.root}: {error.strerror}") from None
+    revision = git_revision(code_folder(stored))
+    controller.journal.append(
+        CodeTaken(copy_number=copy, revision=revision, changed=tuple(changed[:_SHOWN]), by=account())
+    )
+    return f"copied the code again; changed: {_listed(changed)}"
+
+
+def _renew_trial(trial: RunDir, main: RunDir) -> None:
+    """Give a trial that has to be repeated the code of its run."""
+    if read_record(trial).state is not RunState.COMPLETED:
+        unfinished = trial.root / ".code.new"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(main.code, unfinished)
+        unfinished.rename(trial.code_copy(trial.newest_code_copy() + 1))
+
+
+def _listed(changed: list[str]) -> str:
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return ", ".join(changed[:_SHOWN]) + more

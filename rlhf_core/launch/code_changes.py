@@ -1,0 +1,76 @@
+"""The user's code since it was copied into a run directory: its changes, and a newer copy."""
+
+import filecmp
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.errors import BadInput
+from rlhf_core.files.whole import remove_tree
+from rlhf_core.launch.prepare import NOT_CODE, code_sources, git_revision, keep_code
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.stored_spec import StoredSpec
+
+
+def code_folder(stored: StoredSpec) -> Path:
+    """Folder in which the user's modules are looked for: the one of the request, or the current one if not recorded."""
+    return Path(stored.code_folder) if stored.code_folder else Path.cwd()
+
+
+def changed_code(run_dir: RunDir, stored: StoredSpec) -> list[str]:
+    """List the files of the user's code that differ from the copy that the run uses.
+
+    A module that is gone as a whole is left out: its folder may have been moved.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    snapshot = run_dir.code / "snapshot"
+    sources = code_sources(stored.spec, code_folder(stored))
+    return [change for source in sources if source.exists() for change in _changes(source, snapshot / source.name)]
+
+
+def copy_code_again(run_dir: RunDir, stored: StoredSpec) -> int:
+    """Copy the present code for the attempts from here on, and return the number of the copy. Earlier ones are kept.
+
+    Raises:
+        BadInput: part of the code is gone.
+        OSError: it cannot be copied.
+    """
+    folder = code_folder(stored)
+    present = {source.name for source in code_sources(stored.spec, folder) if source.exists()}
+    gone = sorted(path.name for path in (run_dir.code / "snapshot").iterdir() if path.name not in present)
+    if gone:
+        raise BadInput(
+            f"{', '.join(gone)} of this run's code is no longer in {folder}. Put it back, or resume without --code"
+        )
+    copy = run_dir.newest_code_copy() + 1
+    unfinished = run_dir.root / ".code.new"
+    remove_tree(unfinished)
+    keep_code(unfinished, stored.spec, folder, git_revision(folder))
+    unfinished.rename(run_dir.code_copy(copy))  # it appears as a whole: a controller may be killed at any time
+    return copy
+
+
+def _changes(source: Path, copy: Path) -> Iterator[str]:
+    now, then = dict(_files(source)), dict(_files(copy))
+    for name in sorted({*now, *then}):
+        if name not in then:
+            yield f"{name} (new)"
+        elif name not in now:
+            yield f"{name} (removed)"
+        elif not filecmp.cmp(now[name], then[name]):
+            yield name
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
+    """Files of a module or a folder that are copied as code, by their names with that of the folder."""
+    if root.is_file():
+        yield root.name, root
+    for folder, folders, names in os.walk(root, followlinks=True):  # as the copy follows them
+        left_out = NOT_CODE(folder, [*folders, *names])
+        folders[:] = [name for name in folders if name not in left_out]
+        for name in names:
+            if name not in left_out:
+                path = Path(folder, name)
+                yield str(path.relative_to(root.parent)), path

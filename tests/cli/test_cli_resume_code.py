@@ -1,0 +1,126 @@
+"""``rlhf resume`` after a reward function was mended: the run uses its copy, or with ``--code`` the present files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeAgent, FakeScheduler, only_scheduler
+
+from rlhf_core.cli.main import execute
+from rlhf_core.config.site import load_site
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import Journal
+from rlhf_core.run_dir.run import RunDir, run_dirs
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.failures import FailureKind
+
+Printed = pytest.CaptureFixture[str]
+
+BROKEN = "def score(**columns):\n    return []\n"
+MENDED = "def score(*, completions, **columns):\n    return [0.5 + len(text) for text in completions]\n"
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    """Scheduler whose first job fails, and whose later ones do all their work."""
+    found = only_scheduler(monkeypatch)
+
+    def work(request: Any) -> None:
+        agent = FakeAgent(newest_run(), request.placement.attempt)
+        if request.placement.attempt > 1:
+            agent.whole_run(request.placement.resumed_from_step)
+            return
+        agent.begin()
+        agent.incident(FailureKind.DATA)
+        agent.end(AttemptState.FAILED, FailureKind.DATA)
+
+    found.on_submit = work
+    return found
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Reward module of the user, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my_rewards.py"
+    path.write_text(BROKEN)
+    return path
+
+
+def newest_run() -> RunDir:
+    return run_dirs(load_site().runs_dir)[-1]
+
+
+def failed_run(rewards: Path) -> RunDir:
+    """A run with the broken function, which is mended afterwards."""
+    options = ("--no-prefect", "--set", 'reward.functions=["my_rewards:score"]')
+    assert execute(["run", "quickstart", *options, "--set", 'preflight.off={"content.rewards"="broken"}']) == 1
+    rewards.write_text(MENDED)
+    return newest_run()
+
+
+def used_code(run_dir: RunDir) -> str:
+    return (run_dir.code / "snapshot" / "my_rewards.py").read_text()
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_resume_says_that_the_run_uses_its_copy_of_files_that_changed(rewards: Path, capsys: Printed) -> None:
+    run_dir = failed_run(rewards)
+    assert f"rlhf resume {run_dir.run_id} --code" in capsys.readouterr().err, "the diagnosis"
+    assert execute(["resume", "last", "--no-prefect"]) == 0
+    said = capsys.readouterr().err
+    assert "my_rewards.py changed since this run copied its code" in said
+    assert f"`rlhf resume {run_dir.run_id} --code`" in said
+    assert used_code(run_dir) == BROKEN
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_resume_with_code_uses_the_present_files_and_records_it(
+    rewards: Path, tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = failed_run(rewards)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert execute(["resume", "last", "--no-prefect", "--code"]) == 0
+    assert "copied the code again; changed: my_rewards.py" in capsys.readouterr().err
+    assert used_code(run_dir) == MENDED
+    assert (run_dir.root / "code" / "snapshot" / "my_rewards.py").read_text() == BROKEN, "the first copy is kept"
+    with HistoryStore(load_site().database_url) as store:
+        (event,) = (one for one in queries.events(store, run_dir.run_id) if one["kind"] == "code_taken")
+    assert "had the code copied again; changed: my_rewards.py" in event["message"]
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_resume_of_unchanged_code_says_nothing_and_copies_nothing(rewards: Path, capsys: Printed) -> None:
+    run_dir = failed_run(rewards)
+    rewards.write_text(BROKEN)
+    capsys.readouterr()
+    assert execute(["resume", "last", "--no-prefect", "--code"]) == 0
+    assert "nothing changed" in capsys.readouterr().err
+    assert run_dir.code == run_dir.root / "code"
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_code_is_not_exchanged_under_a_job_that_may_be_running(rewards: Path, capsys: Printed) -> None:
+    run_dir = failed_run(rewards)
+    journal = Journal(run_dir, 9)
+    for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
+        journal.move_run(state, "another controller, which died")
+    journal.close()
+    capsys.readouterr()
+    assert execute(["resume", "last", "--no-prefect", "--code"]) == 2
+    assert f"`rlhf cancel {run_dir.run_id}` ends it" in capsys.readouterr().err
+    assert used_code(run_dir) == BROKEN
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_code_that_is_gone_is_not_replaced_by_nothing(rewards: Path, capsys: Printed) -> None:
+    run_dir = failed_run(rewards)
+    rewards.unlink()
+    (rewards.parent / "my_rewards").mkdir()
+    (rewards.parent / "my_rewards" / "__init__.py").write_text(MENDED)
+    capsys.readouterr()
+    assert execute(["resume", "last", "--no-prefect", "--code"]) == 2
+    assert "my_rewards.py of this run's code is no longer in" in capsys.readouterr().err
+    assert used_code(run_dir) == BROKEN

@@ -1,0 +1,45 @@
+"""Changes of the user's code since it was copied into a run directory."""
+
+from pathlib import Path
+
+import pytest
+from control_fakes import make_spec
+
+from rlhf_core.launch.code_changes import changed_code, copy_code_again
+from rlhf_core.launch.prepare import prepare
+from rlhf_core.run_dir.run import RunDir
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of the user, with a file that is no code."""
+    path = tmp_path / "work" / "lib"
+    (path / "__pycache__").mkdir(parents=True)
+    for name in ("same.py", "edited.py", "removed.py", "__pycache__/same.pyc"):
+        (path / name).write_text(f"# {name}\n")
+    return path
+
+
+def run_with(package: Path, runs: Path) -> RunDir:
+    spec = make_spec(code={"paths": [str(package)]})
+    return prepare(spec, runs, config_source="a.toml", folder=package.parent)
+
+
+def test_each_changed_file_is_named(package: Path, tmp_path: Path) -> None:
+    run = run_with(package, tmp_path / "runs")
+    assert changed_code(run, run.read_spec()) == []
+    (package / "edited.py").write_text("# edited since\n")
+    (package / "removed.py").unlink()
+    (package / "added.py").write_text("")
+    (package / "__pycache__" / "added.pyc").write_text("")
+    assert changed_code(run, run.read_spec()) == ["lib/added.py (new)", "lib/edited.py", "lib/removed.py (removed)"]
+
+
+def test_the_newest_copy_counts(package: Path, tmp_path: Path) -> None:
+    run = run_with(package, tmp_path / "runs")
+    for copy in (2, 3):
+        (package / "edited.py").write_text(f"# edited for {copy}\n")
+        assert copy_code_again(run, run.read_spec()) == copy
+        assert changed_code(run, run.read_spec()) == []
+        assert run.code == run.root / f"code-{copy}"
+    assert (run.root / "code-2" / "snapshot" / "lib" / "edited.py").read_text() == "# edited for 2\n"
