@@ -10,12 +10,15 @@ from pathlib import Path
 
 from rlhf_core import __version__
 from rlhf_core.config.site import Site
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import DatabaseUnavailable, RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
 from rlhf_core.preflight.facts import ComputeSide
 from rlhf_core.schemas.resources import Inventory
+
+LEAST_FREE_BYTES = 100 << 20
+"""Free space below which a disk is reported as full: no run fits on it."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,10 @@ def _runs(site: Site) -> Item:
     disk = gather_facts.inspect_disk(site.runs_dir)
     if disk.problem:
         return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
-    kind = _file_system(site.runs_dir)
-    return Item("run directories", True, f"{site.runs_dir}: {kind}, {disk.free_bytes / 2**30:.1f} GiB free")
+    found = f"{site.runs_dir}: {_file_system(site.runs_dir)}, {disk.free_bytes / 2**30:.1f} GiB free"
+    if disk.free_bytes < LEAST_FREE_BYTES:
+        return Item("run directories", False, found, "free some space, or set RLHF_RUNS to another file system")
+    return Item("run directories", True, found)
 
 
 def _private(site: Site) -> Item:
@@ -108,6 +113,8 @@ def _database(site: Site) -> Item:
 
         url = database.parse_url(site.database_url)
         file = database.sqlite_file(url)
+        if file is not None:
+            _require_space(file)
         if file is not None and not file.exists():
             database.refuse_network_file_system(file)
             return f"{database.displayed(url)} on {_file_system(file)}: does not exist yet, the first run creates it"
@@ -116,6 +123,20 @@ def _database(site: Site) -> Item:
         return f"{database.displayed(url)}{where}: reachable, and its schema is current"
 
     return _tried("history", inspect)
+
+
+def _require_space(file: Path) -> None:
+    """Check that a SQLite file can grow.
+
+    Raises:
+        DatabaseUnavailable: its disk is full, or nearly.
+    """
+    disk = gather_facts.inspect_disk(file.parent)
+    if not disk.problem and disk.free_bytes < LEAST_FREE_BYTES:
+        raise DatabaseUnavailable(
+            f"the history {file} cannot grow: its disk has {disk.free_bytes / 2**20:.1f} MiB free. Free some space, or "
+            "set RLHF_DATABASE_URL to a file on another local disk"
+        )
 
 
 def _scheduler(site: Site) -> Item:

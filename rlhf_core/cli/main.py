@@ -1,5 +1,6 @@
 """The ``rlhf`` command: registers the commands and turns errors into exit codes (0, 1, 2, 130; DESIGN section 8)."""
 
+import errno
 import os
 import sys
 import warnings
@@ -121,6 +122,15 @@ def _format_warning(
     return _python_format(message, category, filename, lineno, line)
 
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def _explain_disk_error(error: OSError) -> RlhfError:
+    place = error.filename or "a file: this error does not say which"
+    remedy = "Make its file system writable" if error.errno == errno.EROFS else "Make room on its file system"
+    return RlhfError(f"cannot write {place} ({error.strerror}). {remedy}, then try again; `rlhf doctor` may tell more")
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Everything is printed; nothing is raised."""
     try:
@@ -136,6 +146,9 @@ def execute(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except Exception as error:  # noqa: BLE001 - the last resort: the user gets a sentence, the traceback goes to a file
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:  # no bug, wherever it comes up
+            output.print_error(_explain_disk_error(error))
+            return 1
         output.report_unexpected(error, Path(os.environ.get("RLHF_HOME") or "~/.rlhf").expanduser() / "logs")
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.launch.lease import known_dead
+from rlhf_core.launch.lease import known_dead, owner_text
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
@@ -124,7 +125,10 @@ def cancel_run(
     if ended:
         record(run_dir, store)
         return _result(run_dir, site, f"run {run_id} had already ended")
-    write_model(run_dir.cancel_request, order_to_end(reason, save=save))
+    try:
+        write_model(run_dir.cancel_request, order_to_end(reason, save=save))
+    except OSError as error:
+        return _ended_without_writing(run_dir, site, error)
     try:
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
@@ -193,9 +197,14 @@ def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Ca
 
 def _has_no_controller(run_dir: RunDir) -> bool:
     """True if the last controller in the journal is known to be dead, or none ever started."""
+    last = _last_controller(run_dir)
+    return not last or known_dead(last)
+
+
+def _last_controller(run_dir: RunDir) -> str:
+    """The last controller in the journal; empty if none ever started."""
     events = [line.event for line in read_journal(run_dir.control)]
-    began = [event.controller for event in events if isinstance(event, ControllerStarted)]
-    return not began or known_dead(began[-1])
+    return next((event.controller for event in reversed(events) if isinstance(event, ControllerStarted)), "")
 
 
 def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: JournalDamaged) -> Cancelled:
@@ -204,7 +213,8 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
     Raises:
         SchedulerError: something of a job is still there.
     """
-    write_model(run_dir.cancel_request, order_to_end(reason, save=False))
+    with suppress(OSError):  # the scheduler ends the jobs without it
+        write_model(run_dir.cancel_request, order_to_end(reason, save=False))
     scheduler = get_scheduler(site.scheduler)
     for attempt in run_dir.attempts():
         submission = read_model(attempt.submission, Submission) or scheduler.find(run_dir.run_id, attempt.number)
@@ -213,6 +223,24 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
     return Cancelled(
         None, True, f"none of the jobs of {run_dir.run_id} is running; the state of the run is unknown: {damage}"
     )
+
+
+def _ended_without_writing(run_dir: RunDir, site: Site, error: OSError) -> Cancelled:
+    """End the job of a run whose directory cannot be written, so that neither a request nor its end can be recorded.
+
+    Raises:
+        SchedulerError: something of the job is still there.
+    """
+    _end_last_job(run_dir, site)
+    message = (
+        f"{run_dir.root} cannot be written ({error.strerror}), so run {run_dir.run_id} is not marked as cancelled; the "
+        "scheduler has ended its job"
+    )
+    last = _last_controller(run_dir)
+    if last and not known_dead(last):
+        message += f". Its controller ({owner_text(last)}) may start another attempt if it is alive: end it first"
+    advice = f"Make the folder writable, then mark the run with `rlhf cancel {run_dir.run_id}`"
+    return _result(run_dir, site, f"{message}. {advice}")
 
 
 def _time_given(save: bool) -> str:
@@ -240,7 +268,8 @@ def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
     """The current state. It asks the scheduler, because ordering a job to end does not prove that it ended."""
     present = read_record(run_dir)
     if present.ended:
-        run_dir.cancel_request.unlink(missing_ok=True)
+        with suppress(OSError):  # the next controller ignores it
+            run_dir.cancel_request.unlink(missing_ok=True)
     attempts = [
         attempt for concerned in (run_dir, *trials_of(run_dir)) for attempt in read_record(concerned).attempts.values()
     ]

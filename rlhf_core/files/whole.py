@@ -102,6 +102,23 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     return True
 
 
+def write_for_user(path: Path, text: str) -> None:
+    """Write a file to a folder of the user, where it must not exist yet. A part of it is removed again.
+
+    Raises:
+        FileExistsError: something is there.
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("x", encoding="utf-8")
+    try:
+        with file:
+            file.write(text)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 RESERVE_BYTES = 64 << 10
 
 

@@ -84,7 +84,8 @@ def _create(url: URL, file: Path) -> None:
             private_files.make_folder(file.parent)
         private_files.write_new(unfinished, "")  # SQLite gives its log and index the file's permissions
         made = url.set(database=str(unfinished))
-        _migrate(made)
+        with database.named_as(file, unfinished):
+            _migrate(made)
         with database.translated_errors(url):
             database.require_whole(unfinished, SCHEMA_REVISION)
         _put_in_place(unfinished, file)

@@ -1,8 +1,10 @@
 """``rlhf export``: the content of each format, read with the reader of its program."""
 
 import csv
+import errno
 import json
 import math
+import os
 import shutil
 import struct
 import subprocess
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from rlhf_core.config.site import load_site
 from rlhf_core.history.queries import evaluation_samples
 from rlhf_core.history.queries.exports import curve_points, reading_tables
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.render.exports import common
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.watchdog.ingest import sync
@@ -433,6 +437,55 @@ def test_bad_input(run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert execute(["export", "last", "--to", "csv", "--out", "/dev/null/out"]) == 2
     assert "choose another with --out" in capsys.readouterr().err
+
+
+class Full:
+    """Stand-in for a writer whose disk becomes full."""
+
+    def __init__(self, *_given: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("to", "writer"),
+    [
+        ("csv", "csv.writer"),
+        ("parquet", "pyarrow.parquet.ParquetWriter"),
+        ("tensorboard", "tensorboard.summary.writer.record_writer.RecordWriter"),
+        ("wandb", "wandb.init"),
+    ],
+)
+def test_a_full_disk_is_named_and_keeps_no_part_of_a_file(
+    run: RunFiles,
+    tmp_path: Path,
+    to: str,
+    writer: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(writer, Full)
+    assert execute(["export", "last", "--to", to, "--out", str(out)]) == 2
+    assert f"error: cannot write to {out}: No space left on device. Make room there" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_an_error_of_mlflow_on_a_full_disk_is_explained(
+    run: RunFiles, tmp_path: Path, free: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow raises an error of its database library, which means something else where there is room."""
+
+    def fail(*_given: object, **_named: object) -> None:
+        (tmp_path / "mlflow.db").touch()
+        raise ValueError("database or disk is full")
+
+    monkeypatch.setattr("mlflow.MlflowClient", fail)
+    monkeypatch.setattr(common.shutil, "disk_usage", lambda _path: SimpleNamespace(free=free))
+    assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path)]) == (1 if free else 2)
+    said = "unexpected error" if free else f"error: cannot write to {tmp_path}: its disk is full"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "mlflow.db").exists()
 
 
 def test_points_of_both_orders_are_the_same(run: RunFiles) -> None:

@@ -1,6 +1,8 @@
 """The command line as a whole: help, versions, exit codes, and unexpected errors."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,22 @@ def test_an_unexpected_error_is_one_sentence_and_a_file(
     (log,) = (tmp_path / "logs").iterdir()
     assert str(log) in printed.replace("\n", "")
     assert "ZeroDivisionError" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENOSPC, "Make room on its file system"), (errno.EROFS, "Make its file system writable")]
+)
+def test_a_full_or_read_only_disk_is_no_unexpected_error(
+    code: int, remedy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(code, os.strerror(code), "/data/runs/a")
+
+    monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    assert main.execute(["runs"]) == 1
+    assert f"error: cannot write /data/runs/a ({os.strerror(code)}). {remedy}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_no_file_can_be_written_the_traceback_is_printed(

@@ -26,6 +26,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner
 from rlhf_core.machine.accounts import account, user_name
+from rlhf_core.preflight.facts import Disk
 from rlhf_core.presets import PRESETS
 from rlhf_core.render.progress import progress_text
 from rlhf_core.render.timeline import TimelineIncident
@@ -541,6 +542,15 @@ def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch:
     assert "`rlhf up` starts" in items["Prefect"]["found"]
     assert items["services"]["ok"] is True, "they are optional"
     assert not load_site().home.exists(), "looking changes nothing"
+
+
+def test_doctor_finds_a_full_disk(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.gather_facts, "inspect_disk", lambda folder: Disk(folder, free_bytes=5 << 20))
+    rlhf("doctor", "--json", expect=1)
+    items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert (items["run directories"]["ok"], items["history"]["ok"]) == (False, False)
+    assert "free some space, or set RLHF_RUNS" in items["run directories"]["advice"]
+    assert "history.db cannot grow: its disk has 5.0 MiB free" in items["history"]["found"]
 
 
 def test_doctor_knows_the_services_of_the_site() -> None:

@@ -1,5 +1,8 @@
 """`rlhf cancel` from another process: with a living controller, without one, and when it does not answer."""
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +90,29 @@ def test_a_job_that_does_not_end_is_an_error(desk: Desk) -> None:
     with pytest.raises(SchedulerError, match="could not be ended"):
         cancelled(desk, run_dir)
     assert read_record(run_dir).state is RunState.TRAINING, "it must not be called cancelled while its job runs"
+
+
+def read_only(*_given: object, **_named: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_job_is_ended_where_the_run_directory_cannot_be_written(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = desk.killed_in_training()
+    monkeypatch.setattr("rlhf_core.control.cancel.write_model", read_only)
+    found, _ = cancelled(desk, run_dir)
+    assert desk.scheduler.cancelled == ["101"]
+    assert (found.state, found.job_ended) == (RunState.TRAINING, True)
+    assert f"{run_dir.root} cannot be written (Read-only file system)" in found.message
+    assert f"mark the run with `rlhf cancel {run_dir.run_id}`" in found.message
+
+
+def test_an_ended_run_may_be_read_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = desk.completed()
+    desk._stack.close()
+    desk.scheduler.end_all()
+    monkeypatch.setattr(Path, "unlink", read_only)
+    found, _ = cancelled(desk, run_dir)
+    assert "had already ended" in found.message
 
 
 def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:

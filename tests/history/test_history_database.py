@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from history_tools import dump, new_sqlite, postgres, synced, whole_run
+from sqlalchemy import URL
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
-from rlhf_core.history import database, queries
+from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
@@ -186,6 +187,21 @@ def test_a_full_disk(tmp_path: Path, runs: Path) -> None:
             connection.exec_driver_sql("PRAGMA max_page_count = 100000")
         sync(run.dir, store)
         assert dump(store)["metrics"]
+
+
+def test_a_new_history_that_cannot_be_written_has_its_own_name_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made under a temporary name."""
+
+    def fail(url: URL) -> None:
+        raise DatabaseUnavailable(f"the history {database.displayed(url)} cannot grow")
+
+    monkeypatch.setattr(migrate, "_migrate", fail)
+    with pytest.raises(DatabaseUnavailable) as error:
+        migrate.upgrade(database.parse_url(f"sqlite:///{tmp_path}/history.db"))
+    assert str(error.value) == f"the history {tmp_path}/history.db cannot grow"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_does_not_answer() -> None:

@@ -6,7 +6,7 @@ import pytest
 from made_reports import checkpoint_manifest
 
 from rlhf_core.files.appended import LineWriter, read_blocks, read_lines, read_models, read_tail
-from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, write_model
+from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, write_for_user, write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import MetricsLine
@@ -92,3 +92,14 @@ def test_the_newest_checkpoint_is_the_complete_one_of_the_highest_step(tmp_path:
     newest = run.newest_checkpoint()
     assert newest is not None
     assert newest.step == 1_000_000
+
+
+def test_a_file_for_the_user_is_whole_or_absent(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "a.toml"
+    with pytest.raises(UnicodeEncodeError):
+        write_for_user(target, "a" * 100_000 + "\ud800")
+    assert not target.exists()
+    write_for_user(target, "whole\n")
+    with pytest.raises(FileExistsError):
+        write_for_user(target, "another\n")
+    assert target.read_text() == "whole\n"

@@ -50,13 +50,12 @@ def init(
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter_config import starter_config
+    from rlhf_core.files.whole import write_for_user
 
     target = folder / f"{preset}.toml"
     text = starter_config(preset, str(target))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_for_user(target, text)
     except FileExistsError:
         raise BadInput(f"{target} already exists; choose another folder, or remove it first") from None
     except OSError as error:

@@ -1,5 +1,6 @@
 """``rlhf export``: export of runs for other programs."""
 
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -50,23 +51,25 @@ def export(
     """
     from rlhf_core.history import queries
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
+    from rlhf_core.render.exports.common import writing_to
 
     with open_history() as store:
         run_ids = list(dict.fromkeys(queries.resolve_run(store, run) for run in runs))
         for run_id in run_ids:
             catch_up(store, run_id)
         written: list[Path] | list[str]
-        match to:
-            case Target.PARQUET:
-                written = files.to_parquet(store, run_ids, Path(out))
-            case Target.CSV:
-                written = files.to_csv(store, run_ids, Path(out))
-            case Target.MLFLOW:
-                written = mlflow.to_mlflow(store, run_ids, out, artifacts=artifacts)
-            case Target.TENSORBOARD:
-                written = tensorboard.to_tensorboard(store, run_ids, Path(out))
-            case Target.WANDB:
-                written = wandb.to_wandb(store, run_ids, Path(out))
+        with nullcontext() if "://" in out else writing_to(Path(out)):
+            match to:
+                case Target.PARQUET:
+                    written = files.to_parquet(store, run_ids, Path(out))
+                case Target.CSV:
+                    written = files.to_csv(store, run_ids, Path(out))
+                case Target.MLFLOW:
+                    written = mlflow.to_mlflow(store, run_ids, out, artifacts=artifacts)
+                case Target.TENSORBOARD:
+                    written = tensorboard.to_tensorboard(store, run_ids, Path(out))
+                case Target.WANDB:
+                    written = wandb.to_wandb(store, run_ids, Path(out))
     if as_json:
         output.print_json({"runs": run_ids, "to": to.value, "out": out, "written": written})
         return

@@ -119,10 +119,10 @@ def _read_file(path: str) -> str | None:
 
 
 def _write(file: Path, text: str) -> None:
+    from rlhf_core.files.whole import write_for_user
+
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
+        write_for_user(file, text)
     except OSError as error:
         raise BadInput(f"cannot write {file}: {error.strerror}") from None
 

@@ -2,8 +2,11 @@
 
 import heapq
 import importlib
+import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,31 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"cannot make the folder {out}: {error.strerror}; choose another with --out") from None
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Turn an error of writing to a folder into one that names it.
+
+    Raises:
+        BadInput: it cannot be written, or an export failed in another way while its disk is full: some libraries wrap
+            that error in errors of their own.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise BadInput(f"cannot write to {out}: {why}. {_ROOM}") from error
+    except Exception as error:
+        if out.is_dir() and shutil.disk_usage(out).free < _FULL_BYTES:
+            raise BadInput(f"cannot write to {out}: its disk is full. {_ROOM}") from error
+        raise
+
+
+_ROOM = "Make room there, or choose another folder with --out; then export again"
+
+_FULL_BYTES = 1 << 20
+"""Free space below which a disk counts as full."""
 
 
 def evaluation_points(shown: Mapping[str, Any]) -> list[CurvePoint]:

@@ -54,12 +54,22 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
     require("mlflow", "mlflow")
     from mlflow import MlflowClient
 
+    new: Path | None = None
     if "://" not in out:
         folder = Path(out).absolute()
         make_folder(folder)
-        out = f"sqlite:///{folder / 'mlflow.db'}"
-    client, place = MlflowClient(tracking_uri=out), _place_of_artifacts(out)
-    return [_export(client, store, run_id, place, artifacts=artifacts) for run_id in run_ids]
+        file = folder / "mlflow.db"
+        new = None if file.exists() else file
+        out = f"sqlite:///{file}"
+    exported: list[str] = []
+    try:
+        client, place = MlflowClient(tracking_uri=out), _place_of_artifacts(out)
+        for run_id in run_ids:
+            exported.append(_export(client, store, run_id, place, artifacts=artifacts))
+    finally:
+        if new is not None and not exported:
+            new.unlink(missing_ok=True)
+    return exported
 
 
 def _place_of_artifacts(uri: str) -> str | None:

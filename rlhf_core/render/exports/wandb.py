@@ -29,13 +29,27 @@ def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Pat
 
 
 def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
-    import wandb
-
     shown = queries.show_run(store, run_id)
-    run = shown["run"]
     # A separate folder, because two exports within a second would get the same name and write to one file.
     temporary = out / f".{run_id}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
+    try:
+        made = _written(shown, store, temporary)
+        for earlier in sorted(out.glob(f"wandb/offline-run-*-{run_id}")):
+            remove_tree(earlier)
+        written = out / "wandb" / made.name
+        written.parent.mkdir(exist_ok=True)
+        made.rename(written)
+    finally:
+        remove_tree(temporary)
+    return written
+
+
+def _written(shown: dict[str, Any], store: HistoryStore, folder: Path) -> Path:
+    """Write one run to a folder, and return the folder in it that wandb has made."""
+    import wandb
+
+    run, run_id = shown["run"], shown["run"]["run_id"]
     # The state of the exporting machine says nothing about the run.
     settings = wandb.Settings(
         mode="offline",
@@ -54,7 +68,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         config=run["spec"],
         tags=tags(shown),
         notes=run["message"],
-        dir=str(temporary),
+        dir=str(folder),
         settings=settings,
     )
     try:
@@ -65,14 +79,8 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         exported.summary.update(_summary(shown))
     finally:
         exported.finish(exit_code=0 if run["state"] == "completed" else 1)
-    (made,) = temporary.glob(f"wandb/offline-run-*-{run_id}")
-    for earlier in sorted(out.glob(f"wandb/offline-run-*-{run_id}")):
-        remove_tree(earlier)
-    written = out / "wandb" / made.name
-    written.parent.mkdir(exist_ok=True)
-    made.rename(written)
-    remove_tree(temporary)
-    return written
+    (made,) = folder.glob(f"wandb/offline-run-*-{run_id}")
+    return made
 
 
 def tags(shown: Mapping[str, Any]) -> list[str]:
