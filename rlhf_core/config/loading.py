@@ -19,6 +19,7 @@ from rlhf_core.config.problems import (
     cut,
     explain,
     explain_override,
+    flags_for_numbers,
     location_of,
     override_of,
     problems_in_words,
@@ -124,11 +125,18 @@ def validate(
         BadConfig: with the first 20 problems.
     """
     require_bounded(content, f"{source} with {given_as}" if overrides else source)
+    found: dict[str, list[str]] = {given_as: [], source: []}
     try:
-        return RunSpec.model_validate(content)
+        spec = RunSpec.model_validate(content)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    found: dict[str, list[str]] = {given_as: [], source: []}
+    else:
+        for place, flag in flags_for_numbers(content, spec):
+            where = given_as if override_of(place, overrides) else source
+            found[where].append(f"{place}: found {str(flag).lower()}, expected a number")
+        if any(found.values()):
+            raise BadConfig(problems_in_words(found))
+        return spec
     for detail in details[:MAX_PROBLEMS]:
         override = override_of(location_of(detail), overrides)
         if override:

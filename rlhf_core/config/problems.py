@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config.fields import describe_fields, field_meanings
@@ -50,7 +50,11 @@ def explain_override(detail: Any, override: str) -> str:
     name = override.partition("=")[0].strip()
     if detail["type"] == "extra_forbidden":
         return f'unknown setting "{cut(name)}" ({cut(override.strip())}){_nearest_setting(current_name(name))}'
-    return explain(detail)
+    found = detail.get("input")
+    is_text = isinstance(found, str) and found == override.partition("=")[2].strip()
+    unfinished = is_text and found[:1] in ("[", "{") and not detail["type"].startswith("string_")
+    # What is not valid TOML is taken as text, which needs no quotes then.
+    return explain(detail) + ("; it is not valid TOML, so it was read as text" if unfinished else "")
 
 
 def _nearest_setting(name: str) -> str:
@@ -92,12 +96,64 @@ def explain(detail: Any) -> str:
     if kind == "value_error":
         message = str(detail["ctx"]["error"])
         return f"{location}: {message}" if location else message
-    expected = detail["msg"][0].lower() + detail["msg"][1:]
+    expected = _expected(kind, detail)
     if kind == "string_pattern_mismatch" and "[\\w.]*:" in detail["ctx"]["pattern"]:
         expected = 'expected "module:function", for instance "my_rewards:score"'
     if kind == "string_pattern_mismatch" and location == "name":
         expected = expected_name(str(found))
     return f"{location}: found {shortened(found)}, {expected}"
+
+
+_EXPECTED: Mapping[str, str] = {
+    "bool_": "true or false",
+    "dict_type": "a table of settings",
+    "finite_number": "a finite number",
+    "float_": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list in square brackets",
+    "literal_error": "{expected}",
+    "model_": "a table of settings",
+    "string_type": "text",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "too_long": "at most {max_length} entries",
+    "too_short": "at least {min_length} entries",
+    "tuple_type": "a list in square brackets",
+}
+"""What a setting takes, by the type of pydantic's problem, or by its beginning."""
+
+
+def _expected(kind: str, detail: Any) -> str:
+    name = (
+        kind if kind in _EXPECTED else next((one for one in _EXPECTED if one[-1] == "_" and kind.startswith(one)), "")
+    )
+    if not name:
+        return str(detail["msg"][0].lower() + detail["msg"][1:])
+    return f"expected {_EXPECTED[name].format(**detail.get('ctx', {}))}"
+
+
+def flags_for_numbers(content: Any, validated: Any, place: str = "") -> Iterator[tuple[str, bool]]:
+    """Find values of a config that are true or false where a setting takes a number: pydantic takes them for 1 and 0.
+
+    Args:
+        content: the config, or a part of it.
+        validated: the same after validation.
+        place: dotted name of the part.
+    """
+    if isinstance(content, bool):
+        if not isinstance(validated, bool) and isinstance(validated, int | float):
+            yield place, content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            inner = validated.get(key) if isinstance(validated, Mapping) else getattr(validated, str(key), None)
+            yield from flags_for_numbers(value, inner, f"{place}.{key}".lstrip("."))
+    elif isinstance(content, list) and isinstance(validated, list | tuple):
+        for value, inner in zip(content, validated, strict=False):
+            yield from flags_for_numbers(value, inner, place)
 
 
 def _explain_missing(location: str) -> str:

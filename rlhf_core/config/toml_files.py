@@ -38,13 +38,26 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadConfig(f"{path} is not valid TOML: {error}") from None
+        raise BadConfig(f"{path} is not valid TOML: {error}{_unclosed(text)}") from None
     except RecursionError:
         raise BadConfig(f"{path}: found arrays or tables nested too deeply, expected at most {_MAX_DEPTH}") from None
     except ValueError:  # raised by int() for more digits than Python converts
         raise BadConfig(f"{path}: found an integer of thousands of digits") from None
     require_bounded(content, str(path))
     return content
+
+
+def _unclosed(text: str) -> str:
+    """Name the first bracket that is never closed: the parser reports only a later line that does not fit into it."""
+    blank = _TOML_TEXT.sub(lambda found: re.sub(r"[^\n]", "_", found[0]), text)
+    opened: list[tuple[str, int]] = []
+    for number, line in enumerate(blank.splitlines(), 1):
+        for mark in re.findall(r"[\[\]{}]", line):
+            if mark in "[{":
+                opened.append((mark, number))
+            elif opened:
+                opened.pop()
+    return f"; the {opened[0][0]} in line {opened[0][1]} is never closed" if opened else ""
 
 
 def require_short_keys(text: str, source: str) -> None:

@@ -41,16 +41,39 @@ def _read_jsonl(path: Path) -> Iterator[FileRow]:
 
 def _parse_line(line: bytes) -> Mapping[str, JsonValue] | Malformed:
     try:
-        content = json.loads(line.decode())
+        content = json.loads(line.decode().rstrip())
     except UnicodeDecodeError as error:
         return Malformed(f"not UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
-        return Malformed(f"not valid JSON: {error.msg} at character {error.colno}")
+        return Malformed(f"not valid JSON: {_json_problem(error)}")
     except RecursionError:
         return Malformed("JSON is nested too deeply")
     if not isinstance(content, dict):
         return Malformed(f"expected a JSON object, found {type(content).__name__}")
     return content
+
+
+_JSON_PROBLEMS: Mapping[str, str] = {
+    "Expecting value": "expected a value",
+    "Expecting ',' delimiter": "expected a comma or the end",
+    "Expecting ':' delimiter": "expected a colon",
+    "Expecting property name enclosed in double quotes": "expected a name in double quotes",
+    "Extra data": "found more text behind the end",
+    "Invalid control character at": "found a control character, which must be escaped,",
+    "Invalid \\escape": "found an unknown escape after a backslash",
+    "Invalid \\uXXXX escape": "found an incomplete \\u escape",
+}
+"""Messages of Python's parser, in the words of the other messages."""
+
+
+def _json_problem(error: json.JSONDecodeError) -> str:
+    """Describe the problem of a line. Characters count from 1, from the beginning of the line."""
+    length = len(error.doc)
+    if error.msg.startswith("Unterminated string"):
+        return f"the line ends at character {length}, inside the text that begins at character {error.pos + 1}"
+    if error.pos >= length:
+        return f"the line ends at character {length}, before its JSON value is complete"
+    return f"{_JSON_PROBLEMS.get(error.msg, error.msg)} at character {error.pos + 1}"
 
 
 def _read_csv(path: Path) -> Iterator[FileRow]:

@@ -107,6 +107,14 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
         ("reward.weights=[1.0, 2.0]", "found 2 reward.weights for 1 reward.functions"),
         ("loops.main.algorithm.samples_per_prompt=1", "loops.main.algorithm.samples_per_prompt: found 1"),
         ("name=Has Spaces", "name: found 'Has Spaces'"),
+        ("seed=1.5", "seed: found 1.5, expected a whole number"),
+        ("seed=true", "seed: found true, expected a number"),
+        ("loops.main.optimizer.learning_rate=true", "learning_rate: found true, expected a number"),
+        ("loops.main.num_steps=0", "loops.main.num_steps: found 0, expected at least 1"),
+        ("resources=3", "resources: found 3, expected a table of settings"),
+        ("trainer.zero_stage=7", "trainer.zero_stage: found 7, expected 0, 1, 2 or 3"),
+        ("reward.functions=a:b", "reward.functions: found 'a:b', expected a list in square brackets"),
+        ('reward.functions=["a:b"', "a list in square brackets; it is not valid TOML, so it was read as text"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(minimal: Path, override: str, answer: str) -> None:
@@ -159,6 +167,18 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, answer: str) -> 
     with pytest.raises(BadConfig, match=answer) as caught:
         config.load(path)
     assert "broken.toml" in str(caught.value)
+
+
+def test_an_open_bracket_is_named_where_it_stands(tmp_path: Path) -> None:
+    """The parser complains about the line behind it."""
+    path = tmp_path / "broken.toml"
+    path.write_text('# not this [\nname = "a]"\nreward.functions = [\n  "a:b",\nseed = 3\n')
+    with pytest.raises(BadConfig, match=r"broken.toml is not valid TOML: .*; the \[ in line 3 is never closed"):
+        config.load(path)
+
+
+def test_true_is_still_true_where_a_setting_takes_it(minimal: Path) -> None:
+    assert config.load(minimal, ["trainer.gradient_checkpointing=true"]).trainer.kind == "native"
 
 
 def test_a_missing_file_suggests_the_preset(tmp_path: Path) -> None:

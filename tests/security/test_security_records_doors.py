@@ -242,7 +242,7 @@ def test_an_override_that_cannot_be_is_a_clear_error(override: str, capsys: pyte
 
 
 def test_too_many_steps_name_the_setting_and_what_it_takes() -> None:
-    with pytest.raises(BadConfig, match=r"main\.num_steps: found 99999999999999999999, input should be less than or"):
+    with pytest.raises(BadConfig, match=r"main\.num_steps: found 99999999999999999999, expected at most"):
         config.load("quickstart", ["loops.main.num_steps=99999999999999999999"])
 
 
