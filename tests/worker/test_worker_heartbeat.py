@@ -160,10 +160,27 @@ def test_memory_of_a_dead_agent_is_given_back_and_that_of_a_living_one_stays() -
     dead._words = memoryview(bytearray(8)).cast("q")  # as its process ends
     newer = SlotFile("run-newer", 1, "node", 1)
     assert [folder.is_dir() for folder in copies] == [True, False]
-    for one in (living, dead, newer):
+    for one in (living, newer):
         one.remove()
     assert not copies[0].exists()
     assert memory_folder(Path("/var/tmp/x.slots")) is None
+
+
+def test_all_files_of_a_dead_agent_are_removed_by_the_agent_of_another_run() -> None:
+    """Those of each group of workers, which a kill leaves; a store without its slot file too, after a second kill."""
+    dead = [SlotFile("run-dead", 1, "node", 1, role) for role in ("probe", "trainer", "evaluator")]
+    for one in dead:
+        one.store(0).write_text("")
+        one._words = memoryview(bytearray(8)).cast("q")  # as its process ends
+    dead[0].path.unlink()
+    living = SlotFile("run-living", 1, "node", 1)
+    living.store(0).write_text("")
+    newer = SlotFile("run-newer", 1, "node", 1)
+    assert [*slots_folder().glob("*run-dead-*")] == []
+    assert living.path.exists()
+    assert living.store(0).exists()
+    for one in (living, newer):
+        one.remove()
 
 
 def test_the_next_agent_of_a_run_takes_over_what_was_left_in_memory_and_that_of_another_run_frees_it() -> None:

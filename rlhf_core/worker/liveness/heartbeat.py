@@ -41,6 +41,7 @@ WORD_BYTES = 8
 
 MEMORY = Path("/dev/shm")
 """The node's in-memory file system."""
+_SUFFIX = ".slots"
 _MEMORY_SUFFIX = ".memory"
 
 WARM_BEATS = 16
@@ -106,17 +107,21 @@ class SlotFile:
         self._take_over(sorted(_slot_files(folder, run_id, name), key=lambda path: (len(path.name), path.name)))
         self.num_slots = num_slots
         size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        unlocked = folder / f".{self.path.name}.{os.getpid()}"
+        descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
             os.ftruncate(descriptor, size)
             self._words = _words(descriptor, size)
             # The map keeps a descriptor of its own, so the lock lasts until this process exits, in whatever way.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Not seen before it is locked: without a lock, the agents of other runs remove it.
+            self.path.hardlink_to(unlocked)
         finally:
+            unlocked.unlink()
             os.close(descriptor)
         self._words[_MAGIC_AT] = MAGIC
         self._words[_NUM_SLOTS_AT] = num_slots
-        _free_memory_of_dead_agents(folder, run_id)
+        _remove_files_of_dead_agents(folder, run_id)
 
     def _take_over(self, earlier: Sequence[Path]) -> None:
         """Remove what earlier agents left, except for what the newest one's workers left in memory."""
@@ -184,7 +189,7 @@ class SlotFile:
 
         Args:
             keep_memory: Keep what workers have left in memory for the run's next agent on this node. The next agent of
-                another run of this user frees it.
+                another run of this user removes it.
         """
         _remove(self.path, keep_memory=keep_memory)
 
@@ -195,24 +200,29 @@ def memory_folder(slots: Path) -> Path | None:
     return slots.with_name(f"{slots.name}{_MEMORY_SUFFIX}") if MEMORY in slots.parents else None
 
 
-def _free_memory_of_dead_agents(folder: Path, run_id: str) -> None:
-    """Remove data that workers of other runs left in memory, if their agent is gone (the slot file is not locked).
-    This run's data is kept for its next slot files."""
-    for left in folder.glob(f"rlhf-*.slots{_MEMORY_SUFFIX}"):
-        if left.name.startswith(f"rlhf-{run_id}-"):
-            continue
-        try:
-            descriptor = os.open(left.with_name(left.name.removesuffix(_MEMORY_SUFFIX)), os.O_RDWR)
-        except FileNotFoundError:
-            shutil.rmtree(left, ignore_errors=True)
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
-            pass  # its agent is alive
-        finally:
-            os.close(descriptor)
+def _remove_files_of_dead_agents(folder: Path, run_id: str) -> None:
+    """Remove the slot files of other runs whose agent was killed, and what their workers left in memory. This run's
+    files are kept: its next slot files take over from them."""
+    left = {path.name.partition(_SUFFIX)[0] for path in folder.glob(f"rlhf-*{_SUFFIX}*")}
+    for name in sorted(left):
+        slots = folder / f"{name}{_SUFFIX}"
+        if not name.startswith(f"rlhf-{run_id}-") and not _is_locked(slots):
+            _remove(slots)
+
+
+def _is_locked(slots: Path) -> bool:
+    """True if the agent of a slot file is alive."""
+    try:
+        descriptor = os.open(slots, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path, *, keep_memory: bool = False) -> None:
