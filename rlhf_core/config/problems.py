@@ -124,7 +124,7 @@ _EXPECTED: Mapping[str, str] = {
     "too_short": "at least {min_length} entries",
     "tuple_type": "a list in square brackets",
 }
-"""What a setting takes, by the type of pydantic's problem, or by its beginning."""
+"""Values that a setting takes, by the type of pydantic's problem, or by its beginning."""
 
 
 def _expected(kind: str, detail: Any) -> str:

@@ -12,6 +12,8 @@ from rlhf_core.control.controller import Controller
 from rlhf_core.control.trials import cancel_trials, carry_out
 from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.errors import BadInput, SubmissionFailed
+from rlhf_core.launch.code_changes import code_folder
+from rlhf_core.launch.prepare import code_sources
 from rlhf_core.launch.start import job_request, submit_once
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.runner import blocking, make_checks, require_passed
@@ -47,6 +49,8 @@ def preflight(controller: Controller) -> None:
             runs_dir=controller.site.runs_dir,
             home=controller.site.home,
             code_path=controller.run_dir.code / "snapshot",
+            # Of a resumed run, the copy is what is wrong: the files may have been mended since.
+            code_sources=() if resumed else code_sources(controller.spec, code_folder(controller.stored)),
             resume=controller.run_dir.newest_checkpoint(),
             stored_version=controller.stored.package_version,
             site_slurm=controller.site.slurm,

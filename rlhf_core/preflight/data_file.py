@@ -34,6 +34,8 @@ def scan(
     suffix = path.suffix.lower()
     if read_elsewhere and (path.is_dir() or (path.exists() and suffix not in KINDS)):
         return DataFile(path, scanned=False)
+    if path.is_dir():
+        return DataFile(path, problem=f"found a folder, expected a file ending in {', '.join(KINDS)}")
     if suffix not in KINDS:
         return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected one of {", ".join(KINDS)}')
     try:

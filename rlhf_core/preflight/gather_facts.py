@@ -59,6 +59,9 @@ class Surroundings:
     runs_dir: Path
     code_path: Path
     """Folder with the user's code as the nodes will see it."""
+    code_sources: Sequence[Path] = ()
+    """Files and folders that this code was copied from, which messages name in place of the copies; empty to name the
+    copies."""
     resume: CheckpointDir | None = None
     """The checkpoint to resume from, if the run is resumed."""
     stored_version: str = ""
@@ -76,6 +79,12 @@ class Surroundings:
         """Surroundings of an external trainer."""
         home = self.home or Path("~/.rlhf").expanduser()
         return TrainerPlace(home, self.code_path, spec.slurm.over(self.site_slurm))
+
+    def of_the_user(self, text: str) -> str:
+        """A message with the user's own files in place of their copies."""
+        for source in self.code_sources:
+            text = text.replace(str(self.code_path / source.name), str(source))
+        return text
 
     def passed(self, spec: RunSpec) -> PassedEnvironment:
         """Variables that would be passed to the job as secrets."""
@@ -177,9 +186,9 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
         ]
         answer = ask(command, tick, around.passed(spec))
         if isinstance(answer, str):
-            found[name] = answer
+            found[name] = around.of_the_user(answer)
         else:
-            found[name] = "" if answer["ok"] else str(answer["error"])
+            found[name] = "" if answer["ok"] else around.of_the_user(str(answer["error"]))
     return found
 
 
@@ -190,7 +199,12 @@ def inspect_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
         path.write_text(spec.model_dump_json(), encoding="utf-8")
         command = [around.compute_python, "-P", "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
         answer = ask([*command, "--path", str(around.code_path)], tick, around.passed(spec))
-    return answer if isinstance(answer, str) else ContentReport.model_validate(answer)
+    if isinstance(answer, str):
+        return around.of_the_user(answer)
+    report = ContentReport.model_validate(answer)
+    rewards = [one.model_copy(update={"message": around.of_the_user(one.message)}) for one in report.rewards]
+    splits = [one.model_copy(update={"problem": around.of_the_user(one.problem)}) for one in report.splits]
+    return report.model_copy(update={"rewards": tuple(rewards), "splits": tuple(splits)})
 
 
 def training_requirements() -> tuple[Requirement, ...]:

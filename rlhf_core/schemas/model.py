@@ -72,6 +72,11 @@ class ModelSpec(Schema):
     def _one_source(self) -> Self:
         if self.path and self.config:
             raise ValueError(f"found both {ONE_MODEL_SOURCE}")
+        if self.path and self.tokenizer in BUILT_TOKENIZERS:
+            raise ValueError(
+                f'found model.tokenizer = "{self.tokenizer}" with model.path; a model that exists brings its own '
+                "tokenizer: leave model.tokenizer out, or name the folder of one that fits it"
+            )
         if self.config and "model_type" not in self.config:
             raise ValueError('model.config needs a model_type, for instance model_type = "qwen3"')
         if self.config and not self.tokenizer:

@@ -181,6 +181,13 @@ def test_true_is_still_true_where_a_setting_takes_it(minimal: Path) -> None:
     assert config.load(minimal, ["trainer.gradient_checkpointing=true"]).trainer.kind == "native"
 
 
+def test_no_tokenizer_is_built_for_a_model_that_exists(minimal: Path) -> None:
+    found = r'found model.tokenizer = "char" with model.path; .* leave model.tokenizer out, or name the folder'
+    with pytest.raises(BadConfig, match=found):
+        config.load(minimal, ["model.path=/models/a", "model.config={}", "model.tokenizer=char"])
+    config.load(minimal, ["model.path=/models/a", "model.config={}", "model.tokenizer=/models/b"])
+
+
 def test_a_missing_file_suggests_the_preset(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match='did you mean the preset "quickstart"'):
         config.load("quickstrt")

@@ -27,8 +27,22 @@ def test_an_old_name_is_answered_with_the_new_one(store: HistoryStore, statement
 
 
 @pytest.mark.parametrize(
-    "statement", ["SELECT stage FROM runs", "SELECT position FROM decisions", "SELECT * FROM kept", "SELECT asked_at"]
+    ("statement", "columns"),
+    [
+        ("SELECT stage FROM runs", "Columns of runs: run_id, name, state, message, .*, ingest_stamp.$"),
+        ("SELECT d.position FROM decisions d", "Columns of decisions: run_id, decision_id"),
+        ("SELECT wall FROM Run_Goodput", "Columns of run_goodput: run_id, name, state, wall_s"),
+        ("SELECT r.x FROM runs r, stages s", "Columns of runs: .*. Columns of stages: "),
+    ],
 )
+def test_an_unknown_column_gets_the_columns_of_the_tables_that_are_read(
+    store: HistoryStore, statement: str, columns: str
+) -> None:
+    with pytest.raises(BadInput, match=rf"names a missing table or column: .*\. {columns}"):
+        run_sql(store, statement)
+
+
+@pytest.mark.parametrize("statement", ["SELECT * FROM kept", "SELECT asked_at"])
 def test_any_other_unknown_name_gets_the_list_of_tables(store: HistoryStore, statement: str) -> None:
     with pytest.raises(
         BadInput, match=r"names a missing table or column: .* Tables and views: all_goodput, attempt_nodes"

@@ -47,6 +47,12 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, says: str) ->
     assert says in problem.message
 
 
+@pytest.mark.parametrize("name", ["rows", "rows.jsonl"])
+def test_a_folder_is_no_data_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert scan(tmp_path / name, DATA).problem == "found a folder, expected a file ending in .jsonl, .csv, .parquet"
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff", "answer": "1"}\n')
@@ -98,7 +104,7 @@ def test_parquet_is_left_to_the_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("missing.jsonl", "no such file"), ("a.txt", "expected one of .jsonl"), ("folder.jsonl", "directory")],
+    [("missing.jsonl", "no such file"), ("a.txt", "expected one of .jsonl"), ("folder.jsonl", "found a folder")],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "a.txt").write_text("")

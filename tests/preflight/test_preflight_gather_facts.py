@@ -1,6 +1,7 @@
 """Gathering facts on this machine: bounded subprocesses, folders, requirements."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,19 @@ def test_functions_are_imported_from_the_snapshot_only(tmp_path: Path, monkeypat
     assert found["kept:score"] == ""
     assert "missing" in found["kept:missing"]
     assert "forgotten" in found["uses_forgotten:score"], "the nodes would not have it either"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_message_names_the_file_of_the_user_and_not_its_copy(tmp_path: Path, is_known: bool) -> None:
+    """The copy of ``rlhf check`` is gone when the message is read."""
+    code, own = tmp_path / "code", tmp_path / "work" / "rewards"
+    for folder in (code / "rewards", own):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("raise OSError(__file__)\n")
+    site = replace(around(tmp_path), code_sources=[own] if is_known else ())
+    found = gather_facts.try_imports(make_spec(reward={"functions": ["rewards:score"]}), site)
+    named = own if is_known else code / "rewards"
+    assert f"{named}/__init__.py" in found["rewards:score"]
 
 
 def test_requirements_of_one_extra() -> None:

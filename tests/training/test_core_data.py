@@ -130,6 +130,8 @@ def test_a_template_with_an_unknown_column_names_those_there_are(load: Callable[
 def test_missing_files_and_unknown_kinds(tmp_path: Path, load: Callable[..., Any]) -> None:
     with pytest.raises(BadData, match=r"gone\.jsonl: no such file \(data\.train\)"):
         load_rows(spec_of(train=str(tmp_path / "gone.jsonl")), "train")
+    with pytest.raises(BadData, match=r"found a folder, expected a file ending in \.jsonl, \.csv, \.parquet"):
+        load_rows(spec_of(train=str(tmp_path)), "train")
     with pytest.raises(BadData, match=r'ending in "\.txt"; expected one of \.jsonl, \.csv, \.parquet'):
         load("x", name="rows.txt")
     with pytest.raises(BadData, match=r"no held-out data: set data\.eval"):

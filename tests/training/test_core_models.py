@@ -146,8 +146,6 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
         prepare_initial_model(run_spec(model={"config": QWEN, "tokenizer": gone}), RunDir(tmp_path), ROWS)
     with pytest.raises(BadConfig, match="holds no causal language model"):
         load_causal_lm(tmp_path, "float32")
-    with pytest.raises(BadConfig, match="brings its own tokenizer"):
-        tokenizer_folder(run_spec(model={"path": str(tmp_path), "tokenizer": "char"}), tmp_path)
 
 
 def test_dropout_is_off(tmp_path: Path) -> None:

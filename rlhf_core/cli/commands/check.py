@@ -90,7 +90,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     from rlhf_core.control.baseline import read_baseline_of_site
     from rlhf_core.control.controller import resolve
     from rlhf_core.control.site_names import for_site
-    from rlhf_core.launch.prepare import keep_code
+    from rlhf_core.launch.prepare import code_sources, keep_code
     from rlhf_core.preflight.gather_facts import Surroundings
     from rlhf_core.preflight.runner import make_checks
     from rlhf_core.scheduler import get_scheduler
@@ -100,13 +100,9 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
     there = tuple(path for path in spec.code.paths if Path(path).exists())
+    copied = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": there})})
     with tempfile.TemporaryDirectory() as folder:
-        keep_code(
-            Path(folder),
-            spec.model_copy(update={"code": spec.code.model_copy(update={"paths": there})}),
-            Path.cwd(),
-            "",
-        )
+        keep_code(Path(folder), copied, Path.cwd(), "")
         around = Surroundings(
             inventory=scheduler.inventory(),
             scheduler=scheduler.name,
@@ -114,6 +110,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             runs_dir=site.runs_dir,
             home=site.home,
             code_path=Path(folder) / "snapshot",
+            code_sources=code_sources(copied, Path.cwd()),
             site_slurm=site.slurm,
             job_secrets=site.job_secrets,
             baseline=read_baseline_of_site(site, spec, output.note),

@@ -11,7 +11,8 @@ from rlhf_core.history import read_only, renamed, sql_limits
 from rlhf_core.history.queries.plain import plain_value
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.history.tables import metadata
+from rlhf_core.history.tables.views import ViewBase
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,17 @@ def _refusal(text: str, error: Exception) -> BadInput:
             "column"
         )
     if any(sign in said for sign in _NOT_THERE):
-        names = sorted([*metadata.tables, *VIEWS])
         advice = renamed.advice(text, said)
         if advice:
             return BadInput(f"{advice} (The database reports: {said})")
-        return BadInput(f"the query names a missing table or column: {said}. Tables and views: {', '.join(names)}.")
+        return BadInput(f"the query names a missing table or column: {said}. {_names(text, said)}")
     return BadInput(f"the database rejected the query: {said}")
+
+
+def _names(text: str, said: str) -> str:
+    """List the columns of the tables in a statement that names a missing column; otherwise all tables."""
+    known = {**metadata.tables, **ViewBase.metadata.tables}
+    used = [name for name in dict.fromkeys(re.findall(r"\w+", text.lower())) if name in known]
+    if "column" not in said or not used:
+        return f"Tables and views: {', '.join(sorted(known))}."
+    return " ".join(f"Columns of {name}: {', '.join(known[name].columns.keys())}." for name in used)

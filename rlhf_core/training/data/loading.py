@@ -120,6 +120,8 @@ def _records(spec: RunSpec, split: Split, source: str) -> Iterator[Record]:
     if spec.data.generator:
         return _generated(source, split, spec.seed, spec.data.generator_args)
     path = Path(source)
+    if path.is_dir():
+        raise BadData(f"{path}: found a folder, expected a file ending in {', '.join(KINDS)} (data.{split})")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise BadData(f'{path}: found a file ending in "{path.suffix}"; expected one of {", ".join(KINDS)}')

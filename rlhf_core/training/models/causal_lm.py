@@ -87,15 +87,10 @@ def tokenizer_folder(spec: RunSpec, model_path: Path) -> Path:
     """Folder of the tokenizer for the model in ``model_path``: the model's own, unless the spec names another.
 
     Raises:
-        BadConfig: the spec asks for a tokenizer to be built for a model that already exists, or the folder is missing.
+        BadConfig: the folder is missing.
     """
     if not spec.model.path or not spec.model.tokenizer:
         return model_path
-    if spec.model.tokenizer in BUILT_TOKENIZERS:
-        raise BadConfig(
-            f'found model.tokenizer = "{spec.model.tokenizer}" with model.path = "{spec.model.path}"; a model that '
-            f"exists brings its own tokenizer: leave model.tokenizer out, or name the folder of one that fits it"
-        )
     return _existing_folder(Path(spec.model.tokenizer), "model.tokenizer")
 
 

@@ -114,7 +114,7 @@ def _tokenizer(
     texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
     tokenizer: PreTrainedTokenizerBase
     try:
-        if kind in BUILT_TOKENIZERS and not spec.model.path:
+        if kind in BUILT_TOKENIZERS:
             tokenizer = build_tokenizer(kind, texts, spec.model.tokenizer_vocab_size)
         else:
             tokenizer = load_tokenizer(Path(kind or spec.model.path))
