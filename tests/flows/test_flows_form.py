@@ -165,7 +165,9 @@ def test_relative_paths_begin_where_it_was_deployed(folder: Path, tmp_path: Path
     kept = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder)
     assert kept_with(str(kept.config)) == kept
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    run_dir = new_run(str(kept.config), ["model.config={}", "model.path=weights"], site, folder=kept.folder)
+    run_dir = new_run(
+        str(kept.config), ["model.config={}", "model.tokenizer=", "model.path=weights"], site, folder=kept.folder
+    )
     assert run_dir.read_spec().spec.model.path == str(folder / "weights")
     assert (run_dir.code / "snapshot" / "helpers" / "one.py").is_file()
 

@@ -250,7 +250,7 @@ def test_folders_that_are_called_in_no_utf_8(tmp_path: Path, monkeypatch: pytest
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     folder.mkdir()
     with pytest.raises(BadConfig, match="expected a UTF-8 path"):
-        absolute_paths(make_spec(model={"path": "m", "config": {}}), folder)
+        absolute_paths(make_spec(model={"path": "m", "config": {}, "tokenizer": ""}), folder)
     assert absolute_paths(make_spec(), folder).name == "small", "it names no path"
     for variable in ("RLHF_HOME", "RLHF_RUNS"):
         with monkeypatch.context() as patch:
