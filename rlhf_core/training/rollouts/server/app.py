@@ -17,6 +17,7 @@ import asyncio
 import hmac
 import socket
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -31,7 +32,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlhf_core.errors import StaleWeights, WorkerError
+from rlhf_core.errors import StaleWeights, WeightSyncFailed, WorkerError
 from rlhf_core.schemas.engines import (
     CommitRequest,
     EngineRefusal,
@@ -42,7 +43,7 @@ from rlhf_core.schemas.engines import (
 )
 from rlhf_core.schemas.weight_sync import Offer, Receipt
 from rlhf_core.training.rollouts.server.worker import EngineWorker
-from rlhf_core.weight_sync.base import StagedVersion
+from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S
 from rlhf_core.weight_sync.receiver import Receiver
 
 Answer = TypeVar("Answer")
@@ -68,7 +69,8 @@ class EngineServer:
             OSError: no port is available.
         """
         self._socket = socket.create_server((listen_at, 0), backlog=BACKLOG)
-        app = _application(worker, receiver)
+        self._handlers = _Handlers(worker, receiver)
+        app = _application(self._handlers)
         config = uvicorn.Config(
             _Guard(app, token), log_level="warning", access_log=False, lifespan="off", ws="none", timeout_keep_alive=600
         )
@@ -85,8 +87,8 @@ class EngineServer:
 
     @property
     def is_alive(self) -> bool:
-        """True while its thread runs."""
-        return self._thread.is_alive()
+        """True while its thread runs, and no transfer of weights hangs."""
+        return self._thread.is_alive() and not self._handlers.is_stuck
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -117,8 +119,7 @@ class _Guard:
         await self._app(scope, receive, send)
 
 
-def _application(worker: EngineWorker, receiver: Receiver) -> Starlette:
-    handlers = _Handlers(worker, receiver)
+def _application(handlers: "_Handlers") -> Starlette:
     return Starlette(
         routes=[
             Route("/health", handlers.health),
@@ -145,6 +146,8 @@ class _Handlers:
     def __init__(self, worker: EngineWorker, receiver: Receiver) -> None:
         self._worker = worker
         self._receiver = receiver
+        self.is_stuck = False
+        """True once a transfer of weights hangs: only a restart of the engine can help."""
 
     async def health(self, request: Request) -> Response:
         return _json(self._worker.health())
@@ -170,10 +173,27 @@ class _Handlers:
             self._worker.call(partial(self._worker.drop, keys))  # also if the client is gone
 
     async def receive(self, request: Request) -> Response:
-        offer = Offer.model_validate_json(await request.body())
+        return _while_alive(self._receipt(Offer.model_validate_json(await request.body())))
+
+    async def _receipt(self, offer: Offer) -> Receipt:
+        """Receive a version.
+
+        Raises:
+            WeightSyncFailed: it is not staged, or the transfer hangs where no limit of its own ends it.
+        """
+        progress = _TransferProgress()
         # In its own thread, because it waits for the weights while the engine keeps sampling.
-        receiving = asyncio.to_thread(self._receiver.receive, offer, _no_beat)
-        return _while_alive(_receipt(receiving))
+        receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, offer, progress.note))
+        while not (await asyncio.wait([receiving], timeout=ALIVE_INTERVAL_S))[0]:
+            if progress.silent_s > _silence_limit_s(offer):
+                self.is_stuck = True
+                raise WeightSyncFailed(
+                    f"{offer.receiver} has made no progress with version {offer.manifest.version} for "
+                    f"{progress.silent_s:.0f} s and exits for a restart. See its log for errors of its GPU or file "
+                    "system; raise rollout.remote.sync_timeout_s if it works, but slowly",
+                    offer.receiver,
+                )
+        return receiving.result().receipt
 
     async def ready(self, request: Request) -> Response:
         return JSONResponse(self._receiver.is_ready(int(request.query_params["version"])))
@@ -200,8 +220,28 @@ class _Handlers:
         return await asyncio.wrap_future(self._worker.call(function))
 
 
-async def _receipt(receiving: Awaitable[StagedVersion]) -> Receipt:
-    return (await receiving).receipt
+class _TransferProgress:
+    """Time of the last progress of a transfer."""
+
+    def __init__(self) -> None:
+        self._at_s = time.monotonic()
+
+    def note(self) -> None:
+        """Take note of progress, from any thread."""
+        self._at_s = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self._at_s
+
+
+def _silence_limit_s(offer: Offer) -> float:
+    """Time without progress after which a transfer hangs.
+
+    It is longer than the waits for the neighbours in the chain, so that a lost neighbour is named instead.
+    """
+    return 2 * (offer.stall_timeout_s + CONNECT_TIMEOUT_S)
 
 
 def _while_alive(answer: Awaitable[BaseModel]) -> Response:
@@ -237,7 +277,3 @@ def _refusal(error: str, code: int) -> Response:
 
 def _json(model: BaseModel, code: int = 200) -> Response:
     return Response(model.model_dump_json(), code, media_type="application/json")
-
-
-def _no_beat() -> None:
-    """Do nothing: only the main thread sends heartbeats, and it is free meanwhile."""

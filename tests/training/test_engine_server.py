@@ -1,0 +1,85 @@
+"""Server of an engine, in this process and over real HTTP."""
+
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from rlhf_core.schemas.engines import EngineRefusal
+from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Receipt, Transport
+from rlhf_core.training.rollouts.samplers import Sampler
+from rlhf_core.training.rollouts.server import app
+from rlhf_core.training.rollouts.server.app import EngineServer
+from rlhf_core.training.rollouts.server.worker import EngineWorker
+from rlhf_core.training.types import NullReporter
+from rlhf_core.weight_sync.receiver import Receiver, Staged
+
+pytestmark = [pytest.mark.training]
+
+OFFER = Offer(
+    transport=Transport.FILES,
+    manifest=Manifest(version=7, tensors=(), bucket_bytes=64),
+    receiver="engine-0",
+    chains=(Chain(sender="trainer-0", receivers=("engine-0",)),),
+    stall_timeout_s=0.2,
+)
+LIMIT_S = 0.6
+RECEIPT = Receipt(receiver="engine-0", version=7, digest="", bytes_received=0, wire_s=0.0)
+
+
+class SlowReceiver(Receiver):
+    """A receiver that takes a version once it is released; meanwhile it may show progress."""
+
+    def __init__(self, shows_progress: bool) -> None:
+        super().__init__("engine-0")
+        self.released = threading.Event()
+        self._shows_progress = shows_progress
+
+    def receive(self, offer: Offer, beat: Callable[[], None]) -> Staged:
+        """Wait in place of receiving."""
+        while not self.released.wait(0.01):
+            if self._shows_progress:
+                beat()
+        return Staged(RECEIPT, offer.manifest, None)  # type: ignore[arg-type]  # it has no tensors
+
+
+@pytest.fixture(autouse=True)
+def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(app, "ALIVE_INTERVAL_S", 0.05)
+
+
+def served(receiver: Receiver) -> EngineServer:
+    sampler: Sampler = None  # type: ignore[assignment]  # nothing is sampled
+    return EngineServer(EngineWorker(0, 0, sampler, receiver, NullReporter()), receiver, b"token", "127.0.0.1")
+
+
+def offered(server: EngineServer, receiver: SlowReceiver, limits: int) -> bytes:
+    """Answer of an engine to an offer; the receiver is released after so many times the limit."""
+    release = threading.Timer(limits * LIMIT_S, receiver.released.set)
+    release.start()
+    url = f"http://127.0.0.1:{server.port}/weights/receive"
+    answer = httpx.post(url, content=OFFER.model_dump_json(), headers={"authorization": "Bearer token"}, timeout=60.0)
+    release.cancel()
+    return answer.content
+
+
+def test_an_engine_whose_transfer_hangs_refuses_the_version_and_ends() -> None:
+    """A file system or a GPU that does not return is behind no limit of the transfer itself."""
+    receiver = SlowReceiver(shows_progress=False)
+    with served(receiver) as server:
+        assert server.is_alive
+        refusal = EngineRefusal.model_validate_json(offered(server, receiver, limits=20))
+        assert refusal.peer == "engine-0"
+        assert "has made no progress with version 7" in refusal.error
+        assert not server.is_alive, "the agent restarts the engine once it ends"
+        receiver.released.set()
+
+
+def test_an_engine_that_takes_long_and_makes_progress_is_waited_for() -> None:
+    """Reading a large model from a file system takes longer than any wait for a part of it."""
+    receiver = SlowReceiver(shows_progress=True)
+    with served(receiver) as server:
+        assert Receipt.model_validate_json(offered(server, receiver, limits=4)) == RECEIPT
+        assert server.is_alive
