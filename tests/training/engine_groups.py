@@ -1,5 +1,6 @@
 """Real rollout engines in processes of their own, and a trainer rank that uses them. Helpers, not fixtures."""
 
+import errno
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from core_models import QWEN, char_tokenizer, tiny_model
 from fork_server import fork_server
 from process_tools import until
 from rank_launcher import make_context, tiny_spec
+from torch import Tensor
 
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
@@ -112,8 +114,9 @@ class EngineGroup:
     def gate(self, place: str, rank: int) -> "Gate":
         """A place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
 
-        ``skip`` and ``other-base`` are none: the engine leaves weights out, or has damaged the base model of its
-        adapter, for as long as it is there. ``skip-part`` has the second process of a split engine leave them out.
+        ``skip``, ``other-base`` and ``no-room`` are none: the engine leaves weights out, has damaged the base model of
+        its adapter, or has no memory for weights, for as long as it is there. ``skip-part`` has the second process of a
+        split engine leave them out.
         """
         return Gate(self.root / f"{place}-{rank}")
 
@@ -209,7 +212,12 @@ def _obey_files(root: Path, rank: int) -> None:
 
     def gated_receive(self: Any, offer: Any, beat: Any) -> Any:
         pass_gate("receive")
+        if (root / f"no-room-{rank}").exists():
+            self._row, self._allocate = None, refuse_memory
         return receive(self, offer, beat)
+
+    def refuse_memory(size: int) -> Tensor:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     EngineWorker._progressed = gated_progress  # type: ignore[method-assign]
     TransformersSampler.load = gated_load  # type: ignore[method-assign]

@@ -268,6 +268,28 @@ def test_an_engine_that_fails_in_mid_sync_is_left_behind(
     until(lambda: tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected and weights_of(group, 1))
 
 
+def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
+    group: EngineGroup, trainer: RemoteEngines, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is named, the others have the new version, and a rollout does not wait for it again and again."""
+    no_room = group.gate("no-room", 1).close()
+    trainer.load(tiny_model(seed=5), 2, no_beat)
+    assert [weights_of(group, rank) for rank in range(2)] == [2, 1]
+    peer = TransformersEngine(char_tokenizer())
+    peer.load(tiny_model(seed=5), 2, no_beat)
+    expected = tokens_of(peer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat))
+    trainer._spec = trainer._spec.model_copy(
+        update={"remote": trainer._spec.remote.model_copy(update={"sync_timeout_s": 3600.0})}
+    )
+    for _ in range(3):
+        assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected
+    said = capfd.readouterr().out
+    assert "the engines did not receive the weights of step 2: engine-1: WeightSyncFailed: engine-1 has no room" in said
+    assert said.count("engine-1 came back and did not receive") == 1
+    no_room.open()
+    group.kill(1)
+
+
 def test_a_sync_that_fails_leaves_the_old_version_in_force(
     group: EngineGroup, trainer: RemoteEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,13 +7,14 @@ restarts it, and it serves again once rank 0 has sent it the weights.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import httpx
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
+from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
 from rlhf_core.files.whole import read_model, shared_secret
 from rlhf_core.schemas.engines import EngineAddress, WeightsInForce
 from rlhf_core.schemas.reports import Phase
@@ -67,6 +68,7 @@ class RemoteEngines:
             )
         self._model: PreTrainedModel | None = None
         self._probe: WeightProbe | None = None
+        self._restore_at_s: dict[tuple[int, int], float] = {}
         self._num_rollouts = 0
         self._was_complete = False
         self._counts = dict.fromkeys(COUNTS, 0.0)
@@ -93,18 +95,24 @@ class RemoteEngines:
         self.version = None
         self._model = model
         self._probe = probe_of(model, self._max_tokens, self._dtype)
-        problem = ""
+        problem: WorkerError | None = None
+        blamed = set[str]()
         for _ in range(MAX_SYNCS):
-            problem, transfer = self._send(self._living(beat), model, version, beat)
-            if not problem:
+            living = self._living(beat)
+            others = [engine for engine in living if engine.name not in blamed]
+            problem, transfer = self._send(others or living, model, version, beat)
+            if problem is None:
                 self.version = version
                 return transfer
-        _raise(problem)
-        return None
+            self._ranks.log(f"the engines did not receive the weights of step {version}: {problem}")
+            if isinstance(problem, WeightSyncFailed):
+                blamed.add(problem.peer)
+        assert problem is not None
+        raise problem
 
     def _send(
         self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
-    ) -> tuple[str, WeightTransfer | None]:
+    ) -> tuple[WorkerError | None, WeightTransfer | None]:
         """Try once to send a version to the engines; return rank 0's problem and its transfer. Collective.
 
         The transfer is None on other ranks, and if there was a problem.
@@ -148,7 +156,9 @@ class RemoteEngines:
         def find() -> None:
             found.extend(asyncio.run(self._wait_for_engines(beat)))
 
-        _raise(self._from_first(find))
+        problem = self._from_first(find)
+        if problem is not None:
+            raise problem
         return found
 
     async def _wait_for_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
@@ -173,7 +183,13 @@ class RemoteEngines:
                 await asyncio.sleep(POLL_S)
 
     def _restore(self, beat: Callable[[], None], client: EngineClient) -> None:
-        """Send the current weights to an engine that has come back."""
+        """Send the current weights to an engine that has come back.
+
+        After a failure it is sent them again only ``sync_timeout_s`` later: the rollout of this rank waits meanwhile.
+        """
+        start = (client.address.rank, client.address.generation)
+        if time.monotonic() < self._restore_at_s.get(start, 0.0):
+            return
         version = self.version
         assert self._sync is not None
         assert self._model is not None
@@ -181,6 +197,7 @@ class RemoteEngines:
         try:
             self._sync.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
         except (WeightSyncFailed, StaleWeights, OSError) as error:
+            self._restore_at_s[start] = time.monotonic() + self._spec.remote.sync_timeout_s
             self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
         else:
             self._ranks.log(f"{client.name} came back and has the weights of step {version}")
@@ -345,23 +362,25 @@ class RemoteEngines:
         timeout_s = self._spec.remote.answer_timeout_s
         return [EngineClient(address, self._token, timeout_s) for address in found if address is not None]
 
-    def _from_first(self, act: Callable[[], object]) -> str:
-        """Run a function on rank 0 and return its problem on all ranks; empty if there was none. Collective."""
+    def _from_first(self, act: Callable[[], object]) -> WorkerError | None:
+        """Run a function on rank 0 and return its problem on all ranks; None if there was none. Collective."""
         problem = ""
         if self._ranks.is_first:
             try:
                 act()
             except (EnginesLost, StaleWeights, WeightSyncFailed) as error:
-                problem = json.dumps([type(error).__name__, str(error)])
-        return self._ranks.from_first(problem)
+                problem = json.dumps([type(error).__name__, str(error), getattr(error, "peer", "")])
+        return _problem(self._ranks.from_first(problem))
 
 
-def _raise(problem: str) -> None:
-    """Raise rank 0's problem on every rank."""
-    if problem:
-        name, message = json.loads(problem)
-        kinds = {kind.__name__: kind for kind in (EnginesLost, StaleWeights, WeightSyncFailed)}
-        raise kinds[name](message)
+def _problem(text: str) -> WorkerError | None:
+    """Rank 0's problem as an error; None if there was none."""
+    if not text:
+        return None
+    name, message, peer = json.loads(text)
+    if name == WeightSyncFailed.__name__:
+        return WeightSyncFailed(message, peer)
+    return {kind.__name__: kind for kind in (EnginesLost, StaleWeights)}[name](message)
 
 
 def _is_unusable(answer: object) -> bool:
