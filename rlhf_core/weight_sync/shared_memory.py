@@ -42,10 +42,12 @@ class _Mapping:
         self._identity: tuple[int, int] | None = None
 
     def bytes_of(self, file: int, size: int) -> Tensor:
-        """The first ``size`` bytes of an open file, which is made as long as that."""
+        """The first ``size`` bytes of an open file.
+
+        Raises:
+            ValueError: it is shorter.
+        """
         status = os.fstat(file)
-        if status.st_size < size:
-            os.truncate(file, size)
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or len(self._whole) < size:
             self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
@@ -57,12 +59,20 @@ class _Area:
     """One version in a mapped file."""
 
     def __init__(self, mapping: _Mapping, file: int, manifest: Manifest) -> None:
-        table = _TABLE_BYTES + 16 * manifest.num_buckets
-        begin = -(-table // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Raises:
+        ValueError: the file has no room for the version.
+        """
+        table, begin = _ends(manifest)
         whole = mapping.bytes_of(file, begin + manifest.total_bytes)
         self.state = whole[:_TABLE_BYTES].view(torch.int64)
         self.checksums = whole[_TABLE_BYTES:table].view(-1, 16)
         self.row = whole[begin:]
+
+
+def _ends(manifest: Manifest) -> tuple[int, int]:
+    """Bytes up to the end of the table, and up to the row, which begins with a page."""
+    table = _TABLE_BYTES + 16 * manifest.num_buckets
+    return table, -(-table // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SharedMemoryOutgoing:
@@ -93,8 +103,13 @@ class SharedMemoryOutgoing:
         self._cancelled = threading.Event()
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
-        """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
+
+        Raises:
+            WeightSyncFailed: there is not enough memory.
+        """
         require_whole(share)
+        self._allocate(_ends(manifest)[1] + manifest.total_bytes)
         self._area = _Area(self._mapping, self._file, manifest)
         self._area.state[_BUCKETS] = 0
         self._area.state[_VERSION] = manifest.version
@@ -107,6 +122,19 @@ class SharedMemoryOutgoing:
             path=str(self._path),
             stall_timeout_s=self._timeout_s,
         )
+
+    def _allocate(self, size: int) -> None:
+        if os.fstat(self._file).st_size >= size:
+            return
+        try:
+            # All of it now: a page that is missing later would kill this process.
+            os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            raise WeightSyncFailed(
+                f"{self._path.parent} has no room for {size / 1e9:.3g} GB of weights: {error.strerror}; enlarge it, or "
+                "set rollout.sync.transport=broadcast",
+                self.name,
+            ) from error
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
         """Write a version, packed in place; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
@@ -162,7 +190,11 @@ class SharedMemoryIncoming:
                 ) from error
             opened.callback(os.close, file)
             opened.callback(os.close, lock)
-            return self._copied(offer, _Area(self._mapping, file, offer.manifest), lock, row, beat)
+            try:
+                area = _Area(self._mapping, file, offer.manifest)
+            except ValueError as error:
+                raise WeightSyncFailed(f"{path} is shorter than its version", offer.sender) from error
+            return self._copied(offer, area, lock, row, beat)
 
     def _copied(self, offer: Offer, area: _Area, lock: int, row: Tensor, beat: Beat) -> list[bytes]:
         found = []

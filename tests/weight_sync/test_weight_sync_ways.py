@@ -1,5 +1,6 @@
 """Ways beside the broadcast: the same versions, through shared memory and through files."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -120,6 +121,38 @@ def test_an_engine_follows_a_trainer_to_its_new_file_and_a_longer_version(fleet:
         sync(sender, fleet, version, weights)
         assert engine.in_force() == (version, digests(weights))
     second.close()
+
+
+def test_a_version_that_memory_has_no_room_for_is_refused(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written: a page that is missing then ends the trainer with SIGBUS."""
+    (engine,) = fleet.start(1)
+    outgoing = SharedMemoryOutgoing("trainer", folder=tmp_path)
+    sender = new_sender(outgoing)
+
+    def refuse(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(WeightSyncFailed, match=r"has no room for .* No space left on device"):
+            sync(sender, fleet, 0, OLD)
+    sync(sender, fleet, 1, NEW)
+    assert engine.in_force() == (1, digests(NEW))
+    outgoing.close()
+
+
+def test_an_engine_does_not_enlarge_the_file_of_the_trainer(fleet: Fleet, tmp_path: Path) -> None:
+    (engine,) = fleet.start(1)
+    outgoing = SharedMemoryOutgoing("trainer", folder=tmp_path)
+    (offer,) = new_sender(outgoing).offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    os.truncate(offer.path, 64)
+    engine.begin("receive", offer.model_dump_json())
+    with pytest.raises(WeightSyncFailed, match="is shorter than its version"):
+        engine.finish()
+    assert Path(offer.path).stat().st_size == 64
+    outgoing.close()
 
 
 def test_two_trainers_of_one_name_are_refused(fleet: Fleet, tmp_path: Path) -> None:
