@@ -4,6 +4,7 @@ Every version is a folder of safetensors files, which engines can also load by t
 written last, with the checksums of the buckets that the same weights have on any other way.
 """
 
+import contextlib
 import json
 import shutil
 import threading
@@ -43,13 +44,20 @@ class FilesOutgoing:
         self._cancelled = threading.Event()
 
     def offer(self, manifest: Manifest, receivers: Sequence[str], share: Share) -> Offer:
-        """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
+
+        Raises:
+            WeightSyncFailed: its folder cannot be made anew.
+        """
         require_whole(share)
         path = self._path(manifest.version)
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        for old in sorted(self._folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-2]:
-            shutil.rmtree(old, ignore_errors=True)
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            for old in sorted(self._folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-2]:
+                shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            raise WeightSyncFailed(f"{path} cannot be made: {error}", self.name) from error
         self._cancelled.clear()
         return Offer(
             transport=Transport.FILES,
@@ -157,13 +165,23 @@ class FilesIncoming:
         """Nothing is held between versions."""
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    """Sizes of the files in a folder, without those that the trainer renames or removes meanwhile."""
+    sizes = {}
+    with contextlib.suppress(FileNotFoundError):
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                sizes[file.name] = file.stat().st_size
+    return sizes
+
+
 def _await_complete(offer: Offer, path: Path, beat: Beat) -> None:
-    seen: list[tuple[str, int]] = []
+    seen: dict[str, int] = {}
     deadline = time.monotonic() + offer.stall_timeout_s
     while not (path / COMPLETE).exists():
         if (path / ABANDONED).exists() or not path.exists():
             raise WeightSyncFailed(f"{offer.sender} gave up version {offer.manifest.version}", offer.sender)
-        found = [(file.name, file.stat().st_size) for file in path.iterdir()]
+        found = _sizes(path)
         if found != seen:
             seen, deadline = found, time.monotonic() + offer.stall_timeout_s
         if time.monotonic() > deadline:

@@ -19,6 +19,7 @@ from rlhf_core.weight_sync import files, shared_memory
 from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
+from rlhf_core.weight_sync.receiver import Receiver
 from rlhf_core.weight_sync.sender import Sender
 from rlhf_core.weight_sync.session import synchronize
 from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
@@ -183,3 +184,33 @@ def test_a_version_without_complete_is_not_read(fleet: Fleet, tmp_path: Path) ->
     engine.begin("receive", offer.model_dump_json())
     with pytest.raises(WeightSyncFailed, match="wrote nothing"):
         engine.finish()
+
+
+def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``COMPLETE`` is written under another name first: an engine that has just listed that name does not find it."""
+    sender = new_sender(FilesOutgoing("trainer", tmp_path))
+    (offer,) = sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    folder = Path(offer.path)
+    (folder / ".COMPLETE.tmp").touch()
+    listed = Path.iterdir
+
+    def list_and_complete(self: Path) -> Iterator[Path]:
+        found = list(listed(self))
+        if self == folder and folder / ".COMPLETE.tmp" in found:
+            (folder / ".COMPLETE.tmp").unlink()
+            sender.send(beat)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", list_and_complete)
+    staged = Receiver("engine-1").receive(offer, beat)
+    assert digests(dict(staged.tensors())) == digests(NEW)
+
+
+def test_a_folder_that_cannot_be_made_fails_the_sync_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that NFS keeps for a process that has them open leave the folder of an earlier attempt in place."""
+    sender = new_sender(FilesOutgoing("trainer", tmp_path))
+    (tmp_path / "00000001").mkdir()
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(WeightSyncFailed, match=r"cannot be made: .*File exists") as failed:
+        sender.offer(1, layout_of(NEW), streamed(NEW), ["engine-1"], beat)
+    assert failed.value.peer == "trainer"
