@@ -73,8 +73,15 @@ class Outgoing(Protocol):
 class Incoming(Protocol):
     """An engine's half of a way."""
 
+    def connect(self, offer: Offer) -> None:
+        """Reach the processes that a version comes from and goes on to. Nothing is written to a row yet.
+
+        Raises:
+            WeightSyncFailed: one has not come.
+        """
+
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
-        """Fill ``row`` (bytes ``[total_bytes]`` in main memory) with the buckets of a version.
+        """Fill ``row`` (bytes ``[total_bytes]`` in main memory) with the buckets of a version, once connected.
 
         Returns:
             Checksums of all buckets, each as found in ``row`` and equal to the sender's.

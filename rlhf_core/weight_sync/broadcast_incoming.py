@@ -7,8 +7,11 @@ each over its own chain and in a thread of its own, into the same row of bytes.
 
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +25,26 @@ from rlhf_core.weight_sync.gpu_links import connect
 from rlhf_core.weight_sync.layout import Share, buckets_of, checksum, merged
 from rlhf_core.weight_sync.links import BUCKET, HEAD, Link, LinkEnd, Pending, answers, own_address, reach
 
+_Answer = TypeVar("_Answer")
+
 
 class BroadcastIncoming:
     """An engine's place in the chains of all senders."""
 
     def __init__(self) -> None:
         self._places: list[_PlaceInChain] = []
+
+    def connect(self, offer: Offer) -> None:
+        """Make the links of all chains; see :class:`rlhf_core.weight_sync.base.Incoming`."""
+        count = len(offer.chains)
+        self._places += [_PlaceInChain() for _ in range(len(self._places), count)]
+        try:
+            _all_at_once(
+                [partial(self._places[index].connect, offer, chain) for index, chain in enumerate(offer.chains)]
+            )
+        except BaseException:
+            self.close()  # a sender that waits at the links that were made sees it
+            raise
 
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Receive a version; see :class:`rlhf_core.weight_sync.base.Incoming`.
@@ -36,20 +53,19 @@ class BroadcastIncoming:
         sender gives up when it hears of another's failure.
         """
         count = len(offer.chains)
-        self._places += [_PlaceInChain() for _ in range(len(self._places), count)]
         lock = threading.Lock()
 
         def beat_alone() -> None:
             with lock:
                 beat()
 
-        with ThreadPoolExecutor(max_workers=count, thread_name_prefix="share") as pool:
-            shares = [
-                pool.submit(self._places[index].fill, offer, chain, Share(index, count), row, beat_alone)
+        shares = _all_at_once(
+            [
+                partial(self._places[index].fill, offer, chain, Share(index, count), row, beat_alone)
                 for index, chain in enumerate(offer.chains)
             ]
-            _raise_first(shares)
-        return merged(offer.manifest, [share.result() for share in shares])
+        )
+        return merged(offer.manifest, shares)
 
     def close(self) -> None:
         """Let go of the links."""
@@ -58,11 +74,14 @@ class BroadcastIncoming:
         self._places = []
 
 
-def _raise_first(shares: "list[Future[list[bytes]]]") -> None:
-    """Wait for all shares, and raise the error that came first."""
-    errors = [error for share in as_completed(shares) if (error := share.exception()) is not None]
+def _all_at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
+    """Answers of calls, each in a thread of its own. All are waited for, and the error that came first is raised."""
+    with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="share") as pool:
+        running = [pool.submit(call) for call in calls]
+        errors = [error for one in as_completed(running) if (error := one.exception()) is not None]
     if errors:
         raise errors[0]
+    return [one.result() for one in running]
 
 
 class _PlaceInChain:
@@ -72,22 +91,25 @@ class _PlaceInChain:
         self._session = ""
         self._links: tuple[Link, Link | None] | None = None
 
+    def connect(self, offer: Offer, chain: Chain) -> None:
+        """Make the links of a new session, or find those of the last version."""
+        if chain.is_new_session:
+            self.close()
+            self._links, self._session = _connect(offer, chain), chain.session
+        elif self._links is None or chain.session != self._session:
+            raise WeightSyncFailed(
+                f"{offer.receiver} has no links of this session; reset the sender after an engine restarts",
+                offer.receiver,
+            )
+
     def fill(self, offer: Offer, chain: Chain, share: Share, row: Tensor, beat: Beat) -> list[bytes]:
-        """Receive a share; the checksums of its buckets.
+        """Receive a share over these links; the checksums of its buckets.
 
         An engine whose successor is lost, or that finds a bucket damaged, goes on to the end before it fails: stopping
         would look to its predecessor like a loss of its own.
         """
         links = self._links
-        if chain.is_new_session:
-            self.close()
-            links = self._links = _connect(offer, chain)
-        elif links is None or chain.session != self._session:
-            raise WeightSyncFailed(
-                f"{offer.receiver} has no links of this session; reset the sender after an engine restarts",
-                offer.receiver,
-            )
-        self._session = chain.session
+        assert links is not None, "connect before fill"
         gpu, before = links[0].gpu, chain.before(offer.receiver)
         try:
             with nullcontext() if gpu is None else gpu.aside():

@@ -140,6 +140,9 @@ class _Shards:
 class FilesIncoming:
     """An engine's half."""
 
+    def connect(self, offer: Offer) -> None:
+        """Nothing to do: the trainer is not waited for before it writes."""
+
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Read a version; see :class:`rlhf_core.weight_sync.base.Incoming`."""
         path = Path(offer.path)

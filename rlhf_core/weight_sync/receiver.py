@@ -80,8 +80,10 @@ class Receiver:
             staged = self._receive_delta(offer, begin, beat)
         else:
             self._base = None
-            row = self._take_row(manifest.total_bytes)
-            digest = digest_of(manifest, self._filled(offer, row, beat))
+            row = self._row = self._take_row(manifest.total_bytes, beat)
+            way = self._connected(offer)
+            self._row = None  # after a failure the way may still write to it
+            digest = digest_of(manifest, way.fill(offer, row, beat))
             self._row = row
             staged = Staged(self._receipt(manifest, digest, begin), manifest, row)
         self._staged = staged
@@ -125,7 +127,7 @@ class Receiver:
                 self.name,
             )
         parts_row = torch.empty(manifest.total_bytes, dtype=torch.uint8)
-        self._filled(offer, parts_row, beat)
+        self._connected(offer).fill(offer, parts_row, beat)
         undo = apply_delta(manifest, tensors_of(manifest, parts_row), base.layout, row)
         digest = row_digest(base.layout, row, beat)
         if digest != manifest.result_digest:
@@ -137,20 +139,23 @@ class Receiver:
             )
         return Staged(self._receipt(manifest, digest, begin), base.layout, row, undo)
 
-    def _filled(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
+    def _connected(self, offer: Offer) -> Incoming:
         way = self._ways.setdefault(offer.transport, _INCOMING[offer.transport]())
-        return way.fill(offer, row, beat)
+        way.connect(offer)
+        return way
 
-    def _take_row(self, size: int) -> Tensor:
-        """Memory for a version. It is kept only once filled: after a failure the way may still write to it."""
+    def _take_row(self, size: int, beat: Beat) -> Tensor:
+        """Memory for a version, that of the last one where it has the size."""
         row, self._row = self._row, None
         if row is not None and len(row) == size:
             return row
         try:
-            return self._allocate(size)
+            row = self._allocate(size)
         except OSError as error:
             text = f"{self.name} has no room for {size / 1e9:.3g} GB of weights: {error}"
             raise WeightSyncFailed(text, self.name) from error
+        beat()
+        return row
 
     def _receipt(self, manifest: Manifest, digest: str, begin: float) -> Receipt:
         return Receipt(

@@ -178,6 +178,9 @@ class SharedMemoryIncoming:
         """Hold nothing yet."""
         self._mapping = _Mapping()
 
+    def connect(self, offer: Offer) -> None:
+        """Nothing to do: the file is opened for each version."""
+
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Copy a version out; see :class:`rlhf_core.weight_sync.base.Incoming`."""
         path = Path(offer.path)
