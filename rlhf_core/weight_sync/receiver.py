@@ -1,5 +1,6 @@
 """An engine's side of weight sync: staging, verification, commit."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -64,15 +65,31 @@ class Receiver:
         self._base: Staged | None = None
         self._staged: Staged | None = None
         self._ways: dict[Transport, Incoming] = {}
+        self._receiving = threading.Lock()
+        self._newest: Offer | None = None
 
     def receive(self, offer: Offer, beat: Beat) -> StagedVersion:
         """Take a version into staging; blocks until it is there and verified.
+
+        One at a time: an earlier transfer that the trainer has given up may still write to its row. It stages nothing
+        once a later one has begun.
 
         Raises:
             WeightSyncFailed: it is not; nothing of it is kept. ``peer`` names the process that is to blame.
         """
         if offer.receiver != self.name:
             raise WeightSyncFailed(f"found an offer for {offer.receiver}, expected one for {self.name}", self.name)
+        self._newest = offer
+        if not self._receiving.acquire(timeout=offer.stall_timeout_s):
+            raise WeightSyncFailed(f"{self.name} is still busy with an earlier transfer", self.name)
+        try:
+            return self._receive_alone(offer, beat)
+        finally:
+            self._receiving.release()
+
+    def _receive_alone(self, offer: Offer, beat: Beat) -> Staged:
+        if self._newest is not offer:
+            raise self._overtaken(offer)
         self._drop()
         begin = time.perf_counter()
         manifest = offer.manifest
@@ -86,8 +103,15 @@ class Receiver:
             digest = digest_of(manifest, way.fill(offer, row, beat))
             self._row = row
             staged = Staged(self._receipt(manifest, digest, begin), manifest, row)
+        if self._newest is not offer:
+            staged.undo()
+            raise self._overtaken(offer)
         self._staged = staged
         return staged
+
+    def _overtaken(self, offer: Offer) -> WeightSyncFailed:
+        text = f"{self.name} gave up version {offer.manifest.version}: a later transfer has begun"
+        return WeightSyncFailed(text, self.name)
 
     def is_ready(self, version: int) -> bool:
         """True if this version is staged."""
