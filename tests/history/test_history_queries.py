@@ -9,12 +9,12 @@ import pytest
 from history_tools import RunFiles, at, dump, new_sqlite, postgres, synced, whole_run
 
 from rlhf_core.errors import BadInput, UnknownRun
-from rlhf_core.history import queries
+from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.journal import ChecksMade
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.journal import ChecksMade, IncidentFound
 from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
 
@@ -329,6 +329,31 @@ def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Pat
     last = strikes[-1][2]
     assert queries.node_strikes(store, last) == strikes[1:]
     assert queries.node_strikes(store, last + timedelta(seconds=1)) == []
+
+
+@pytest.mark.parametrize(
+    ("decided", "strikes", "interruptions"), [(Action.NEW_ATTEMPT, 1, 1), (Action.RESTART_WORKERS, 2, 1)]
+)
+def test_an_incident_that_agents_and_controller_have_found_counts_once(
+    store: HistoryStore, runs: Path, decided: Action, strikes: int, interruptions: int
+) -> None:
+    """With the control: an incident of the agents that the run survived is another one."""
+    run = RunFiles(runs).created()
+    run.metrics(1, 0, 1, 10)
+    incident = run.incident(1, 0, FailureKind.NODE_LOST, 20)
+    run.decision(1, 0, decided, 20)
+    run.journal(IncidentFound(incident=incident), 21)
+    sync(run.dir, store)
+    assert len(queries.node_strikes(store, at(0))) == strikes
+    for question, expected in (
+        ("SELECT COUNT(*) FROM incidents", 2),
+        ("SELECT COUNT(*) FROM interruptions", interruptions),
+        ("SELECT SUM(num_incidents) FROM run_lost_time", interruptions),
+        ("SELECT num_strikes FROM node_health WHERE node = 'n2'", strikes),
+    ):
+        assert queries.run_sql(store, question).rows == [[expected]], question
+    found = saved_queries.run(store, saved_queries.find("failures-by-kind"), {"days": "36500"})
+    assert [row[1] for row in found.rows] == [strikes]
 
 
 def test_restarts_of_all_runs_are_counted_from_a_time_on(store: HistoryStore, runs: Path) -> None:

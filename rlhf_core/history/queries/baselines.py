@@ -8,7 +8,17 @@ from sqlalchemy import Select, func, select
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CHECKS, DECISIONS, KEYS, METRICS, NODES, RUNS, SPEEDS, STRIKES
+from rlhf_core.history.tables.sqlalchemy_core import (
+    CHECKS,
+    DECISIONS,
+    DUPLICATES,
+    KEYS,
+    METRICS,
+    NODES,
+    RUNS,
+    SPEEDS,
+    STRIKES,
+)
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
@@ -19,10 +29,15 @@ _MIN_PROBES, _MAX_PROBES = 3, 10
 
 
 def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, datetime]]:
-    """Read the strikes against nodes: node, kind of failure, time; oldest first."""
+    """Read the strikes against nodes: node, kind of failure, time; oldest first, each incident once."""
+    is_duplicate = (
+        select(DUPLICATES.c.run_id)
+        .where(DUPLICATES.c.run_id == STRIKES.c.run_id, DUPLICATES.c.incident_id == STRIKES.c.incident_id)
+        .exists()
+    )
     query = (
         select(STRIKES.c.node, STRIKES.c.failure_kind, STRIKES.c.struck_at)
-        .where(STRIKES.c.struck_at >= since)
+        .where(STRIKES.c.struck_at >= since, ~is_duplicate)
         .order_by(STRIKES.c.struck_at)
     )
     with store.reading() as connection:

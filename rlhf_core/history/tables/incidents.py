@@ -93,7 +93,8 @@ class Decision(Base):
 
 
 class NodeStrike(Base):
-    """A node that an incident counts against. From the incident's suspect nodes."""
+    """A node that an incident counts against. From the incident's suspect nodes; ``node_health`` leaves out those of
+    ``duplicate_incidents``."""
 
     __tablename__ = "node_strikes"
 

@@ -31,6 +31,7 @@ WEIGHT_SYNCS = metadata.tables["weight_syncs"]
 WEIGHTS = metadata.tables["weight_versions"]
 
 CURVE = ViewBase.metadata.tables["run_curve"]
+DUPLICATES = ViewBase.metadata.tables["duplicate_incidents"]
 FIGURES = ViewBase.metadata.tables["node_figures"]
 GOODPUT = ViewBase.metadata.tables["run_goodput"]
 LOST_TIME = ViewBase.metadata.tables["run_lost_time"]

@@ -114,8 +114,20 @@ class AllGoodput(ViewBase):
     """As in ``run_goodput``."""
 
 
+class DuplicateIncident(ViewBase):
+    """Incidents of agents that ended all workers and that the controller found too, in the same attempt and restart.
+    Its finding counts instead: it also sees the agents of other nodes."""
+
+    __tablename__ = "duplicate_incidents"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    incident_id: Mapped[str] = mapped_column(primary_key=True)
+    """As in ``incidents``."""
+
+
 class Interruption(ViewBase):
-    """Incidents that ended all workers; those that the run survived are omitted."""
+    """Incidents that ended all workers, each once; those that the run survived are omitted."""
 
     __tablename__ = "interruptions"
 
@@ -235,7 +247,7 @@ class NodeHealth(ViewBase):
     num_runs: Mapped[int]
     """Runs that ran on it."""
     num_strikes: Mapped[int]
-    """Incidents that count against it."""
+    """Incidents that count against it, each once."""
     last_strike_at: Mapped[datetime | None]
     """Time of the newest; null without one."""
     last_failure_kind: Mapped[str | None]
