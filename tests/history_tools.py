@@ -142,9 +142,19 @@ class RunFiles:
             answers = {"transport": "broadcast", "bytes": 2_000_000_000, "seconds": 0.5, "wire_s": 0.25, **more}
             _append(file, asked.model_copy(update={"time": at(seconds + 0.5), **answers}))
 
-    def event(self, attempt: int, restart: int, kind: Any, seconds: float, node: str = "n1") -> None:
+    def event(
+        self,
+        attempt: int,
+        restart: int,
+        kind: Any,
+        seconds: float,
+        node: str = "n1",
+        role: Role = Role.TRAINER,
+        **data: Any,
+    ) -> None:
         """A line of an agent."""
-        event = AgentEvent(time=at(seconds), kind=kind, node=node, message=f"{kind} on {node}", role=Role.TRAINER)
+        message = f"{kind} on {node}"
+        event = AgentEvent(time=at(seconds), kind=kind, node=node, message=message, role=role, data=data)
         _append(self.dir.attempt(attempt).restart(restart).events(node), event)
 
     def status(self, attempt: int, restart: int, sequence: int, node: str = "n1", step: int = 1) -> None:

@@ -489,6 +489,26 @@ def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, k
     assert len(ask(store, "SELECT 1 FROM events WHERE kind = 'prebuild'")) == 1 - skipped
 
 
+@pytest.mark.parametrize("is_one_batch", [True, False])
+def test_the_role_of_a_restart_is_that_of_its_counted_workers(
+    store: HistoryStore, runs: Path, is_one_batch: bool
+) -> None:
+    """Wherever the batches are cut: an engine beside the trainers starts, hangs and is killed in between."""
+    run = RunFiles(runs).created()
+    for seconds, kind, role, data in (
+        (1, "role_started", Role.TRAINER, {}),
+        (2, "workers_started", Role.ROLLOUT, {"generation": 0}),
+        (3, "verdict", Role.ROLLOUT, {}),
+        (4, "killed", Role.ROLLOUT, {}),
+    ):
+        run.event(1, 0, kind, seconds, role=role, **data)
+        if not is_one_batch:
+            sync(run.dir, store)
+    run.event(1, 1, "workers_started", 5, role=Role.TRAINER)
+    sync(run.dir, store)
+    assert ask(store, "SELECT restart, role FROM restarts ORDER BY restart") == [[0, "trainer"], [1, "trainer"]]
+
+
 def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
     run = synced(whole_run(runs), store)
     moved = shutil.copytree(run.dir.root, tmp_path / "archive" / run.run_id)

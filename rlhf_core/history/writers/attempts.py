@@ -12,7 +12,7 @@ from rlhf_core.history.batch import IngestBatch, TelemetryEntry
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
 from rlhf_core.history.writers.upserts import Row, as_json, columns_of, insert_or_keep, insert_or_replace, upsert
 from rlhf_core.schemas.attempts import AttemptState, Role
-from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement
 
 
@@ -68,11 +68,9 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     times: dict[tuple[int, int], list[datetime]] = {restart: [] for restart in sorted(batch.restarts)}
     steps: dict[tuple[int, int], list[int]] = {}
     roles: dict[tuple[int, int], str] = {}
-    # Workers beside those with counted restarts have their own generation.
-    beside = {(event.attempt, event.event.role) for event in batch.events if "generation" in event.event.data}
     for event in batch.events:
         times.setdefault((event.attempt, event.restart), []).append(event.event.time)
-        if event.event.role is not None and (event.attempt, event.event.role) not in beside:
+        if event.event.role is not None and _starts_restart(event.event):
             roles[event.attempt, event.restart] = event.event.role.value
     for metrics in batch.metrics:
         times.setdefault((metrics.attempt, metrics.restart), []).append(metrics.line.time)
@@ -92,6 +90,11 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     ]
     if rows:
         connection.execute(_extending(connection.dialect.name), rows)
+
+
+def _starts_restart(event: AgentEvent) -> bool:
+    """True for the start of workers whose restarts are counted; those of other groups have their own generation."""
+    return event.kind in ("role_started", "workers_started") and "generation" not in event.data
 
 
 @cache

@@ -26,7 +26,7 @@ class GroupEvents:
         ranks: dict[str, JsonValue] = {str(worker.local_rank): worker.rank for worker in workers}
         pids: dict[str, JsonValue] = {str(worker.local_rank): worker.pid for worker in workers}
         if generation is None:
-            self._events.add("workers_started", f"workers started: {who}", ranks=ranks, pids=pids)
+            self._events.add("workers_started", f"workers started: {who}", role, ranks=ranks, pids=pids)
         else:
             message = f"workers of {role} started, generation {generation}: {who}"
             self._events.add("workers_started", message, role, ranks=ranks, pids=pids, generation=generation)
