@@ -463,9 +463,16 @@ def test_the_history_answers_after_a_refusal(store: HistoryStore, three: dict[st
     assert store.acquire_lease(three["old"], "me", 60) == 2
 
 
-@pytest.mark.parametrize("statement", ["SELECT * FROM rns", "SELECT stat FROM runs"])
-def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, statement: str) -> None:
-    with pytest.raises(BadInput, match=r"Tables and views: .*attempts.*run_curve.*runs"):
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("SELECT * FROM rns", r"Tables and views: .*attempts.*run_curve.*runs"),
+        ("SELECT stat FROM runs", r"Columns of runs: run_id, name, state, "),
+        ("SELECT stat FROM runs r JOIN attempts a USING (run_id)", r"Columns of runs: .*\. Columns of attempts: "),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, statement: str, names: str) -> None:
+    with pytest.raises(BadInput, match=names):
         queries.run_sql(store, statement)
 
 
