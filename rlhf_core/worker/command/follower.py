@@ -314,14 +314,18 @@ class Follower:
 
     def _conclude(self) -> RoleResult:
         code = self._exit_code()
+        if code != 0:
+            if self._saves.is_stopping:
+                return RoleResult.STOPPED_EARLY
+            _end_as(code)
+        if self._context.rank != 0:
+            return RoleResult.DONE  # rank 0 judges a program that exited cleanly: it has the steps and checkpoints
+        self._record.close(lambda: self._beat.beat(self._phase, self._step))
+        if self._is_complete():
+            return RoleResult.DONE
         if self._saves.is_stopping:
             return RoleResult.STOPPED_EARLY
-        if code != 0:
-            _end_as(code)
-        if self._context.rank == 0:
-            self._record.close(lambda: self._beat.beat(self._phase, self._step))
-            self._require_complete()
-        return RoleResult.DONE
+        raise self._incomplete()
 
     def _exit_code(self) -> int:
         launcher = self._child.poll() if self._child is not None else None
@@ -333,20 +337,26 @@ class Follower:
             time.sleep(CASCADE_TIMEOUT_S)
         return of_rank or 0
 
-    def _require_complete(self) -> None:
-        """Raise if the program exited cleanly before its last step."""
-        step = max(self._step, self._record.newest_step)
-        wanted = self._trainer.num_steps
-        if step >= wanted:
-            return
+    def _is_complete(self) -> bool:
+        """True if the program made its last step, or reports none that could tell otherwise."""
+        step = self._last_step()
+        if step >= self._trainer.num_steps:
+            return True
         if step == self._first_step and self._trainer.framework == "script" and not self._record.newest_step:
             print("the program reported no steps; it ended with exit code 0", flush=True)
-            return
+            return True
+        return False
+
+    def _incomplete(self) -> TrainerIncomplete:
+        step, wanted = self._last_step(), self._trainer.num_steps
         trained = f"{step} of {wanted} steps" if step > self._first_step else "no step"
-        raise TrainerIncomplete(
+        return TrainerIncomplete(
             f"the trainer ended with exit code 0 after {trained}. Expected trainer.num_steps = {wanted}: pass the "
             "same number to it (for instance --max_steps {num_steps}), or find the reason in its log"
         )
+
+    def _last_step(self) -> int:
+        return max(self._step, self._record.newest_step)
 
 
 def _end_as(code: int) -> None:

@@ -48,8 +48,11 @@ class SaveRequests:
 
     @property
     def is_stopping(self) -> bool:
-        """True once the state is saved and the program was asked to stop."""
-        return self._asked == "stop" and self._is_saved
+        """True once the program was asked to stop and has saved its state.
+
+        Looks again: a checkpoint is published some time after it was saved, and the program may have exited since.
+        """
+        return self._asked == "stop" and self._newest() > self._newest_before
 
     @property
     def is_done(self) -> bool:

@@ -162,6 +162,26 @@ def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_sign
     assert len(steps) == 1 if save_signal else all(step % every == 0 for step in steps)
 
 
+def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeRun) -> None:
+    """As with the callback: it exits before its last checkpoint has been quiet for long enough to be published."""
+    run = agent_run(trainer=stranger("--every", "1000", "--leaves", steps=2_000, save_signal="SIGUSR1"))
+    run.start(native=True)
+    until(lambda: run.reached(0, 3))
+    run.order("stop_after_step")
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
+    assert len(saved(run)) == 1
+
+
+def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent_run: MakeRun) -> None:
+    run = agent_run(trainer=stranger("--every", "20", steps=20))
+    run.start(native=True)
+    until(lambda: run.reached(0, 3))
+    run.order("stop_after_step")
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+
+
 def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
     run = agent_run(trainer=stranger("--fault", "1:900:flat", steps=40), health={"window_steps": 10})
     code, output = run.run_through(native=True)

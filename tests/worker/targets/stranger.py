@@ -1,6 +1,7 @@
 """A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
 
-    stranger.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--daemon]
+    stranger.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
+        [--daemon]
 
 The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
 """
@@ -22,6 +23,7 @@ parser.add_argument("--resume", type=Path)
 parser.add_argument("--fault", default="")
 parser.add_argument("--forgets", action="store_true", help="begin anew whatever it is told")
 parser.add_argument("--daemon", action="store_true", help="leave a process behind")
+parser.add_argument("--leaves", action="store_true", help="exit once it has saved on a signal")
 parser.add_argument("--pause", type=float, default=0.1)
 given = parser.parse_args()
 
@@ -68,6 +70,7 @@ for step in range(start + 1, given.steps + 1):
                 sys.exit(0)
             case "raise":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    leaves = wanted and given.leaves
     if rank == 0:
         print(f"step {step} loss {1 / step:.4f} reward_std {0.0 if kind == 'flat' else 0.5}", flush=True)
         if step % given.every == 0 or wanted:
@@ -75,3 +78,5 @@ for step in range(start + 1, given.steps + 1):
             save(step)
     elif struck_rank != rank:
         print(f"rank {rank} at {step}", flush=True)
+    if leaves:
+        sys.exit(0)
