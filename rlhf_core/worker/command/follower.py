@@ -266,7 +266,8 @@ class Follower:
         for kind, one in readings:
             if one.step is None:
                 continue
-            if one.step < self._first_step:
+            # A program that resumes may still log at step 0: an evaluation before training, or a scalar without a step.
+            if 0 < one.step < self._first_step:
                 raise TrainerIncomplete(
                     f"found step {one.step} ({kind}), expected {self._first_step} or later: the trainer was to resume "
                     f"from {self._place.order.checkpoint} but started over. Check trainer.resume and "
