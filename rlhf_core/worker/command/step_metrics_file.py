@@ -1,4 +1,4 @@
-"""Metrics of an external trainer as lines of ``metrics.jsonl``, one per step, under this project's names."""
+"""Metrics of an external trainer as lines of ``metrics.jsonl``, by step, under this project's names."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -14,7 +14,11 @@ HOLD_S = 3.0
 
 
 class StepMetricsFile:
-    """Writes the figures of each step once; used by rank 0's worker."""
+    """Writes each figure of a step once; used by rank 0's worker.
+
+    A step may have several lines: transformers logs the loss of a step, evaluates for minutes, and then logs the
+    results of the evaluation at the same step.
+    """
 
     def __init__(self, path: Path, trainer: CommandTrainer, first_step: int) -> None:
         self._path = path
@@ -24,8 +28,11 @@ class StepMetricsFile:
         self._owner: ProgressSource | None = None
         self._pending: dict[int, dict[str, float]] = {}
         self._touched_s: dict[int, float] = {}
+        self._first_step = first_step
         self._last = first_step
-        """Newest step written; later figures for it or for earlier steps are ignored."""
+        """Newest step written; later figures for earlier steps are ignored."""
+        self._names_of_last: frozenset[str] = frozenset()
+        """Metrics written for it."""
 
     def add(self, source: ProgressSource, found: Iterable[StepFigures], now_s: float) -> None:
         """Add figures from a source. Only one source counts: two would repeat figures with different rounding.
@@ -35,7 +42,7 @@ class StepMetricsFile:
             found: The figures.
             now_s: Monotonic time in seconds.
         """
-        figures = [one for one in found if one.step > self._last]
+        figures = [one for one in found if one.step > self._first_step and one.step >= self._last]
         if not figures:
             return
         if self._owner is None or self._order.index(source) < self._order.index(self._owner):
@@ -43,8 +50,11 @@ class StepMetricsFile:
         if source is not self._owner:
             return
         for one in figures:
-            self._pending.setdefault(one.step, {}).update(self._names.rename(one.values))
-            self._touched_s[one.step] = now_s
+            written = self._names_of_last if one.step == self._last else frozenset()
+            new = {name: value for name, value in self._names.rename(one.values).items() if name not in written}
+            if new:
+                self._pending.setdefault(one.step, {}).update(new)
+                self._touched_s[one.step] = now_s
 
     def recover(self, found: Iterable[StepFigures], recorded: Collection[int]) -> None:
         """Add figures of steps before this start's first that no earlier start recorded: it was killed between reading
@@ -83,7 +93,9 @@ class StepMetricsFile:
         if lines:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line.model_dump_json()}\n" for line in lines))
-        for step in ready:
-            del self._pending[step], self._touched_s[step]
-            self._last = max(self._last, step)
+        for line in lines:
+            del self._pending[line.step], self._touched_s[line.step]
+            if line.step >= self._last:
+                earlier = self._names_of_last if line.step == self._last else frozenset()
+                self._last, self._names_of_last = line.step, earlier | line.metrics.keys()
         return lines

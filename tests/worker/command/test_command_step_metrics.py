@@ -48,3 +48,19 @@ def test_steps_of_the_past_are_left_out(tmp_path: Path) -> None:
     metrics.add(LOG, [StepFigures(11, {"loss": 3.0})], 1.0)
     metrics.write(1.0, all_of_them=True)
     assert [(line.step, line.metrics["train/loss"]) for line in read_models(path, MetricsLine)] == [(11, 1.0)]
+
+
+def test_an_evaluation_that_takes_longer_than_the_step_is_held_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """transformers logs the loss, evaluates, and logs the results at the same step."""
+    metrics, path = file_of(tmp_path)
+    metrics.add(EVENTS, [StepFigures(4, {"loss": 2.0})], 0.0)
+    metrics.write(1.0 + HOLD_S)
+    metrics.add(EVENTS, [StepFigures(4, {"loss": 2.5, "eval_loss": 3.0})], 60.0)
+    metrics.add(EVENTS, [StepFigures(5, {"loss": 1.0}), StepFigures(4, {"eval_runtime": 55.0})], 61.0)
+    metrics.write(61.0)
+    metrics.write(61.0, all_of_them=True)
+    assert [(line.step, line.metrics) for line in read_models(path, MetricsLine)] == [
+        (4, {"train/loss": 2.0}),
+        (4, {"eval/loss": 3.0, "time/evaluate_s": 55.0}),
+        (5, {"train/loss": 1.0}),
+    ]
