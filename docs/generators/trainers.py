@@ -325,6 +325,8 @@ because it would fail again in the same way:
 
 - The program exited with code 0 before it reached `trainer.num_steps`. Pass it the number as `{{num_steps}}` rather
   than hard-coding it.
+- The program exited with code 0 and left its last checkpoint without the files of `trainer.checkpoint_complete`. An
+  older model would be evaluated and promoted instead.
 - The program was told to resume from a checkpoint but began at an earlier step. The checkpoint is untouched; check
   `trainer.resume_argv`.
 

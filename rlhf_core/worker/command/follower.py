@@ -53,7 +53,8 @@ def run_command_trainer(context: WorkerContext) -> RoleResult:
     """Run the ``trainer`` role with an external program.
 
     Raises:
-        TrainerIncomplete: it exited cleanly but too early, or began at a step other than the one it was given.
+        TrainerIncomplete: it exited cleanly but too early, without completing its last checkpoint, or began at a step
+            other than the one it was given.
         CheckpointCorrupt: the checkpoint to resume from is damaged.
         BadInput: the program cannot be started.
     """
@@ -322,11 +323,12 @@ class Follower:
         if self._context.rank != 0:
             return RoleResult.DONE  # rank 0 judges a program that exited cleanly: it has the steps and checkpoints
         self._record.close(lambda: self._beat.beat(self._phase, self._step))
-        if self._is_complete():
-            return RoleResult.DONE
-        if self._saves.is_stopping:
-            return RoleResult.STOPPED_EARLY
-        raise self._incomplete()
+        if not self._is_complete():
+            if self._saves.is_stopping:
+                return RoleResult.STOPPED_EARLY
+            raise self._incomplete()
+        self._record.require_last_checkpoint()
+        return RoleResult.DONE
 
     def _exit_code(self) -> int:
         launcher = self._child.poll() if self._child is not None else None

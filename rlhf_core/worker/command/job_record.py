@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.health import MetricHealth
@@ -20,6 +21,8 @@ from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
 
 POLL_INTERVAL_S = 1.0
 """Interval of the search for checkpoints, in seconds."""
+LAST_RETRIES = 3
+"""Maximum number of retries to publish the last checkpoint once the program has exited."""
 
 
 class JobRecord:
@@ -86,15 +89,45 @@ class JobRecord:
             self._say_once(self._publisher.problem)
 
     def close(self, beat: Callable[[], None]) -> None:
-        """Wait for checkpoints being published and keep extra files, calling ``beat`` in the meantime."""
-        while self._publisher.is_busy:
-            beat()
-            time.sleep(0.1)
-        self._say_once(self._publisher.problem)
+        """Publish what the program has left and keep extra files, calling ``beat`` in the meantime."""
+        self._await_publisher(beat)
+        for _ in range(LAST_RETRIES):
+            if not self._publisher.has_unpublished:
+                break
+            time.sleep(POLL_INTERVAL_S)
+            self._publisher.consider(time.monotonic(), ended=True)
+            self._await_publisher(beat)
         for pattern in self._trainer.artifacts:
             for path in sorted(self._output_dir.glob(pattern)):
                 beat()
                 self._keep(path)
+
+    def require_last_checkpoint(self) -> None:
+        """Raise if the program's last checkpoint is not published: an older one would be evaluated and promoted.
+
+        Raises:
+            OSError: it could not be read or written.
+            WorkerError: the run has moved on to another attempt.
+            TrainerIncomplete: the program has left it incomplete.
+        """
+        self._publisher.require_newest()
+        step, wanted = self.newest_step, self._trainer.num_steps
+        if 0 < step < wanted:
+            self._warn(
+                TrainerWarning(
+                    time=utc_now(),
+                    failure_kind=FailureKind.INCOMPLETE,
+                    message=f"The last checkpoint is of step {step}, but training ended at step {wanted}: the model of "
+                    f"step {step} is evaluated and promoted. Have the trainer save at its end.",
+                    step=wanted,
+                )
+            )
+
+    def _await_publisher(self, beat: Callable[[], None]) -> None:
+        while self._publisher.is_busy:
+            beat()
+            time.sleep(0.1)
+        self._say_once(self._publisher.problem)
 
     def _keep(self, path: Path) -> None:
         target = self._context.restart_dir.artifacts / path.relative_to(self._output_dir)

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from rlhf_core.diagnosis.retention import kept_steps
-from rlhf_core.errors import CheckpointCorrupt, WorkerError
+from rlhf_core.errors import CheckpointCorrupt, TrainerIncomplete, WorkerError
 from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import remove_tree
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
@@ -113,11 +113,37 @@ class CheckpointPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._first_step = first_step
         self._begun: set[int] = set()
+        self._newest_found: FoundCheckpoint | None = None
+        self._failure: OSError | WorkerError | None = None
         self._running: list[Future[None]] = []
         self.newest_step = first_step
         """Step of the newest published checkpoint."""
         self.problem = ""
         """Reason why the newest checkpoint could not be published; empty if it was."""
+
+    @property
+    def has_unpublished(self) -> bool:
+        """True if the output folder has a newer checkpoint than the newest published one."""
+        return self._newest_found is not None and self._newest_found.step > self.newest_step
+
+    def require_newest(self) -> None:
+        """Raise if the newest checkpoint in the output folder is not published.
+
+        Raises:
+            OSError: it could not be read or written.
+            WorkerError: the run has moved on to another attempt.
+            TrainerIncomplete: the program has ended and left it incomplete.
+        """
+        found = self._newest_found
+        if found is None or found.step <= self.newest_step:
+            return
+        if found.complete and self._failure is not None:
+            raise self._failure
+        raise TrainerIncomplete(
+            f"the trainer's last checkpoint {found.path} is incomplete: found no file for {', '.join(found.lacks)}, "
+            "expected one for each pattern of trainer.checkpoint_complete. Correct the patterns, or find the reason in "
+            "its log"
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -137,6 +163,7 @@ class CheckpointPublisher:
         except OSError as error:
             self.problem = f"failed to search for checkpoints: {error}"
             return
+        self._newest_found = found[-1] if found else None
         for one in found:
             # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
             if one.complete and one.step > self._first_step and one.step not in self._begun:
@@ -147,10 +174,12 @@ class CheckpointPublisher:
         try:
             publish(self._context, self._trainer, self._output_dir, found)
         except (OSError, WorkerError) as error:
-            self.problem = f"failed to publish checkpoint {found.path}: {error}"
+            self.problem, self._failure = f"failed to publish checkpoint {found.path}: {error}", error
+            if isinstance(error, OSError):  # a file system may fail for a moment only
+                self._begun.discard(found.step)
             return
         self.newest_step = max(self.newest_step, found.step)
-        self.problem = ""
+        self.problem, self._failure = "", None
 
 
 def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, found: FoundCheckpoint) -> None:

@@ -1,6 +1,8 @@
 """Metrics and checkpoints of a program that is started again: none is lost, and none is taken twice."""
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +10,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from program_contexts import context_of, trainer_of
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.health import HealthSpec
-from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.worker.command import published
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import OWN_NAME
@@ -110,3 +114,41 @@ def test_checkpoints_of_the_start_before_are_not_published_again(
     while of_restart.is_busy:
         time.sleep(0.01)
     assert (begun, of_restart.newest_step) == ([12], 12)
+
+
+def closed_record(tmp_path: Path, last_step: int) -> tuple[JobRecord, RunDir]:
+    context = context_of(tmp_path, framework="trl", algorithm="cpo", num_steps=20)
+    context.restart_dir.root.mkdir(parents=True)
+    output = tmp_path / "output"
+    output.mkdir()
+    for step in (8, last_step):
+        state(output / f"checkpoint-{step}", step)
+    record = JobRecord(context, trainer_of(context), output, first_step=0)
+    record.take([], 0.0, ended=True)
+    return record, context.run_dir
+
+
+def test_a_last_checkpoint_is_published_when_the_disk_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, failures = os.link, iter([True])
+
+    def fail_once(source: Path, target: Path) -> None:
+        if "checkpoint-20" in str(source) and next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", fail_once)
+    record, run_dir = closed_record(tmp_path, last_step=20)
+    record.close(lambda: None)
+    record.require_last_checkpoint()
+    assert [one.step for one in run_dir.checkpoints()] == [8, 20]
+
+
+def test_a_model_older_than_the_training_is_an_incident(tmp_path: Path) -> None:
+    record, run_dir = closed_record(tmp_path, last_step=16)
+    record.close(lambda: None)
+    record.require_last_checkpoint()
+    (warning,) = read_models(run_dir.attempt(1).restart(0).warnings, TrainerWarning)
+    assert warning.failure_kind is FailureKind.INCOMPLETE
+    assert "of step 16, but training ended at step 20" in warning.message

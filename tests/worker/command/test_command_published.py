@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from process_tools import until
 from program_contexts import context_of, trainer_of
 
-from rlhf_core.errors import CheckpointCorrupt, WorkerError
+from rlhf_core.errors import CheckpointCorrupt, TrainerIncomplete, WorkerError
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.training.types import WorkerContext
@@ -141,3 +142,43 @@ def test_a_checkpoint_may_be_a_single_file(tmp_path: Path) -> None:
     checkpoint = context.run_dir.checkpoint(10)
     assert resume_folder(context, trainer_of(context), checkpoint.root.name) == checkpoint.root / "state-10.pt"
     assert not checkpoint.model.exists()
+
+
+def publisher_of(context: WorkerContext) -> published.CheckpointPublisher:
+    return published.CheckpointPublisher(context, trainer_of(context), output_dir(context), first_step=0)
+
+
+def consider(publisher: published.CheckpointPublisher) -> None:
+    publisher.consider(0.0, ended=True)
+    until(lambda: not publisher.is_busy)
+
+
+def test_a_checkpoint_that_could_not_be_published_for_a_moment_is_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: object, target: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    context = context_of(tmp_path)
+    publisher = publisher_of(context)
+    save(context, 40)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "link", fail)
+        consider(publisher)
+    assert "Input/output error" in publisher.problem
+    with pytest.raises(OSError, match="Input/output error"):
+        publisher.require_newest()
+    consider(publisher)
+    publisher.require_newest()
+    assert (publisher.newest_step, publisher.problem, publisher.has_unpublished) == (40, "", False)
+
+
+def test_a_last_checkpoint_that_is_incomplete_is_named(tmp_path: Path) -> None:
+    context = context_of(tmp_path)
+    publisher = publisher_of(context)
+    save(context, 30)
+    (save(context, 40).path / "trainer_state.json").unlink()
+    consider(publisher)
+    assert publisher.newest_step == 30
+    with pytest.raises(TrainerIncomplete, match=r"checkpoint-40 is incomplete: found no file for trainer_state\.json"):
+        publisher.require_newest()
