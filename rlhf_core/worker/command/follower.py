@@ -38,7 +38,8 @@ from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 POLL_INTERVAL_S = 0.1
 SOURCES_INTERVAL_S = 0.5
 CASCADE_TIMEOUT_S = 5.0
-"""Time that the worker of a rank killed by its launcher waits to be killed by the agent: another rank failed first."""
+"""Time that the worker of a rank killed by its launcher waits, in seconds: to be killed by the agent if another rank
+failed first, and to see the checkpoint after which the program was stopped."""
 LAUNCHER_TIMEOUT_S = 0.5
 """Time that the launcher of a failed rank has to exit and print what it saw, in seconds."""
 MAX_LAST_POLLS = 100
@@ -317,7 +318,7 @@ class Follower:
     def _conclude(self) -> RoleResult:
         code = self._exit_code()
         if code != 0:
-            if self._saves.is_stopping:
+            if self._has_stopped(code):
                 return RoleResult.STOPPED_EARLY
             _end_as(code)
         if self._context.rank != 0:
@@ -336,9 +337,23 @@ class Follower:
         # The launcher's own exit code, if it has exited, says less than the signal that killed its rank.
         if launcher == 0 or (self._child is not None and (self._rank is None or not self._rank.has_failed)):
             return launcher or 0
-        if of_rank == -signal.SIGTERM:
-            time.sleep(CASCADE_TIMEOUT_S)
         return of_rank or 0
+
+    def _has_stopped(self, code: int) -> bool:
+        """True if the program was asked to stop and has saved its state, whatever it exited with then.
+
+        The first of its workers that sees the checkpoint ends the launcher, which takes less time than the others need
+        to see it. The same wait is for the agent, if the launcher killed the rank because another one failed.
+        """
+        is_killed_by_launcher = self._child is None and code == -signal.SIGTERM
+        deadline = time.monotonic() + CASCADE_TIMEOUT_S
+        while is_killed_by_launcher or self._saves.is_asked_to_stop:
+            if self._saves.is_stopping:
+                return True
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_INTERVAL_S)
+        return False
 
     def _is_complete(self) -> bool:
         """True if the program made its last step, or reports none that could tell otherwise."""

@@ -47,12 +47,17 @@ class SaveRequests:
         """Process id of the program, if this worker has started it."""
 
     @property
+    def is_asked_to_stop(self) -> bool:
+        """True once the program was asked to stop, whether or not it has saved its state."""
+        return self._asked == "stop"
+
+    @property
     def is_stopping(self) -> bool:
         """True once the program was asked to stop and has saved its state.
 
         Looks again: a checkpoint is published some time after it was saved, and the program may have exited since.
         """
-        return self._asked == "stop" and self._newest() > self._newest_before
+        return self.is_asked_to_stop and self._newest() > self._newest_before
 
     @property
     def is_done(self) -> bool:

@@ -40,14 +40,14 @@ def stranger(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any
     }
 
 
-def with_torchrun(*options: str, **changed: Any) -> dict[str, Any]:
-    """Settings of a trainer that torchrun starts, and that prints nothing."""
+def with_torchrun(*options: str, script: str = "torch_stranger.py", **changed: Any) -> dict[str, Any]:
+    """Settings of a trainer that torchrun starts; the usual script prints nothing."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     place = ["--nnodes={num_nodes}", "--node-rank={node_rank}", "--nproc-per-node={ranks_per_node}"]
     meeting = ["--master-addr={master_addr}", "--master-port={master_port}"]
     return {
         "kind": "command",
-        "argv": [*torchrun, *place, *meeting, str(TARGETS / "torch_stranger.py"), *options],
+        "argv": [*torchrun, *place, *meeting, str(TARGETS / script), *options],
         "num_steps": STEPS,
         "resume": "none",
         **changed,
@@ -181,6 +181,19 @@ def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeR
     code, output = run.finish()
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
     assert len(saved(run)) == 1
+
+
+def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoint(agent_run: MakeRun) -> None:
+    """The ranks die before all their workers have seen the checkpoint."""
+    options = ["{output_dir}", "2000", "--every", "15"]
+    patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
+    run = agent_run(trainer=with_torchrun(*options, script="stranger.py", stdout_patterns=patterns, num_steps=2_000))
+    run.start(native=True)
+    until(lambda: run.reached(0, 3))
+    run.order("stop_after_step")
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
+    assert run.restart(0).incident_files() == []
 
 
 def test_a_program_that_finishes_although_it_was_asked_to_stop_is_complete(agent_run: MakeRun) -> None:
