@@ -69,7 +69,7 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         if wanted and state.global_step == wanted > self._saved:
             self._saved = wanted
             control.should_save = True
-            control.should_training_stop = bool(stop)
+            control.should_training_stop = control.should_training_stop or bool(stop)
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

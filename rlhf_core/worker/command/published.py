@@ -92,8 +92,8 @@ def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_di
     step = checkpoint.step if checkpoint is not None else 0
     for found in find_checkpoints(trainer, output_dir):
         if found.step > step:
-            aside.mkdir(parents=True, exist_ok=True)
-            target = aside / found.path.name
+            target = aside / found.path.relative_to(output_dir)
+            target.parent.mkdir(parents=True, exist_ok=True)
             remove_tree(target)
             found.path.rename(target)
     if checkpoint is not None and trainer.resume == "in_place":

@@ -74,6 +74,13 @@ def test_a_save_happens_at_the_step_that_all_ranks_were_told(callback: ModuleTyp
     assert not control.should_training_stop, "a rank that is past the step must not save alone"
 
 
+def test_a_save_leaves_the_stop_of_another_callback(callback: ModuleType, status: words.RankFile) -> None:
+    control = SimpleNamespace(should_save=False, should_training_stop=True)
+    status.set(words.SAVE, 9)
+    callback.SupervisionCallback().on_step_end(None, at(9), control)
+    assert (control.should_save, control.should_training_stop) == (True, True)
+
+
 def test_without_a_run_it_does_nothing(callback: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(words.PATH_VARIABLE, raising=False)
     one, control = callback.SupervisionCallback(), SimpleNamespace(should_save=False)

@@ -123,6 +123,16 @@ def test_later_checkpoints_are_moved_away_before_the_program_starts(tmp_path: Pa
     assert [path.name for path in aside.iterdir()] == ["checkpoint-20"]
 
 
+def test_checkpoints_of_the_same_last_name_are_moved_away_side_by_side(tmp_path: Path) -> None:
+    context = context_of(tmp_path, checkpoint_name="global_step_{step}/actor")
+    for step in (20, 30):
+        save(context, step, "global_step_{step}/actor")
+    aside = tmp_path / "aside"
+    published.restore(None, trainer_of(context), output_dir(context), aside)
+    kept = [(aside / f"global_step_{step}" / "actor" / "config.json").read_text() for step in (20, 30)]
+    assert kept == ["config.json of 20", "config.json of 30"]
+
+
 def test_a_program_that_finds_its_checkpoint_by_itself_has_it_put_back(tmp_path: Path) -> None:
     in_place = context_of(tmp_path)
     trainer = trainer_of(in_place).model_copy(update={"resume": "in_place"})
