@@ -21,6 +21,9 @@ except ImportError:
 
 PHASES = ("setup", "rollout", "reward", "train", "weight_sync", "checkpoint", "evaluate")
 """Phases in the order of their numbers, as ``rlhf_core.schemas.reports.Phase`` has them."""
+LEAD_STEPS = 2
+"""Steps from the announcement of a save to the save. No rank completes the gradients of the next step without rank 0,
+which announces first; one more, since a rank may be a step ahead of its GPU."""
 
 
 class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
@@ -28,7 +31,10 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
 
     def __init__(self) -> None:
         self._file = _words.own_file() if _words is not None else None
-        self._saved = 0
+        self._request = self._num_orders = 0
+        self._orders: dict[int, bool] = {}
+        self._store: Any = None
+        self._leads = False
 
     def beat(self, phase: str, step: int) -> None:
         """Tell that this rank is alive. For code of your own that takes long, such as a reward function.
@@ -60,17 +66,42 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         self.beat("train", state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
-        """An optimizer step is done: the place where all ranks agree on a save."""
+        """An optimizer step is done: the place where all ranks agree on a save.
+
+        Raises:
+            RuntimeError: the other ranks have saved at an earlier step, without this one.
+        """
         self.beat("train", state.global_step)
         if self._file is None:
             return control
-        wanted, stop = self._file.get(_words.SAVE), self._file.get(_words.STOP)
-        # Asked for at a step number, so that all ranks save at the same one.
-        if wanted and state.global_step == wanted > self._saved:
-            self._saved = wanted
+        if self._store is None:
+            self._store, self._leads = _shared_store()
+        self._announce(self._file, state.global_step)
+        self._take_order(state.global_step)
+        stop = self._orders.pop(state.global_step, None)
+        if stop is not None:
             control.should_save = True
-            control.should_training_stop = control.should_training_stop or bool(stop)
+            control.should_training_stop = control.should_training_stop or stop
         return control
+
+    def _announce(self, file: Any, step: int) -> None:
+        """Tell all ranks the step of a save that was requested, as rank 0."""
+        request = file.get(_words.SAVE)
+        if self._leads and request != self._request:
+            self._request = request
+            self._store.set(_key(self._num_orders + 1), f"{step + LEAD_STEPS} {file.get(_words.STOP)}")
+
+    def _take_order(self, step: int) -> None:
+        if not self._store.check([_key(self._num_orders + 1)]):
+            return
+        self._num_orders += 1
+        wanted, stop = map(int, self._store.get(_key(self._num_orders)).split())
+        if wanted < step:
+            raise RuntimeError(
+                f"at step {step}, this rank was told to save at step {wanted}, expected to be told before: the other "
+                "ranks wait for it. Ranks must take their steps together"
+            )
+        self._orders[wanted] = bool(stop)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """An evaluation is done."""
@@ -87,3 +118,22 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
     def on_log(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Metrics were logged."""
         self.beat("train", state.global_step)
+
+
+def _key(number: int) -> str:
+    return f"rlhf-flows/save/{number}"
+
+
+def _shared_store() -> Any:
+    """The store of the ranks' process group, and True on rank 0. A process without a group has a store of its own.
+
+    Through the store, an announcement reaches every rank before rank 0 goes on; a network file system may hide a new
+    file for a minute.
+    """
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    if dist.is_initialized():
+        # torch has no public function for it.
+        return dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
+    return HashStore(), True

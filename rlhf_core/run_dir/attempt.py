@@ -38,11 +38,6 @@ class RestartDir:
         return self.root / "launch.json"
 
     @property
-    def save_order(self) -> Path:
-        """Step at which another program is to save, the same for all of its ranks; the worker of rank 0 writes it."""
-        return self.root / "save.json"
-
-    @property
     def warnings(self) -> Path:
         """Findings of trainers that leave the run going, one a line; the trainer of rank 0 appends."""
         return self.warnings_of(0)

@@ -253,7 +253,7 @@ class Follower:
             self._beat.beat(self._phase, self._step)
         if self._context.rank == 0:
             self._record.take(readings, now_s, ended=False)
-        self._saves.answer(self._beat.request(), self._step, now_s)
+        self._saves.answer(self._beat.request(), now_s)
         if self._saves.is_done:
             self._beat.beat(Phase.CHECKPOINT, self._step)
             self._saves.close()

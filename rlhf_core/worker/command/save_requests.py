@@ -1,31 +1,19 @@
 """Relays requests to save, or to save and stop, to an external trainer.
 
-The first of three methods that is available is used: ``rlhf_core.callback`` saves at a step announced to all ranks;
+The first of three methods that is available is used: ``rlhf_core.callback`` saves at a step that rank 0 announces;
 ``trainer.save_signal`` is sent to every rank; for a program that supports neither, the worker waits for the next
 checkpoint that it saves by itself.
 """
 
-import math
 import signal
 from typing import Literal
 
-from rlhf_core.files.whole import read_model, write_model
-from rlhf_core.schemas.base import Int32, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.rank_process import RankProcess
 
-LEAD_S = 5.0
-"""Minimum time from a request to the step at which all ranks save, in seconds: the order has to reach all nodes."""
 POLL_INTERVAL_S = 1.0
-
-
-class SaveOrder(Schema):
-    """Content of ``save.json``."""
-
-    step: Int32
-    """Step at which all ranks save."""
 
 
 class SaveRequests:
@@ -35,10 +23,8 @@ class SaveRequests:
         self._context = context
         self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
         self._status = status
-        self._path = context.restart_dir.save_order
         self._asked: Literal["", "save", "stop"] = ""
         self._newest_before = 0
-        self._first_seen: tuple[float, int] | None = None
         self._next_poll_s = 0.0
         self._is_saved = False
         self.rank: RankProcess | None = None
@@ -68,52 +54,30 @@ class SaveRequests:
         """Get ready for the next request."""
         self._asked, self._is_saved = "", False
 
-    def answer(self, request: Literal["", "save", "stop"], step: int, now_s: float) -> None:
+    def answer(self, request: Literal["", "save", "stop"], now_s: float) -> None:
         """Record a request and advance it.
 
         Args:
             request: Value of :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request`.
-            step: Newest known step.
             now_s: Monotonic time in seconds.
         """
-        if self._first_seen is None and step:
-            self._first_seen = (now_s, step)
         if request and request != self._asked and not self._is_saved:
-            self._begin(request, step, now_s)
+            self._begin(request)
         if not self._asked or self._is_saved or now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
-        if self._speaks and self._status.get(words.SAVE) == 0:
-            self._hand_on()
         if self._newest() > self._newest_before:
             self._is_saved = True
             if self._asked == "stop":
                 self._end()
 
-    @property
-    def _speaks(self) -> bool:
-        """True if the rank has the callback."""
-        return self._status.get(words.BEATS) > 0
-
-    def _begin(self, request: Literal["save", "stop"], step: int, now_s: float) -> None:
+    def _begin(self, request: Literal["save", "stop"]) -> None:
         self._asked, self._newest_before, self._next_poll_s = request, self._newest(), 0.0
         self._status.set(words.STOP, int(request == "stop"))
-        self._status.set(words.SAVE, 0)
-        if self._speaks and self._context.rank == 0:
-            write_model(self._path, SaveOrder(step=step + self._lead(step, now_s)))
-        elif not self._speaks and self._signal is not None and self.rank is not None:
+        self._status.set(words.SAVE, self._status.get(words.SAVE) + 1)
+        has_callback = self._status.get(words.BEATS) > 0
+        if not has_callback and self._signal is not None and self.rank is not None:
             self.rank.send(self._signal)
-
-    def _lead(self, step: int, now_s: float) -> int:
-        """Number of steps that take ``LEAD_S``, at least 2."""
-        since_s, first = self._first_seen or (now_s, step)
-        step_s = (now_s - since_s) / (step - first) if step > first else LEAD_S
-        return max(2, math.ceil(LEAD_S / max(step_s, 1e-3)))
-
-    def _hand_on(self) -> None:
-        order = read_model(self._path, SaveOrder)
-        if order is not None:
-            self._status.set(words.SAVE, order.step)
 
     def _newest(self) -> int:
         newest = self._context.run_dir.newest_checkpoint()

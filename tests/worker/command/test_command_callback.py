@@ -2,11 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
@@ -58,27 +61,98 @@ def test_every_event_is_a_beat_with_step_and_phase(callback: ModuleType, status:
         one.beat("holiday", 7)
 
 
-def test_a_save_happens_at_the_step_that_all_ranks_were_told(callback: ModuleType, status: words.RankFile) -> None:
-    one, control = callback.SupervisionCallback(), SimpleNamespace(should_save=False, should_training_stop=False)
-    status.set(words.SAVE, 9)
-    saves = []
-    for step in (7, 8, 9, 9, 10):
-        control.should_save = False
-        one.on_step_end(None, at(step), control)
-        saves.append(control.should_save)
-    assert saves == [False, False, True, False, False]
-    assert not control.should_training_stop
-    status.set(words.STOP, 1)
-    status.set(words.SAVE, 11)
-    one.on_step_end(None, at(12), control)
-    assert not control.should_training_stop, "a rank that is past the step must not save alone"
+Ranks = Callable[[int], Any]
+
+
+@pytest.fixture
+def ranks(callback: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Makes the callback of a rank; all ranks share a store."""
+    store = HashStore()
+
+    def make(rank: int) -> Any:
+        words.RankFile(words.rank_path(str(tmp_path / "ranks"), rank), create=True)
+        monkeypatch.setenv(words.PATH_VARIABLE, str(tmp_path / "ranks"))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setattr(callback, "_shared_store", lambda: (store, rank == 0))
+        made = callback.SupervisionCallback()
+        made.on_step_end(None, at(0), control())
+        return made
+
+    return make
+
+
+def control(*, stop: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(should_save=False, should_training_stop=stop)
+
+
+def ask(tmp_path: Path, rank: int, *, stop: bool = False) -> None:
+    """A request, as the worker of that rank hands it on."""
+    status = words.RankFile(words.rank_path(str(tmp_path / "ranks"), rank))
+    status.set(words.STOP, int(stop))
+    status.set(words.SAVE, status.get(words.SAVE) + 1)
+
+
+def saves(one: Any, *steps: int) -> list[tuple[int, bool]]:
+    """Steps at which it saves, and whether it stops there."""
+    found = []
+    for step in steps:
+        asked = one.on_step_end(None, at(step), control())
+        if asked.should_save:
+            found.append((step, asked.should_training_stop))
+    return found
+
+
+def test_all_ranks_save_at_the_step_that_the_first_one_announces(ranks: Ranks, tmp_path: Path) -> None:
+    """However long steps take, and whenever the workers of the other ranks hear of the request."""
+    first, second = ranks(0), ranks(1)
+    ask(tmp_path, 0)
+    assert saves(first, 7, 8, 9, 9, 10) == [(9, False)]
+    assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has not said anything"
+    ask(tmp_path, 1, stop=True)
+    assert saves(second, 11, 12, 13) == [], "a rank does not save alone"
+    ask(tmp_path, 0, stop=True)
+    assert saves(first, 14, 15, 16) == saves(second, 14, 15, 16) == [(16, True)]
+
+
+def test_a_stop_follows_a_save_that_is_under_way(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(0), ranks(1)
+    ask(tmp_path, 0)
+    found = saves(first, 7)
+    ask(tmp_path, 0, stop=True)
+    assert found + saves(first, 8, 9, 10) == saves(second, 7, 8, 9, 10) == [(9, False), (10, True)]
+
+
+def test_a_rank_that_hears_of_a_save_too_late_fails(ranks: Ranks, tmp_path: Path) -> None:
+    """The others wait for its part of the checkpoint."""
+    first, second = ranks(0), ranks(1)
+    ask(tmp_path, 0)
+    saves(first, 7)
+    with pytest.raises(RuntimeError, match="at step 10, this rank was told to save at step 9"):
+        saves(second, 10)
+
+
+def test_ranks_agree_through_the_store_of_their_group(
+    callback: ModuleType, status: words.RankFile, tmp_path: Path
+) -> None:
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        status.set(words.SAVE, 1)
+        assert saves(callback.SupervisionCallback(), 1, 2, 3, 4) == [(3, False)]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_without_a_group_saves_too(callback: ModuleType, status: words.RankFile) -> None:
+    status.set(words.SAVE, 1)
+    assert saves(callback.SupervisionCallback(), 1, 2, 3, 4) == [(3, False)]
 
 
 def test_a_save_leaves_the_stop_of_another_callback(callback: ModuleType, status: words.RankFile) -> None:
-    control = SimpleNamespace(should_save=False, should_training_stop=True)
-    status.set(words.SAVE, 9)
-    callback.SupervisionCallback().on_step_end(None, at(9), control)
-    assert (control.should_save, control.should_training_stop) == (True, True)
+    one, others = callback.SupervisionCallback(), control(stop=True)
+    status.set(words.SAVE, 1)
+    for step in (7, 8, 9):
+        one.on_step_end(None, at(step), others)
+    assert (others.should_save, others.should_training_stop) == (True, True)
 
 
 def test_without_a_run_it_does_nothing(callback: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ PATH_VARIABLE = "RLHF_RANK_STATUS"
 
 # Written by the rank.
 PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE = range(1, 10)
-# Written by the worker.
+# Written by the worker. SAVE counts the requests to save; STOP is 1 if the newest of them is also one to stop.
 QUESTION, SAVE, STOP = range(10, 13)
 
 NO_GROUP, HAS_GROUP = 1, 2
