@@ -286,8 +286,8 @@ checkpoints/step-000040/
 
 They take no space as long as the trainer keeps its own copy (on another file system, they are real copies). When the
 trainer deletes its copy, they stay: `checkpoint.keep_last` and the site's retention decide when they go. A program that
-changes the files of an old checkpoint in place also changes the published one. Its checksums then no longer match, and
-it is not used. Trainers normally write new files.
+changes the files of a checkpoint in place also changes the published one. Until it is published again with new
+checksums, which happens once it has not changed for two seconds, it is not used.
 
 After a failure, rlhf-flows verifies the checksums of the newest complete checkpoint and tells the program to resume
 from it, as `trainer.resume` says:

@@ -29,7 +29,12 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints, find_checkpoints
+from rlhf_core.worker.command.found_checkpoints import (
+    CheckpointContent,
+    FoundCheckpoint,
+    WatchedCheckpoints,
+    find_checkpoints,
+)
 from rlhf_core.worker.command.launch import OWN_NAME, own_name
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -112,7 +117,7 @@ class CheckpointPublisher:
         self._watched = WatchedCheckpoints(trainer, output_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._first_step = first_step
-        self._begun: set[int] = set()
+        self._begun: dict[Path, CheckpointContent] = {}
         self._newest_found: FoundCheckpoint | None = None
         self._failure: OSError | WorkerError | None = None
         self._running: list[Future[None]] = []
@@ -123,8 +128,11 @@ class CheckpointPublisher:
 
     @property
     def has_unpublished(self) -> bool:
-        """True if the output folder has a newer checkpoint than the newest published one."""
-        return self._newest_found is not None and self._newest_found.step > self.newest_step
+        """True if the newest checkpoint in the output folder is not published as it is now."""
+        found = self._newest_found
+        if found is None or found.step <= self._first_step:
+            return False
+        return found.step > self.newest_step or found.path not in self._begun
 
     def require_newest(self) -> None:
         """Raise if the newest checkpoint in the output folder is not published.
@@ -135,7 +143,7 @@ class CheckpointPublisher:
             TrainerIncomplete: the program has ended and left it incomplete.
         """
         found = self._newest_found
-        if found is None or found.step <= self.newest_step:
+        if found is None or not self.has_unpublished:
             return
         if found.complete and self._failure is not None:
             raise self._failure
@@ -166,9 +174,21 @@ class CheckpointPublisher:
         self._newest_found = found[-1] if found else None
         for one in found:
             # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
-            if one.complete and one.step > self._first_step and one.step not in self._begun:
-                self._begun.add(one.step)
+            if one.complete and one.step > self._first_step and self._is_new(one.path):
                 self._running.append(self._thread.submit(self._publish_guarded, one))
+
+    def _is_new(self, path: Path) -> bool:
+        """Note the content of a checkpoint; True unless it was published with this content.
+
+        A program that saves a step again writes into files that the published checkpoint shares with it.
+        """
+        before, content = self._begun.get(path), self._watched.content(path)
+        if content is None or content == before:
+            return False
+        if before is not None and content.num_files < before.num_files:
+            return False  # the program is removing it
+        self._begun[path] = content
+        return True
 
     def _publish_guarded(self, found: FoundCheckpoint) -> None:
         try:
@@ -176,7 +196,7 @@ class CheckpointPublisher:
         except (OSError, WorkerError) as error:
             self.problem, self._failure = f"failed to publish checkpoint {found.path}: {error}", error
             if isinstance(error, OSError):  # a file system may fail for a moment only
-                self._begun.discard(found.step)
+                self._begun.pop(found.path, None)
             return
         self.newest_step = max(self.newest_step, found.step)
         self.problem, self._failure = "", None

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,27 @@ def test_a_last_checkpoint_that_is_incomplete_is_named(tmp_path: Path) -> None:
     assert publisher.newest_step == 30
     with pytest.raises(TrainerIncomplete, match=r"checkpoint-40 is incomplete: found no file for trainer_state\.json"):
         publisher.require_newest()
+
+
+def test_a_step_that_is_saved_again_is_published_again(tmp_path: Path) -> None:
+    context = context_of(tmp_path)
+    publisher = publisher_of(context)
+    folder = save(context, 40).path
+    consider(publisher)
+    time.sleep(0.01)
+    (folder / "optimizer.pt").write_text("written over in place")
+    assert context.run_dir.checkpoint(40).damage() != []
+    consider(publisher)
+    assert context.run_dir.checkpoint(40).damage() == []
+
+
+def test_a_checkpoint_that_the_program_is_removing_is_not_published_again(tmp_path: Path) -> None:
+    context = context_of(tmp_path)
+    publisher = publisher_of(context)
+    folder = save(context, 40).path
+    consider(publisher)
+    (folder / "optimizer.pt").unlink()
+    consider(publisher)
+    checkpoint = context.run_dir.checkpoint(40)
+    assert (checkpoint.root / "checkpoint-40" / "optimizer.pt").exists()
+    assert checkpoint.damage() == []
