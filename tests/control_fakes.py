@@ -100,6 +100,8 @@ class FakeScheduler:
     node_gpus: dict[str, int] = field(default_factory=dict)
     node_gpu_types: dict[str, str] = field(default_factory=dict)
     out_of_service: dict[str, str] = field(default_factory=dict)
+    node_partitions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    default_partition: str = ""
     first_state: JobState = JobState.RUNNING
     on_submit: Callable[[JobRequest], None] = lambda request: None
     """Called when a job is accepted: the immediate actions of its agent."""
@@ -122,6 +124,8 @@ class FakeScheduler:
             node_gpus=self.node_gpus,
             node_gpu_types=self.node_gpu_types,
             out_of_service=self.out_of_service,
+            node_partitions=self.node_partitions,
+            default_partition=self.default_partition,
         )
 
     def script(self, request: JobRequest) -> str:

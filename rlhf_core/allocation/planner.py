@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.cluster import ResourceSpec
+from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.resources import GroupPlan, Inventory, Phases, Placement, in_order
 from rlhf_core.schemas.run import RunSpec
 
@@ -17,6 +17,7 @@ def plan(
     inventory: Inventory,
     *,
     attempt: int,
+    slurm: SlurmSpec | None = None,
     resume_from: CheckpointDir | None = None,
     excluded_nodes: Mapping[str, str] | None = None,
     config_diff: Mapping[str, JsonValue] | None = None,
@@ -32,6 +33,7 @@ def plan(
 
     Args:
         attempt: its number, from 1.
+        slurm: options of its job, those of the site included; by default those of the run alone.
         resume_from: the checkpoint to go on from; None starts from the beginning.
         excluded_nodes: nodes that it must not get, and why.
         config_diff: settings that it and earlier attempts change.
@@ -43,7 +45,7 @@ def plan(
         BadInput: the inventory cannot hold it, now or later; the message says by how much.
     """
     excluded = dict(excluded_nodes or {})
-    shortage = shortages(spec.resources, inventory, tuple(excluded))
+    shortage = shortages(spec.resources, slurm or spec.slurm, inventory, tuple(excluded))
     if shortage:
         raise BadInput(f"attempt {attempt} cannot be placed: {'; '.join(shortage)}")
     return Placement(
@@ -105,18 +107,25 @@ def _with_engines(spec: RunSpec, workers: GroupPlan) -> tuple[GroupPlan, ...]:
     return (workers.model_copy(update={"gpus": workers.gpus[: spec.resources.ranks_per_node]}), engines)
 
 
-def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()) -> list[str]:
+def shortages(
+    resources: ResourceSpec, slurm: SlurmSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()
+) -> list[str]:
     """List the resources that the inventory lacks for the request, one sentence each; empty if it fits.
+
+    Nodes that are out of service count as there: a job waits for them, while one that could never have enough nodes is
+    refused.
 
     Processor cores are not counted here: sharing them is slow, not impossible (a preflight warning says so).
     """
     found = []
-    usable = [name for name in inventory.node_names if name not in set(excluded_nodes)]
-    if resources.num_nodes > len(usable):
-        without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
-        found.append(f"{resources.num_nodes} nodes requested, {len(usable)} available{without}")
     if resources.gpus_per_node > inventory.gpus_per_node:
         found.append(f"{resources.gpus_per_node} GPUs per node requested, {inventory.gpus_per_node} there")
+    usable = [name for name in inventory.nodes_for(slurm, resources.gpus_per_node) if name not in set(excluded_nodes)]
+    if not found and resources.num_nodes > len(usable):
+        within = f" in {', '.join(sorted(slurm.partitions))}" if slurm.partitions else ""
+        having = f" with {resources.gpus_per_node} GPUs" if resources.gpus_per_node else ""
+        without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
+        found.append(f"{resources.num_nodes} nodes requested, {len(usable)} available{within}{having}{without}")
     if inventory.memory_gb and resources.memory_gb > inventory.memory_gb:
         found.append(f"{resources.memory_gb:g} GiB of memory per node requested, {inventory.memory_gb:.1f} there")
     return found

@@ -1,6 +1,7 @@
 """Number of nodes of an attempt: as many as the run asks for, or as many as the cluster has (``resources.min_nodes``).
 
-Nodes that are busy count as there: a job waits for them. Nodes that are out of service or excluded do not.
+Nodes that are busy count as there: a job waits for them. Nodes that are out of service or excluded do not. Nodes that
+the cluster does not have are not excluded either: Slurm refuses a job that names one.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ def size_of(
         excluded: nodes to go without, and why, oldest suspects first.
         new_suspects: those of them that no attempt has gone without yet.
     """
+    excluded = {node: why for node, why in excluded.items() if node in inventory.node_names}
     possible = spec.possible_nodes
     best = _largest(possible, len(usable_nodes(spec, slurm, inventory, new_suspects)))
     for kept in _ever_fewer(excluded, new_suspects) if len(possible) > 1 else ():
@@ -47,7 +49,7 @@ def size_of(
             spared = [node for node in excluded if node not in kept]
             return Size(size, kept, spared, _reason(spec, inventory, kept, size))
     kept, spared = dict(excluded), []
-    while kept and shortages(spec.resources, inventory, tuple(kept)):
+    while kept and shortages(spec.resources, slurm, inventory, tuple(kept)):
         spared.append(next(iter(kept)))
         del kept[spared[-1]]
     return Size(spec.resources.num_nodes, kept, spared)
@@ -55,17 +57,8 @@ def size_of(
 
 def usable_nodes(spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, excluded: Collection[str]) -> list[str]:
     """Nodes that a job of the run may get now or when they are no longer busy."""
-    resources = spec.resources
-    wanted = {name for name in (slurm.partition or inventory.default_partition).split(",") if name}
-    return [
-        name
-        for name in inventory.node_names
-        if name not in excluded
-        and name not in slurm.exclude
-        and name not in inventory.out_of_service
-        and inventory.node_gpus.get(name, inventory.gpus_per_node) >= resources.gpus_per_node
-        and (not wanted or name not in inventory.node_partitions or wanted & {*inventory.node_partitions[name]})
-    ]
+    fitting = inventory.nodes_for(slurm, spec.resources.gpus_per_node)
+    return [name for name in fitting if name not in excluded and name not in inventory.out_of_service]
 
 
 def _ever_fewer(excluded: Mapping[str, str], new_suspects: Collection[str]) -> Iterator[dict[str, str]]:

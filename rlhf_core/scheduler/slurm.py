@@ -84,7 +84,9 @@ class SlurmScheduler:
             node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
             out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},
             node_partitions=partitions,
-            default_partition=next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
+            # sbatch takes the variable where the job names no partition.
+            default_partition=os.environ.get("SBATCH_PARTITION")
+            or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
         )
 
     def script(self, request: JobRequest) -> str:

@@ -79,6 +79,13 @@ class SlurmSpec(Schema):
     extra: tuple[SbatchOption, ...] = ()
     """More `sbatch` options, each as `--option=value`."""
 
+    @property
+    def partitions(self) -> frozenset[str]:
+        """Partitions that the job may run in; empty for the cluster's default."""
+        prefix = "--partition="  # in extra, it overrides the setting
+        in_extra = [option.removeprefix(prefix) for option in self.extra if option.startswith(prefix)]
+        return frozenset(filter(None, [self.partition, *in_extra][-1].split(",")))
+
     def over(self, site: "SlurmSpec") -> "SlurmSpec":
         """Return these settings, with the site's for all that are not set here; lists and variables are combined."""
         changed = {

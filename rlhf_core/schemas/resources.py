@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
+from rlhf_core.schemas.cluster import SlurmSpec
 
 
 class Inventory(Schema):
@@ -30,6 +31,19 @@ class Inventory(Schema):
     """Partitions of each node; empty if the scheduler has none."""
     default_partition: str = ""
     """Default partition of jobs; empty if the scheduler has none."""
+
+    def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
+        """Nodes that a job with these options may get one day: even those that are busy or out of service."""
+        # A partition that is not listed is hidden: which nodes it has is unknown.
+        listed = {partition for found in self.node_partitions.values() for partition in found}
+        wanted = listed & (slurm.partitions or {*self.default_partition.split(",")})
+        return [
+            name
+            for name in self.node_names
+            if name not in slurm.exclude
+            and self.node_gpus.get(name, self.gpus_per_node) >= gpus_per_node
+            and (not wanted or wanted & {*self.node_partitions.get(name, ())})
+        ]
 
 
 class GroupPlan(Schema):

@@ -11,6 +11,7 @@ from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.rollouts import EngineLayout, RolloutSpec
 from rlhf_core.schemas.run import with_changes
@@ -216,9 +217,30 @@ def test_what_is_not_there_is_refused(resources: dict[str, float], inventory: di
 def test_excluded_nodes_are_not_counted() -> None:
     inventory = FakeScheduler(nodes=("a", "b")).inventory()
     spec = make_spec(resources={"num_nodes": 2})
-    assert shortages(spec.resources, inventory) == []
-    assert shortages(spec.resources, inventory, ["b"]) == ["2 nodes requested, 1 available without the excluded b"]
+    assert shortages(spec.resources, SlurmSpec(), inventory) == []
+    lacks = shortages(spec.resources, SlurmSpec(), inventory, ["b"])
+    assert lacks == ["2 nodes requested, 1 available without the excluded b"]
+
+
+def test_nodes_of_other_partitions_are_not_counted() -> None:
+    partitions = {"a": ("small",), "b": ("small", "gpu"), "c": ("gpu",)}
+    inventory = FakeScheduler(nodes=("a", "b", "c"), node_partitions=partitions, default_partition="small").inventory()
+    resources = make_spec(resources={"num_nodes": 3}).resources
+    assert shortages(resources, SlurmSpec(), inventory) == ["3 nodes requested, 2 available"]
+    assert shortages(resources, SlurmSpec(partition="gpu"), inventory) == ["3 nodes requested, 2 available in gpu"]
+    assert shortages(resources, SlurmSpec(partition="gpu", extra=("--partition=gpu,small",)), inventory) == []
+    assert shortages(resources, SlurmSpec(partition="hidden"), inventory) == [], "its nodes are unknown"
+    assert shortages(resources, SlurmSpec(partition="gpu,small", exclude=("a",)), inventory)
+    with pytest.raises(BadInput, match="2 available in gpu"):
+        plan(make_spec(resources={"num_nodes": 3}), inventory, attempt=1, slurm=SlurmSpec(partition="gpu"))
+
+
+def test_nodes_with_too_few_gpus_are_not_counted() -> None:
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpus={"a": 8, "b": 4}).inventory()
+    lacks = shortages(make_spec(resources={"num_nodes": 2, "gpus_per_node": 8}).resources, SlurmSpec(), inventory)
+    assert lacks == ["2 nodes requested, 1 available with 8 GPUs"]
 
 
 def test_cores_may_be_shared() -> None:
-    assert shortages(make_spec(resources={"ranks_per_node": 64}).resources, FakeScheduler().inventory()) == []
+    resources = make_spec(resources={"ranks_per_node": 64}).resources
+    assert shortages(resources, SlurmSpec(), FakeScheduler().inventory()) == []

@@ -47,3 +47,25 @@ def test_a_new_suspect_is_left_out_and_an_old_one_taken_again() -> None:
     assert (first.num_nodes, dict(first.excluded)) == (2, {"d": "suspect"})
     later = size(2, ("d",))
     assert (later.num_nodes, later.spared, later.reason) == (4, ["d"], ""), "the next attempt grows again"
+
+
+def test_a_suspect_is_taken_again_where_its_partition_has_no_other_node() -> None:
+    partitions = {**dict.fromkeys("abcd", ("gpu",)), "e": ("cpu",)}
+    slurm = SlurmSpec(partition="gpu")
+    inventory = FakeScheduler(nodes=(*NODES, "e"), node_partitions=partitions).inventory()
+    found = size_of(spec_of(0), slurm, inventory, {"d": "lost"}, {"d"})
+    assert (dict(found.excluded), found.spared) == ({}, ["d"]), "Slurm would refuse 4 of 3 nodes for good"
+    larger = FakeScheduler(nodes=(*NODES, "e"), node_partitions={**partitions, "e": ("gpu",)}).inventory()
+    assert dict(size_of(spec_of(0), slurm, larger, {"d": "lost"}, {"d"}).excluded) == {"d": "lost"}, "control"
+
+
+def test_a_suspect_is_not_spared_because_others_are_out_of_service() -> None:
+    """The job waits for those."""
+    found = size(0, ("d",), ("d",), nodes=(*NODES, "e"), out_of_service={"a": "down*"})
+    assert (dict(found.excluded), found.spared) == ({"d": "suspect"}, [])
+
+
+@pytest.mark.parametrize("min_nodes", [0, 1])
+def test_a_suspect_that_the_cluster_does_not_have_is_not_named(min_nodes: int) -> None:
+    found = size(min_nodes, ("renamed", "e"), ("renamed",), nodes=(*NODES, "e"))
+    assert dict(found.excluded) == {"e": "suspect"}, "Slurm refuses a job that names an unknown node"

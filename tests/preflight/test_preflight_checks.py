@@ -543,6 +543,25 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
     assert [result.status for result in found(gpus, "resources.gpus")] == [CheckStatus.PASSED]
 
 
+def test_only_nodes_of_the_partition_count() -> None:
+    """The other partition has enough nodes with enough GPUs."""
+    gpus = {"a": 4, "b": 8, "c": 8}
+    partitions = {"a": ("small",), "b": ("large",), "c": ("large",)}
+    inventory = FakeScheduler(nodes=tuple(gpus), gpus_per_node=8, node_gpus=gpus, node_partitions=partitions)
+    resources = {"num_nodes": 2, "ranks_per_node": 8, "gpus_per_node": 8}
+    facts = replace(with_spec(resources=resources), inventory=inventory.inventory(), scheduler="slurm")
+    small = replace(facts, site_slurm=SlurmSpec(partition="small"))
+    large = replace(facts, site_slurm=SlurmSpec(partition="large"))
+    for check, says in {"resources.nodes": "has 1 nodes", "resources.gpus": "the nodes have 4"}.items():
+        (result,) = found(small, check)
+        assert result.status is CheckStatus.BLOCKED
+        assert says in result.found
+        assert found(large, check)[0].status is CheckStatus.PASSED, check
+    one_less = replace(large, site_slurm=SlurmSpec(partition="large", exclude=("c",)))
+    assert found(one_less, "resources.uneven_gpus")[0].status is CheckStatus.BLOCKED
+    assert found(large, "resources.uneven_gpus")[0].status is CheckStatus.PASSED
+
+
 @pytest.mark.parametrize(("gpus", "engines"), [(0, 4), (2, 4)], ids=["CPU", "GPUs"])
 def test_engines_have_nodes_of_their_own(gpus: int, engines: int) -> None:
     """Control: every GPU is used, there is no finding, and the memory of engines is not subtracted from that of

@@ -171,6 +171,16 @@ def test_a_submission_takes_only_defaults_from_variables() -> None:
     assert for_submission(kept | ignored, SlurmSpec(partition="gpu")) == kept
 
 
+def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "a|8|64000|(null)|idle|cpu*\nb|8|64000|gpu:h100:8|idle|gpu\n"
+    monkeypatch.setattr(slurm_queue, "run", lambda *words, **_: rows if words[0] == "sinfo" else "Slurmctld(a) is UP")
+    inventory = SlurmScheduler().inventory()
+    assert (inventory.default_partition, inventory.nodes_for(SlurmSpec())) == ("cpu", ["a"])
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    assert SlurmScheduler().inventory().nodes_for(SlurmSpec()) == ["b"]
+    assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="cpu")) == ["a"]
+
+
 def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
     status = status_of(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
     assert status.reason == "Resources, expected to start 2026-11-21T10:00:00"

@@ -42,6 +42,7 @@ def plan_attempt(controller: Controller, number: int) -> None:
         spec,
         inventory,
         attempt=number,
+        slurm=controller.spec.slurm.over(controller.site.slurm),
         resume_from=controller.run_dir.newest_checkpoint(),
         excluded_nodes=size.excluded,
         config_diff={**changes, **smaller},

@@ -15,13 +15,14 @@ SHORT_ATTEMPT_S = 300
 
 @check("resources.nodes")
 def nodes(facts: Facts) -> Iterator[Finding]:
-    """A job that requests more nodes than the cluster has waits forever."""
-    asked, there = facts.spec.resources.num_nodes, len(facts.inventory.node_names)
+    """Slurm refuses a job that requests more nodes than its partition has."""
+    asked, there = facts.spec.resources.num_nodes, len(_nodes(facts))
     beside = facts.spec.rollout.nodes
     fewer = [number for number in facts.spec.possible_nodes if number <= there]
     if asked > there and fewer:
         yield warning(
-            f"resources.num_nodes = {asked}, the scheduler has {there}; resources.min_nodes allows {fewer[0]}",
+            f"resources.num_nodes = {asked}, the scheduler has {there} for this job; resources.min_nodes allows "
+            f"{fewer[0]}",
             f"{asked} nodes",
             f"it trains on {fewer[0]} with the same global batch but takes longer; set "
             f"resources.num_nodes={fewer[0]} if that is intended",
@@ -35,9 +36,11 @@ def nodes(facts: Facts) -> Iterator[Finding]:
         )
     elif asked > there:
         yield blocked(
-            f"resources.num_nodes = {asked}, the scheduler has {there} nodes",
+            f"resources.num_nodes = {asked}, the scheduler has {there} nodes for this job",
             f"at most {there} nodes",
-            f"set resources.num_nodes={max(there, 1)}" + (f", and fewer in rollout.nodes ({beside})" if beside else ""),
+            f"set resources.num_nodes={max(there, 1)}"
+            + (f", and fewer in rollout.nodes ({beside})" if beside else "")
+            + (", or another slurm.partition" if there < len(facts.inventory.node_names) else ""),
         )
     else:
         kinds = f": {facts.spec.num_trainer_nodes} for training, {beside} for rollout engines" if beside else ""
@@ -94,7 +97,8 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 @check("resources.gpus")
 def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
-    resources, there = facts.spec.resources, facts.inventory.gpus_per_node
+    resources = facts.spec.resources
+    there = max((_gpus_of(facts, node) for node in _nodes(facts)), default=facts.inventory.gpus_per_node)
     asked, ranks = resources.gpus_per_node, resources.ranks_per_node
     rollout, engines = facts.spec.rollout, facts.spec.engines_beside_trainers
     users = ranks + engines * rollout.gpus_per_engine
@@ -139,9 +143,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 @check("resources.uneven_gpus")
 def uneven_gpus(facts: Facts) -> Iterator[Finding]:
     """A node with a missing GPU makes the job wait forever, or every rank wait for that node."""
-    resources, exclude = facts.spec.resources, facts.spec.slurm.exclude
+    resources, nodes = facts.spec.resources, _nodes(facts)
     asked = resources.gpus_per_node
-    there = {node: count for node, count in facts.inventory.node_gpus.items() if node not in exclude}
+    there = {node: count for node, count in facts.inventory.node_gpus.items() if node in nodes}
     if not asked or asked > max(there.values(), default=0):
         return  # reported by resources.gpus
     enough = [node for node, count in there.items() if count >= asked]
@@ -273,6 +277,15 @@ def backoff(facts: Facts) -> Iterator[Finding]:
             "a maximum wait of at least the first wait",
             f"every wait will be {supervise.max_backoff_s:g} s; raise supervise.max_backoff_s if that is not intended",
         )
+
+
+def _nodes(facts: Facts) -> list[str]:
+    """Nodes that the job may get, whatever GPUs they have."""
+    return facts.inventory.nodes_for(facts.spec.slurm.over(facts.site_slurm))
+
+
+def _gpus_of(facts: Facts, node: str) -> int:
+    return facts.inventory.node_gpus.get(node, facts.inventory.gpus_per_node)
 
 
 def _odd_ones(gpus: Mapping[str, int], types: Mapping[str, str]) -> dict[str, int]:
