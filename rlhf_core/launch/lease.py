@@ -73,7 +73,18 @@ class Owner:
             same = abs(process.create_time() - self.started) < 2.0
             return not same or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return True
+            return not _is_there(self.pid)
+
+
+def _is_there(pid: int) -> bool:
+    """True if a process has this number. With ``hidepid``, /proc does not show those of other users."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it belongs to another user
+    return True
 
 
 def owner_text(owner: str) -> str:

@@ -43,6 +43,21 @@ def test_a_process_that_ended_here_is_dead() -> None:
     assert known_dead(str(Owner(user_name(), socket.gethostname(), process.pid, started)))
 
 
+def test_a_process_that_is_only_invisible_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for ``hidepid=2``: /proc has no folder for the processes of other users."""
+
+    def hidden(pid: int) -> psutil.Process:
+        raise psutil.NoSuchProcess(pid)
+
+    def foreign(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    owner = Owner.this_process()
+    monkeypatch.setattr(psutil, "Process", hidden)
+    monkeypatch.setattr(os, "kill", foreign)
+    assert not owner.is_known_dead()
+
+
 def test_a_reused_process_id_is_not_taken_for_the_owner() -> None:
     here = Owner.this_process()
     assert known_dead(str(Owner(here.user, here.host, os.getpid(), here.started - 3600)))
