@@ -1,5 +1,6 @@
 """The controller of a run: the resources it holds (directory, history, lease, journal), its start and its shutdown."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire
 from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
-from rlhf_core.machine.accounts import account
+from rlhf_core.machine.accounts import account, user_name
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import get_scheduler
@@ -338,10 +339,11 @@ def opened(
         lease_s: lifetime of the lease in seconds if this process does not renew it, for example while suspended.
 
     Raises:
-        RunDirError: the run directory is missing or damaged.
+        RunDirError: the run directory is missing or damaged, or this process cannot write it.
         LeaseLost: another controller drives the run.
     """
     stored = run_dir.read_spec()
+    _require_writable(run_dir)
     scheduler = get_scheduler(site.scheduler)
     record(run_dir, store)
     above = read_record(run_dir).token
@@ -380,6 +382,20 @@ def opened(
         yield controller
     finally:
         close(controller)
+
+
+def _require_writable(run_dir: RunDir) -> None:
+    """Make sure that the run can be driven, before its lease is taken from those who can.
+
+    Raises:
+        RunDirError: this process cannot write its files.
+    """
+    for path in (run_dir.root, run_dir.control):
+        if path.exists() and not os.access(path, os.W_OK):
+            owner = user_name(path.stat().st_uid)
+            raise RunDirError(
+                f"{path} belongs to {owner}, and {account()} cannot write it: only {owner} can drive or end this run"
+            )
 
 
 def close(controller: Controller) -> None:

@@ -11,12 +11,14 @@ import pwd
 from rlhf_core.text.formatting import attributed
 
 
-def user_name() -> str:
-    """Name of the user of this process, whatever its environment says; the number where there is none (containers)."""
+def user_name(uid: int | None = None) -> str:
+    """Name of a user, by default of this process, whatever its environment says; the number where there is none
+    (containers)."""
+    number = os.getuid() if uid is None else uid
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        return pwd.getpwuid(number).pw_name
     except KeyError:
-        return str(os.getuid())
+        return str(number)
 
 
 def account() -> str:

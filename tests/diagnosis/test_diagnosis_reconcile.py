@@ -67,6 +67,11 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(RUN, num_controllers=2000, undriven_s=599.0), []),
         (replace(RUN, num_controllers=2000, undriven_s=601.0), ["adopt"]),
         (replace(RUN, recorded="queued"), ["ingest", "adopt"]),
+        # Of another user, whose directory cannot be written.
+        (replace(RUN, foreign_owner="ben"), ["note"]),
+        (replace(RUN, foreign_owner="ben", recorded="queued"), ["ingest", "note"]),
+        (replace(RUN, foreign_owner="ben", cancel_asked="enough"), ["note"]),
+        (replace(DRIVEN, foreign_owner="ben"), []),
         (replace(ENDED, recorded="training"), ["ingest"]),
         (replace(RUN, cancel_asked="enough"), ["cancel_run"]),
         (replace(DRIVEN, cancel_asked="enough"), []),

@@ -21,9 +21,10 @@ from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
-from rlhf_core.errors import DatabaseUnavailable, LeaseLost
+from rlhf_core.errors import DatabaseUnavailable, LeaseLost, RunDirError
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
+from rlhf_core.history.queries.controllers import lease_holder
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import HeldLease, Owner
 from rlhf_core.run_dir.run import RunDir
@@ -101,6 +102,32 @@ def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
 
 def one_round(reconciler: Reconciler) -> list[ActionResult]:
     return reconciler.carry_out(reconciler.poll())
+
+
+def test_a_run_that_only_another_user_can_write_is_noted(
+    desk: Desk, reconciler: Reconciler, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = training(desk)
+    with monkeypatch.context() as foreign:
+        foreign.setattr(os, "geteuid", lambda: run_dir.root.stat().st_uid + 1)
+        foreign.setattr(os, "access", lambda path, mode: False)
+        (noted,) = one_round(reconciler)
+    assert (noted.action.kind, started) == (ActionKind.NOTE, [])
+    assert "can write its directory" in noted.action.reason
+    one_round(reconciler)
+    assert started == [run_dir.run_id], "control"
+
+
+def test_no_controller_takes_a_run_that_it_cannot_write(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease stays with those who can."""
+    run_dir = training(desk)
+    with monkeypatch.context() as foreign:
+        foreign.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(RunDirError, match="cannot write it: only"):
+            desk.controller(run_dir)
+    holder = lease_holder(desk.store, run_dir.run_id)
+    assert holder is not None
+    assert holder.controller == DEAD
 
 
 def test_a_run_whose_controller_is_gone_is_adopted(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:

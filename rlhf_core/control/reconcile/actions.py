@@ -19,7 +19,7 @@ from rlhf_core.config.site import Site
 from rlhf_core.control import adopt
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import old_checkpoints
-from rlhf_core.control.reconcile.facts import lease_holder, run_facts
+from rlhf_core.control.reconcile.facts import foreign_owner, lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction, decide
 from rlhf_core.diagnosis.reconcile.facts import FLOW_ENDS, JobFacts, RunFacts, World
@@ -216,13 +216,14 @@ class Reconciler:
             written = read_record(run_dir)
             request = read_model(run_dir.cancel_request, AgentCommand)
             stored = run_dir.read_spec()
+            owner = foreign_owner(run_dir.root)
         except (RlhfError, OSError) as error:
             self._note_once(run_id, "damaged", str(error))
             return None
         self._missing_since.pop(run_id, None)
         self._runs_with_runs = identity(self._site.runs_dir)
         reason = (request.reason or "rlhf cancel") if request is not None else ""
-        facts = run_facts(run_id, standing, written, reason, stored, now)
+        facts = replace(run_facts(run_id, standing, written, reason, stored, now), foreign_owner=owner)
         return replace(facts, unpublished=self._num_unpublished(run_dir, written)) if facts.ended else facts
 
     def _num_unpublished(self, run_dir: RunDir, written: RunRecord) -> int:

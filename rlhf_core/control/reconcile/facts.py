@@ -1,12 +1,15 @@
 """Facts about one run for the reconciler, from its files and its rows in the history."""
 
+import os
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from rlhf_core.control.promotion import is_due
 from rlhf_core.diagnosis.reconcile.facts import LeaseState, RunFacts
 from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.launch.lease import TTL_S, Owner
+from rlhf_core.machine.accounts import user_name
 from rlhf_core.schemas.stored_spec import StoredSpec
 
 
@@ -43,6 +46,16 @@ def run_facts(
         trial_of=stored.trial_of,
         promotion_due=is_due(stored, written),
     )
+
+
+def foreign_owner(root: Path) -> str:
+    """Name of the user of a run directory, if it is another one and this process cannot write there; empty otherwise.
+
+    Raises:
+        OSError: the directory cannot be examined.
+    """
+    uid = root.stat().st_uid
+    return "" if uid == os.geteuid() or os.access(root, os.W_OK) else user_name(uid)
 
 
 def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, float]:

@@ -110,7 +110,8 @@ def decide(world: World) -> list[ReconcileAction]:
     """Decide the actions, in order."""
     actions: list[ReconcileAction] = []
     for run in world.runs.values():
-        actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
+        about = _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
+        actions += (_as_permitted(one, run) for one in about)
     for flow_run in world.flow_runs:
         actions += _about_flow_run(flow_run, world.runs.get(flow_run.run_id), world)
     ends = {one.flow_run_id: one.flow_state for one in actions if one.kind is ActionKind.END_FLOW_RUN}
@@ -157,6 +158,17 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
             )
     elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
         yield ReconcileAction(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
+
+
+def _as_permitted(action: ReconcileAction, run: RunFacts) -> ReconcileAction:
+    """The action; only a note, if it would write the directory of another user."""
+    if not run.foreign_owner or action.kind not in (ActionKind.ADOPT, ActionKind.CANCEL_RUN):
+        return action
+    found = (
+        f"it needs a controller, but only {run.foreign_owner} can write its directory: `rlhf resume` continues it, "
+        "`rlhf cancel` ends it"
+    )
+    return ReconcileAction(ActionKind.NOTE, run.run_id, found)
 
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:

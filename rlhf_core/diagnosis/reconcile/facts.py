@@ -86,6 +86,8 @@ class RunFacts:
     unpublished: int = 0
     """Number of events and artifacts of an ended run that Prefect lacks because its server was unreachable at the
     end."""
+    foreign_owner: str = ""
+    """User whom its directory belongs to, if that is another one and this process cannot write it; empty otherwise."""
     missing_s: float = 0.0
     """Time that its directory has been missing, in seconds; 0 if it exists or nothing is known."""
 
