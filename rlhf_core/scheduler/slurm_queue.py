@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from rlhf_core.errors import SchedulerError
 from rlhf_core.files import private as private_files
@@ -29,6 +30,8 @@ COMMAND_S = 30.0
 """Timeout of a Slurm command; if slurmctld is down, each blocks for about ten seconds."""
 PING_S = 10.0
 """Timeout of the ping of slurmctld, which normally takes milliseconds."""
+LOCK_S = COMMAND_S + PING_S
+"""Longest wait for another process that queries; one that takes longer was stopped (Ctrl-Z)."""
 _JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
 _FORMAT = "%i|%T|%r|%N|%S|%k"
 
@@ -113,7 +116,7 @@ def listing(max_age_s: float = FRESH_S) -> Listing:
     queries."""
     path = _cache_file()
     with _locked(path) as held:
-        # Without a lock (a read-only home), every process queries on its own.
+        # Without a lock (a read-only home, a stopped process that holds it), every process queries on its own.
         kept = _read(path) if held else None
         if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
             return kept
@@ -155,12 +158,23 @@ def _locked(path: Path) -> Iterator[bool]:
         yield False
         return
     with lock:
+        yield _take(lock)
+
+
+def _take(lock: IO[str]) -> bool:
+    """Wait for a lock, up to ``LOCK_S`` seconds; False if it cannot be had."""
+    until = time.monotonic() + LOCK_S
+    while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.02)
         except OSError:
-            yield False
-            return
-        yield True
+            return False
+        else:
+            return True
 
 
 def _read(path: Path) -> Listing | None:

@@ -1,5 +1,6 @@
 """Options passed to Slurm and the parsing of its answers, without a cluster."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,21 @@ def test_a_submission_takes_only_defaults_from_variables() -> None:
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "nlp", "SBATCH_EXPORT": "NONE"}
     ignored = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_PARTITION": "debug"}
     assert for_submission(kept | ignored, SlurmSpec(partition="gpu")) == kept
+
+
+def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped while it queried, and keeps the lock."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(slurm_queue, "LOCK_S", 0.1, raising=False)
+    monkeypatch.setattr(slurm_queue, "_ask", lambda: slurm_queue.Listing(1.0, {}, "asked"))
+    with slurm_queue._locked(slurm_queue._cache_file()) as held:
+        assert held
+        answers: list[slurm_queue.Listing] = []
+        other = threading.Thread(target=lambda: answers.append(slurm_queue.listing()), daemon=True)
+        other.start()
+        other.join(timeout=5)
+        assert [one.problem for one in answers] == ["asked"]
+        assert not slurm_queue._cache_file().exists(), "only the holder of the lock writes"
 
 
 def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
