@@ -26,9 +26,10 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
 
     scheduler = get_scheduler(site.scheduler)
     inventory = scheduler.inventory()
-    predictions = predict(spec, inventory, model_config(spec.model), inspect_model(spec.model))
+    slurm = spec.slurm.over(site.slurm)
+    predictions = predict(spec, slurm, inventory, model_config(spec.model), inspect_model(spec.model))
     try:
-        placement = plan(spec, inventory, attempt=1)
+        placement = plan(spec, inventory, attempt=1, slurm=slurm)
     except BadInput:
         predicted = [] if as_json else list(_predicted(predictions))
         if predicted:  # what another cluster would have to have

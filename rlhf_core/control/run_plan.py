@@ -1,7 +1,7 @@
 """The plan of a run before it starts: memory of each role, seconds of a step, layouts that divide, and what earlier
 runs of the shape took."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from rlhf_core.preflight.memory import (
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
 from rlhf_core.preflight.step_time import StepTime, step_time
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
@@ -86,6 +87,7 @@ class RunPlan:
 
 def plan_run(
     spec: RunSpec,
+    slurm: SlurmSpec,
     inventory: Inventory,
     config: Mapping[str, Any],
     folder: ModelFolder | None,
@@ -94,6 +96,7 @@ def plan_run(
     """Predict a run of the native trainer.
 
     Args:
+        slurm: options of its job, those of the site included.
         config: content of the model's ``config.json``.
         folder: ``model.path`` as found.
         measured: ``queries.measured_shape`` of earlier runs of the shape.
@@ -104,8 +107,9 @@ def plan_run(
     shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
     if shape is None:
         return RunPlan(spec, layout, refused, found, measured=measured)
-    gpu = _gpu_bytes(spec, inventory)
-    kind, step = _slowest(spec, inventory, shape)
+    kinds = gpu_kinds(spec.resources, slurm, inventory)
+    gpu = _gpu_bytes(spec, kinds)
+    kind, step = _slowest(spec, kinds, shape)
     scale = _scale(step, measured)
     return RunPlan(
         spec=spec,
@@ -151,11 +155,11 @@ def _memory(spec: RunSpec, shape: Shape, gpu: int | None) -> dict[str, Estimate]
     return found | ({"evaluator": evaluator_estimate(spec, shape, gpu)} if spec.is_evaluated else {})
 
 
-def _gpu_bytes(spec: RunSpec, inventory: Inventory) -> int | None:
+def _gpu_bytes(spec: RunSpec, kinds: Collection[str]) -> int | None:
     """Usable memory of the smallest GPU that the run may get."""
     if not spec.resources.gpus_per_node:
         return None
-    sizes = (gpu_memory_bytes(kind) for kind in gpu_kinds(spec, inventory))
+    sizes = (gpu_memory_bytes(kind) for kind in kinds)
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -165,9 +169,9 @@ def _main_memory(spec: RunSpec, inventory: Inventory) -> int | None:
     return int(node * GIB / processes) if node else None
 
 
-def _slowest(spec: RunSpec, inventory: Inventory, shape: Shape) -> tuple[str, StepTime | None]:
+def _slowest(spec: RunSpec, kinds: Collection[str], shape: Shape) -> tuple[str, StepTime | None]:
     """The kind of GPU on which a step takes longest, and that step."""
-    times = {kind: time for kind in gpu_kinds(spec, inventory) if (time := step_time(spec, shape, kind)) is not None}
+    times = {kind: time for kind in kinds if (time := step_time(spec, shape, kind)) is not None}
     return max(times.items(), key=lambda found: found[1].seconds, default=("", None))
 
 

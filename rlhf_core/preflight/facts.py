@@ -267,6 +267,11 @@ class Facts:
     """Environment of an external trainer; None for the native trainer."""
 
     @property
+    def slurm(self) -> SlurmSpec:
+        """Options of the job, those of the site included."""
+        return self.spec.slurm.over(self.site_slurm)
+
+    @property
     def training_packages(self) -> Mapping[str, str]:
         """Packages of the interpreter that trains: distribution name (normalised) to version."""
         return self.compute.packages if self.trainer is None else self.trainer.packages

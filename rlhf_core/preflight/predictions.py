@@ -8,6 +8,7 @@ from rlhf_core.preflight.facts import ModelFolder
 from rlhf_core.preflight.memory import Estimate, gpu_memory_bytes, shape_of, trainer_estimate
 from rlhf_core.preflight.size_estimates import parameters_of, vocabulary_size
 from rlhf_core.preflight.step_time import StepTime, step_time
+from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
@@ -22,10 +23,17 @@ class Predictions:
     """Seconds of a step of the main loop, for the slowest of several kinds of GPU."""
 
 
-def predict(spec: RunSpec, inventory: Inventory, config: Mapping[str, Any], folder: ModelFolder | None) -> Predictions:
+def predict(
+    spec: RunSpec,
+    slurm: SlurmSpec,
+    inventory: Inventory,
+    config: Mapping[str, Any],
+    folder: ModelFolder | None,
+) -> Predictions:
     """Predict memory and step time of the native trainer; nothing for another program.
 
     Args:
+        slurm: options of its job, those of the site included.
         config: content of the model's ``config.json``.
         folder: ``model.path`` as found.
     """
@@ -34,12 +42,16 @@ def predict(spec: RunSpec, inventory: Inventory, config: Mapping[str, Any], fold
     shape = shape_of(config, parameters_of(spec, config, folder), vocabulary_size(spec))
     if shape is None:
         return Predictions()
-    rooms = [room for kind in gpu_kinds(spec, inventory) if (room := gpu_memory_bytes(kind)) is not None]
+    kinds = gpu_kinds(spec.resources, slurm, inventory)
+    rooms = [room for kind in kinds if (room := gpu_memory_bytes(kind)) is not None]
     gpu = min(rooms, default=None) if spec.resources.gpus_per_node else None
-    times = [found for kind in gpu_kinds(spec, inventory) if (found := step_time(spec, shape, kind)) is not None]
+    times = [found for kind in kinds if (found := step_time(spec, shape, kind)) is not None]
     return Predictions(trainer_estimate(spec, shape, gpu), max(times, key=lambda found: found.seconds, default=None))
 
 
-def gpu_kinds(spec: RunSpec, inventory: Inventory) -> set[str]:
-    """Types of GPU that a run may get: the requested one, or all that the nodes have."""
-    return {spec.slurm.gpu_type} if spec.slurm.gpu_type else set(inventory.node_gpu_types.values())
+def gpu_kinds(resources: ResourceSpec, slurm: SlurmSpec, inventory: Inventory) -> set[str]:
+    """Types of GPU that a run may get: the requested one, or all of the nodes that its job may get."""
+    if slurm.gpu_type:
+        return {slurm.gpu_type}
+    nodes = inventory.nodes_for(slurm, resources.gpus_per_node)
+    return {inventory.node_gpu_types[node] for node in nodes if node in inventory.node_gpu_types}

@@ -14,7 +14,7 @@ from rlhf_core.preflight import memory
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.memory import GIB, Shape
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.cluster import ResourceSpec
+from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
@@ -489,3 +489,26 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
         counted -= memory.activation_bytes(shape, "float32", 4 * 200, False, lora) // 6 + product
     assert hidden.requires_grad
     assert sum(kept.values()) == pytest.approx(counted, rel=0.25)
+
+
+def test_only_gpus_of_the_partition_count() -> None:
+    """The default partition has small ones, and a node with too few large ones."""
+    kinds = {"a": "l4", "b": "h200", "c": "h200"}
+    partitions = {"a": ("small",), "b": ("large",), "c": ("small",)}
+    gpus = {"a": 8, "b": 8, "c": 4}
+    scheduler = FakeScheduler(
+        nodes=tuple(kinds),
+        gpus_per_node=8,
+        node_gpus=gpus,
+        node_gpu_types=kinds,
+        node_partitions=partitions,
+        default_partition="small",
+    )
+    facts = replace(big(kind=""), inventory=scheduler.inventory())
+    assert only(facts).status is CheckStatus.BLOCKED
+    assert "slurm.gpu_type" not in only(facts).advice
+    large = replace(facts, site_slurm=SlurmSpec(partition="large"))
+    assert only(large).status is CheckStatus.PASSED
+    both = only(replace(facts, site_slurm=SlurmSpec(partition="large,small")))
+    assert both.status is CheckStatus.BLOCKED, "it may get the small ones"
+    assert both.advice.endswith("; or set slurm.gpu_type to a larger type that the nodes have: h200")

@@ -69,7 +69,7 @@ def test_presets_for_real_hardware_pass_preflight_and_fit(name: str, num_nodes: 
 def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
     """Qwen2.5-7B on one node: 8 operations per weight and token with recomputed activations, at 0.4 of 989 TFLOP/s."""
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
-    step = predict(facts.spec, facts.inventory, facts.model_config, None).step
+    step = predict(facts.spec, facts.slurm, facts.inventory, facts.model_config, None).step
     assert step is not None
     tokens = 64 * 8 / 8 * (512 + 1024)
     rate = MATMUL_SHARE * 989e12
@@ -77,7 +77,7 @@ def test_a_step_is_the_sum_of_hand_counted_parts() -> None:
     reading = 2 * WEIGHTS["qwen2.5-7b-gsm8k"] * 64 / 8 * 512 / rate
     assert step.parts["sampling"] == pytest.approx(reading + 1024 * 28 * LAUNCH_S, rel=1e-3)
     adapted = facts.spec.model_copy(update={"model": facts.spec.model.model_copy(update={"lora": LoraSpec()})})
-    lighter = predict(adapted, facts.inventory, facts.model_config, None).step
+    lighter = predict(adapted, facts.slurm, facts.inventory, facts.model_config, None).step
     assert lighter is not None
     assert lighter.parts["training"] == pytest.approx(6 / 8 * step.parts["training"], rel=1e-6)
     assert lighter.parts["communication"] < step.parts["communication"]
@@ -88,7 +88,7 @@ def test_one_step_ahead_a_step_takes_as_long_as_the_longer_half(tokens: int, eng
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
     changes = {"rollout.engines": engines, "rollout.max_new_tokens": tokens}
     in_turn, ahead = (
-        predict(with_changes(facts.spec, changes | more), facts.inventory, facts.model_config, None).step
+        predict(with_changes(facts.spec, changes | more), facts.slurm, facts.inventory, facts.model_config, None).step
         for more in ({}, {"rollout.max_staleness": 1})
     )
     assert in_turn is not None
@@ -105,7 +105,7 @@ def test_a_gpu_without_figures_and_a_run_without_gpus_are_not_predicted() -> Non
     assert step_time(facts.spec, shape, "gaudi3") is None
     assert step_time(healthy().spec, shape, "h100") is None
     assert gpu_rates("NVIDIA H100 80GB HBM3") == gpu_rates("h100") != gpu_rates("h200")
-    assert predict(with_spec().spec, facts.inventory, {}, None).memory is None
+    assert predict(with_spec().spec, facts.slurm, facts.inventory, {}, None).memory is None
 
 
 def test_a_predicted_duration_warns_as_a_measured_one_does() -> None:

@@ -51,8 +51,9 @@ def _plan(config: str, overrides: list[str]) -> "RunPlan":
     except HistoryError as error:
         output.warn(f"the history is unavailable, so nothing is compared: {error}")
         measured = {}
-    inventory = get_scheduler(load_site().scheduler).inventory()
-    return plan_run(spec, inventory, model_config(spec.model), inspect_model(spec.model), measured)
+    site = load_site()
+    inventory, slurm = get_scheduler(site.scheduler).inventory(), spec.slurm.over(site.slurm)
+    return plan_run(spec, slurm, inventory, model_config(spec.model), inspect_model(spec.model), measured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

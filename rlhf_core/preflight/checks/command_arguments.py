@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of, trains_all_weights
 from rlhf_core.preflight.memory import GIB, gpu_memory_bytes
+from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 
 GROUPS_OF = frozenset({"grpo", "gspo", "dapo", "rloo", "dr-grpo"})
@@ -149,7 +150,7 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
 
 
 def _gpu_bytes(facts: Facts) -> int | None:
-    kinds = {facts.spec.slurm.gpu_type} if facts.spec.slurm.gpu_type else set(facts.inventory.node_gpu_types.values())
+    kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory)
     known = [size for kind in kinds if (size := gpu_memory_bytes(kind)) is not None]
     return min(known) if known else None
 

@@ -11,7 +11,7 @@ from rlhf_core.text.redaction import secrets_in
 @check("environment.secrets")
 def secrets(facts: Facts) -> Iterator[Finding]:
     """A secret in a setting is stored with the run, in files, rows and Prefect pages that others may read."""
-    settings = {**facts.spec.model_dump(), "slurm": facts.spec.slurm.over(facts.site_slurm).model_dump()}
+    settings = {**facts.spec.model_dump(), "slurm": facts.slurm.model_dump()}
     found = [place for name, value in settings.items() for place in secrets_in(name, value)]
     for place in found:
         variable = place.removeprefix("slurm.environment.") if place.startswith("slurm.environment.") else "NAME"
@@ -30,7 +30,7 @@ def secrets(facts: Facts) -> Iterator[Finding]:
 @check("environment.passed")
 def passed_environment(facts: Facts) -> Iterator[Finding]:
     """If a secret is missing when the job is submitted, the user code loses its service hours later."""
-    names = facts.spec.slurm.over(facts.site_slurm).pass_environment
+    names = facts.slurm.pass_environment
     if facts.passed_problem:
         problem, _, advice = facts.passed_problem.partition(". ")
         yield blocked(problem, "a value for every name in slurm.pass_environment", advice or "correct it")
@@ -42,7 +42,7 @@ def passed_environment(facts: Facts) -> Iterator[Finding]:
 def launch(facts: Facts) -> Iterator[Finding]:
     """NNODES or NPROC_PER_NODE that contradict the plan make a launcher wait for ranks that do not exist."""
     resources = facts.spec.resources
-    given = facts.spec.slurm.over(facts.site_slurm).environment
+    given = facts.slurm.environment
     right = planned_numbers(resources.num_nodes, resources.ranks_per_node, facts.spec.num_ranks)
     advice = "remove it from slurm.environment: rlhf-flows does not need it"
     for name, values in right.items():

@@ -240,7 +240,7 @@ def _room(facts: Facts) -> int | str:
         if not node:
             return "the memory of the nodes is unknown"
         return int(max(0, node * GIB - _engine_bytes(facts)) / resources.ranks_per_node)
-    kinds = gpu_kinds(facts.spec, inventory)
+    kinds = gpu_kinds(resources, facts.slurm, inventory)
     if not kinds:
         return "the type of GPU is unknown; set slurm.gpu_type to have its memory checked"
     sizes = {kind: gpu_memory_bytes(kind) for kind in kinds}
@@ -264,12 +264,20 @@ def _engine_room(facts: Facts) -> int:
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in estimate.largest[:4] if size > GIB / 20)
     peak, where = estimate.peak_bytes, "GPU" if facts.spec.resources.gpus_per_node else "rank of a node"
+    advice += _larger_gpus(facts, room)
     found = f"{role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)} GiB"
     if estimate.resident_bytes > room or peak > SURELY_TOO_MUCH * room:
         return blocked(found, f"at most {_gib(room)} GiB per rank: this is {_gib(peak - room)} GiB too much", advice)
     if peak > TIGHT * room:
         return warning(found, f"at most {_gib(TIGHT * room)} GiB, to leave room for memory that is not counted", advice)
     return passed(found)
+
+
+def _larger_gpus(facts: Facts, room: int) -> str:
+    """Advice to request one of the larger types of GPU that the job may get; empty if there is none."""
+    kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory) if facts.spec.resources.gpus_per_node else ()
+    larger = sorted(kind for kind in kinds if (gpu_memory_bytes(kind) or 0) > room)
+    return f"; or set slurm.gpu_type to a larger type that the nodes have: {', '.join(larger)}" if larger else ""
 
 
 def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:

@@ -52,7 +52,7 @@ def slurm_options(facts: Facts) -> Iterator[Finding]:
     """An option of sbatch that the job sets itself makes it impossible to find, cancel or restart."""
     if facts.scheduler != "slurm":
         return
-    given = facts.spec.slurm.over(facts.site_slurm).extra
+    given = facts.slurm.extra
     names = [option.removeprefix("--").partition("=")[0] for option in given]
     own = [name for name in names if name in OPTIONS_OF_THE_JOB]
     for name in own:
@@ -237,7 +237,7 @@ def duration(facts: Facts) -> Iterator[Finding]:
     seconds, limit = facts.baseline.seconds_per_step, facts.spec.resources.time_limit_s
     source = "as in earlier runs of this shape"
     if seconds is None:
-        predicted_step = predict(facts.spec, facts.inventory, facts.model_config, facts.model_folder).step
+        predicted_step = predict(facts.spec, facts.slurm, facts.inventory, facts.model_config, facts.model_folder).step
         if predicted_step is None:
             return
         seconds, source = predicted_step.seconds, "as predicted from the dimensions of the model"
@@ -281,7 +281,7 @@ def backoff(facts: Facts) -> Iterator[Finding]:
 
 def _nodes(facts: Facts) -> list[str]:
     """Nodes that the job may get, whatever GPUs they have."""
-    return facts.inventory.nodes_for(facts.spec.slurm.over(facts.site_slurm))
+    return facts.inventory.nodes_for(facts.slurm)
 
 
 def _gpus_of(facts: Facts, node: str) -> int:
