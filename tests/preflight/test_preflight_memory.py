@@ -70,6 +70,10 @@ def only(facts: Facts, id: str = "memory.trainer") -> CheckResult:
         ("nvidia_a100_80gb_pcie", 80),
         ("Tesla V100-SXM2-32GB", 32),
         ("v100", 16),
+        ("h100_1g.10gb", 10),
+        ("a100_3g.20gb", 20),
+        ("nvidia_h100_80gb_hbm3_2g.20gb", 20),
+        ("1g.10gb", 10),
         ("NVIDIA A10", 24),
         ("l4", 24),
         ("l40s", 48),
@@ -353,7 +357,7 @@ def test_a_share_that_does_not_hold_one_sequence_is_refused_with_one_that_does()
     assert enough.status is CheckStatus.PASSED
     assert enough.found.endswith(" of them at once")
     less = only(vllm(vllm={"gpu_memory_share": round(least - 0.01, 2)}), "memory.rollout")
-    assert less.status is CheckStatus.BLOCKED
+    assert less.status is CheckStatus.WARNING, "an H100 with 94 GB has enough"
 
 
 def test_an_engine_that_is_split_takes_a_part_of_each_gpu() -> None:
@@ -489,6 +493,20 @@ def test_activations_are_what_torch_keeps(checkpointing: bool, lora: LoraSpec | 
         counted -= memory.activation_bytes(shape, "float32", 4 * 200, False, lora) // 6 + product
     assert hidden.requires_grad
     assert sum(kept.values()) == pytest.approx(counted, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("id", "kind", "smallest"), [("memory.trainer", "a100", "a100_40gb"), ("memory.evaluator", "v100", "v100-16gb")]
+)
+def test_a_type_of_several_sizes_blocks_only_if_the_largest_is_too_small(id: str, kind: str, smallest: str) -> None:
+    """The trainer needs 82 GiB, which may be enough of 80 GB; the evaluator 17 GiB."""
+    in_doubt = only(big(kind), id)
+    assert in_doubt.status is CheckStatus.WARNING
+    assert in_doubt.advice.startswith("if the GPUs are of this size, ")
+    assert only(big(smallest), id).status is CheckStatus.BLOCKED, "control"
+    assert only(big("v100")).status is CheckStatus.BLOCKED, "control: the trainer does not fit into 32 GB either"
+    offered = replace(big(""), inventory=FakeScheduler(gpus_per_node=8, node_gpu_types={"n1": kind}).inventory())
+    assert only(offered, id).advice == in_doubt.advice, "the nodes report the type"
 
 
 def test_only_gpus_of_the_partition_count() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of, trains_all_weights
-from rlhf_core.preflight.memory import GIB, gpu_memory_bytes
+from rlhf_core.preflight.memory import GIB, gpu_memory_bytes, with_largest_size
 from rlhf_core.preflight.predictions import gpu_kinds
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 
@@ -151,7 +151,7 @@ def _vllm_memory(facts: Facts, arguments: TrainerArguments, mode: str) -> Iterat
 
 def _gpu_bytes(facts: Facts) -> int | None:
     kinds = gpu_kinds(facts.spec.resources, facts.slurm, facts.inventory)
-    known = [size for kind in kinds if (size := gpu_memory_bytes(kind)) is not None]
+    known = [size for kind in kinds if (size := gpu_memory_bytes(with_largest_size(kind))) is not None]
     return min(known) if known else None
 
 

@@ -1,8 +1,10 @@
 """Memory of model, optimizer, activations and cache compared with the memory of a node."""
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from pydantic import JsonValue
 
@@ -28,12 +30,14 @@ from rlhf_core.preflight.memory import (
     vllm_share_bytes,
     waiting_base_bytes,
     weight_bytes,
+    with_largest_size,
     with_reward_models,
     zero_of,
 )
 from rlhf_core.preflight.predictions import gpu_kinds
-from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import num_parameters, stored_parameters, vocabulary_size
+from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RunSpec, with_changes
 
 SURELY_TOO_MUCH = 1.15
@@ -42,7 +46,32 @@ TIGHT = 0.9
 """Share of the memory from which a warning is reported."""
 
 
+def _in_doubt_the_largest(judge: CheckFunction) -> CheckFunction:
+    """Make a check block a type of GPU with several sizes only if the largest is too small; otherwise it warns."""
+
+    @functools.wraps(judge)
+    def judge_both(facts: Facts) -> Iterator[Finding]:
+        is_hopeless = any(one.status is CheckStatus.BLOCKED for one in judge(_with_largest_gpus(facts)))
+        for one in judge(facts):
+            in_doubt = replace(one, status=CheckStatus.WARNING, advice=f"if the GPUs are of this size, {one.advice}")
+            yield one if is_hopeless or one.status is not CheckStatus.BLOCKED else in_doubt
+
+    return judge_both
+
+
+def _with_largest_gpus(facts: Facts) -> Facts:
+    """Facts in which every type of GPU has its largest size."""
+    kinds = {node: with_largest_size(kind) for node, kind in facts.inventory.node_gpu_types.items()}
+    asked = facts.slurm.gpu_type
+    return replace(
+        facts,
+        inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}),
+        spec=with_changes(facts.spec, {"slurm.gpu_type": with_largest_size(asked)}) if asked else facts.spec,
+    )
+
+
 @check("memory.trainer", trainer="native")
+@_in_doubt_the_largest
 def trainer(facts: Facts) -> Iterator[Finding]:
     """CUDA out of memory, or the kernel's OOM killer on CPU, strikes only after loading or at the first long batch."""
     shape, room = _shape(facts), _room(facts)
@@ -56,6 +85,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
 
 
 @check("memory.min_nodes", trainer="native")
+@_in_doubt_the_largest
 def min_nodes(facts: Facts) -> Iterator[Finding]:
     """Fewer nodes share optimizer, gradients and batch, so an attempt with fewer nodes may run out of memory."""
     shape, room = _shape(facts), _room(facts)
@@ -81,6 +111,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 
 
 @check("memory.evaluator", trainer="native")
+@_in_doubt_the_largest
 def evaluator(facts: Facts) -> Iterator[Finding]:
     """An evaluation that runs out of memory spoils the last stage of a run that has trained to the end."""
     shape, room = _shape(facts), _room(facts)
@@ -93,6 +124,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
 
 
 @check("memory.rollout", trainer="native")
+@_in_doubt_the_largest
 def rollout(facts: Facts) -> Iterator[Finding]:
     """vLLM without room for its weights and one full sequence fails at its start, on every node at once."""
     spec, shape, room = facts.spec, _shape(facts), _room(facts)

@@ -36,6 +36,7 @@ from rlhf_core.preflight.memory.gpus import (
     GPU_MEMORY_GB,
     USABLE_SHARE,
     gpu_memory_bytes,
+    with_largest_size,
 )
 from rlhf_core.preflight.memory.remedies import (
     remedies,
@@ -94,6 +95,7 @@ __all__ = [
     "vllm_share_bytes",
     "waiting_base_bytes",
     "weight_bytes",
+    "with_largest_size",
     "with_reward_models",
     "zero_of",
 ]

@@ -42,12 +42,27 @@ USABLE_SHARE = 0.93
 def gpu_memory_bytes(kind: str) -> int | None:
     """Usable memory of a GPU by its name in Slurm or the driver; None if it is not in the table.
 
-    For a type with several sizes, the size in the name (``a100_80gb``), otherwise the smallest.
+    For a type with several sizes, the size in the name (``a100_80gb``), otherwise the smallest. For a part of a GPU
+    (MIG), the size of the part (``h100_1g.10gb``).
     """
+    sizes = _sizes_gb(kind)
+    return int(sizes[0] * GIB * USABLE_SHARE) if sizes else None
+
+
+def with_largest_size(kind: str) -> str:
+    """Name of a GPU with its largest size, if it leaves the size open; otherwise unchanged."""
+    sizes = _sizes_gb(kind)
+    return f"{kind}_{sizes[-1]}gb" if len(sizes) > 1 else kind
+
+
+def _sizes_gb(kind: str) -> tuple[int, ...]:
+    """Sizes that a GPU of this name may have, ascending."""
     text = re.sub(r"[\s_-]+", " ", kind.lower()).replace("rtx ", "rtx")
+    part = re.search(r"\dg\.(\d+)gb", text)
+    if part is not None:
+        return (int(part[1]),)
     for name in sorted(GPU_MEMORY_GB, key=len, reverse=True):
         if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text):
             sizes = GPU_MEMORY_GB[name]
-            named = [size for size in sizes if re.search(rf"(?<!\d){size}(?!\d)", text)]
-            return int((named or sizes)[0] * GIB * USABLE_SHARE)
-    return None
+            return tuple(size for size in sizes if re.search(rf"(?<!\d){size}(?!\d)", text)) or sizes
+    return ()
