@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,15 +274,25 @@ def inspect_model(model: ModelSpec) -> ModelFolder | None:
         return ModelFolder(path, problem="it is a file" if path.exists() else "there is no such folder")
     if not (path / "config.json").is_file():
         return ModelFolder(path, problem="it has no config.json")
-    weights = [file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    weights = _weight_files(path)
     if not weights:
-        return ModelFolder(path, problem="it has no weights (*.safetensors)")
-    return ModelFolder(path, weight_bytes=sum(weights), matrices=frozenset(_matrices(path)))
+        return ModelFolder(path, problem="it has no weights (model*.safetensors)")
+    size = sum(file.stat().st_size for file in weights)
+    return ModelFolder(path, weight_bytes=size, matrices=frozenset(_matrices(weights)))
 
 
-def _matrices(folder: Path) -> Iterator[str]:
+def _weight_files(folder: Path) -> list[Path]:
+    """Files that transformers loads the weights from. Other formats of the same weights often lie beside them."""
+    index = _read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict) and index:
+        named = {folder / Path(str(name)).name for name in index.values()}
+        return sorted(file for file in named if file.is_file())
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _matrices(files: Iterable[Path]) -> Iterator[str]:
     """Layers with a matrix, ``q_proj`` for instance, from the headers of safetensors files."""
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in (one for one in files if one.suffix == ".safetensors"):
         with contextlib.suppress(OSError, ValueError), file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             header = from_json(content.read(min(size, _MOST_HEADER_BYTES)))

@@ -1,5 +1,6 @@
 """Gathering facts on this machine: bounded subprocesses, folders, requirements."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     (model / "config.json").write_text('{"hidden_size": 8}')
     header = b'{"a.q_proj.weight":{"shape":[2,2]},"a.norm.weight":{"shape":[2]},"a.q_proj.bias":{"shape":[2]}}'
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (model / "torn.safetensors").write_bytes(b"12345678")
+    (model / "model-torn.safetensors").write_bytes(b"12345678")
     (model / "tokenizer.json").write_text("{}")
 
     def path(folder: Path) -> ModelSpec:
@@ -165,6 +166,32 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
     assert gather_facts.inspect_tokenizer(path(model)) == ""
     assert "no tokenizer" in gather_facts.inspect_tokenizer(path(empty))
     assert gather_facts.inspect_model(make_spec().model) is None
+
+
+def safetensors(path: Path, layer: str) -> int:
+    """Write a file with one matrix; return its size."""
+    header = json.dumps({f"a.{layer}.weight": {"shape": [2, 2]}}).encode()
+    return path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_weights_that_lie_twice_in_a_folder_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def weights() -> tuple[int, frozenset[str]]:
+        found = gather_facts.inspect_model(ModelSpec(path=str(tmp_path)))
+        assert found is not None
+        return found.weight_bytes, found.matrices
+
+    in_bins = sum((tmp_path / f"pytorch_model-{part}.bin").write_bytes(b"weights") for part in (1, 2))
+    (tmp_path / "training_args.bin").write_bytes(b"no weights")
+    assert weights() == (in_bins, frozenset())
+    single = safetensors(tmp_path / "model.safetensors", "q_proj")
+    safetensors(tmp_path / "consolidated.safetensors", "wq")
+    assert weights() == (single, {"q_proj"})
+    names = {"k": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}
+    sharded = sum(safetensors(tmp_path / name, layer) for layer, name in names.items())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | {"o": names["v"]}}))
+    assert weights() == (sharded, {"k", "v"})
 
 
 def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:
