@@ -69,6 +69,31 @@ def run_files(spec: RunSpec) -> int:
     return starts * (_FILES_PER_RANK * spec.num_ranks + _FILES_PER_NODE * spec.resources.num_nodes)
 
 
+def num_positions(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence that a model can read, rotary positions stretched as its config says; None if unknown."""
+    stored = config.get("max_position_embeddings")
+    if not isinstance(stored, int):
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        return stored
+    # Since transformers 5, a model with several types of layers has settings for each.
+    of_layers = [scaling, *(one for one in scaling.values() if isinstance(one, Mapping))]
+    return max(stored, *(_stretched(one, stored) for one in of_layers))
+
+
+_STRETCHING = frozenset({"yarn", "dynamic", "linear"})
+"""Kinds of scaling whose config may keep the length before scaling in ``max_position_embeddings``."""
+
+
+def _stretched(scaling: Mapping[str, Any], stored: int) -> int:
+    """Positions after scaling; 0 if it is of another kind."""
+    factor = scaling.get("factor")
+    if (scaling.get("rope_type") or scaling.get("type")) not in _STRETCHING or not isinstance(factor, int | float):
+        return 0
+    return int(factor * (scaling.get("original_max_position_embeddings") or stored))
+
+
 def num_parameters(facts: Facts) -> int | None:
     """Number of parameters of the model; None if its config lacks the dimensions."""
     return parameters_of(facts.spec, facts.model_config, facts.model_folder)

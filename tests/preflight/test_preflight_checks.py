@@ -543,6 +543,27 @@ def test_engines_have_a_place_beside_the_trainers() -> None:
     assert [result.status for result in found(gpus, "resources.gpus")] == [CheckStatus.PASSED]
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({}, 1024),
+        ({"rope_scaling": None}, 1024),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1024),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, 4096),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {}}}, 4096),
+    ],
+)
+def test_stretched_positions_are_positions(scaling: dict[str, Any], positions: int) -> None:
+    """A sequence as long as the model can read, and one that is a token longer: the control."""
+    for more, status in ((0, CheckStatus.PASSED), (1, CheckStatus.BLOCKED)):
+        facts = with_spec(data={"max_prompt_tokens": positions - 16 + more})
+        facts = replace(facts, model_config=MODEL | scaling)
+        assert found(facts, "model.length")[0].status is status
+
+
 def test_only_nodes_of_the_partition_count() -> None:
     """The other partition has enough nodes with enough GPUs."""
     gpus = {"a": 4, "b": 8, "c": 8}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import DataFile, Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.schemas.content import RewardTrial, SplitReport, TrialProblem
 
 MANY_OVERLONG = 0.1
@@ -74,7 +75,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
     """Silently dropped prompts change the task; texts beyond the model's positions crash it mid-run."""
     if facts.content is None:
         return
-    data, limit = facts.spec.data, facts.model_config.get("max_position_embeddings")
+    data, limit = facts.spec.data, num_positions(facts.model_config)
     for look in facts.content.splits:
         if look.problem or not look.longest_prompt:
             continue
@@ -97,7 +98,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
                 f"{look.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
             )
         teaches = any(not loop.algorithm.samples for loop in facts.spec.loops.named.values())
-        if teaches and look.split == "train" and isinstance(limit, int) and look.longest_taught > limit:
+        if teaches and look.split == "train" and limit is not None and look.longest_taught > limit:
             yield blocked(
                 f"a row of {source} has {look.longest_taught} tokens with its answer, the model has {limit} positions",
                 f"at most {limit} tokens in prompt and answer together",

@@ -12,6 +12,7 @@ from rlhf_core.preflight.size_estimates import (
     checkpoints_kept,
     merged_bytes,
     num_parameters,
+    num_positions,
     run_files,
     vocabulary_size,
 )
@@ -48,8 +49,8 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
 @check("model.length", trainer="native")
 def length(facts: Facts) -> Iterator[Finding]:
     """Positions beyond the model's limit fall outside its tables: an illegal access on a GPU, nonsense on a CPU."""
-    limit = facts.model_config.get("max_position_embeddings")
-    if not isinstance(limit, int):
+    limit = num_positions(facts.model_config)
+    if limit is None:
         return
     spec = facts.spec
     needed = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens

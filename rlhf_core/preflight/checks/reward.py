@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
 
 
@@ -50,8 +51,8 @@ def _model(setting: str, settings: ScoringModelSpec, found: RewardModelFolder) -
             "a tokenizer with the chat template that the model was trained with",
             f'set {setting}.template="text", or add its chat template',
         )
-    positions = found.config.get("max_position_embeddings")
-    if isinstance(positions, int) and settings.max_tokens > positions:
+    positions = num_positions(found.config)
+    if positions is not None and settings.max_tokens > positions:
         return blocked(
             f"{setting}.max_tokens = {settings.max_tokens}, the model has positions for {positions}",
             f"at most {positions}",
