@@ -23,7 +23,7 @@ from rlhf_core.errors import (
 from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.journal import AttemptRecord, read_record
 from rlhf_core.launch.lease import known_dead, owner_text
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
@@ -115,7 +115,8 @@ def cancel_run(
         timeout_s: time for the controller to respond; with ``save``, the time for writing the checkpoint is added.
 
     Raises:
-        SchedulerError: something of the job is still there.
+        SchedulerError: something of the job is still there, or the scheduler does not answer about a job that was not
+            recorded.
     """
     run_id = run_dir.run_id
     try:
@@ -248,10 +249,23 @@ def _time_given(save: bool) -> str:
 
 
 def _end_last_job(run_dir: RunDir, site: Site) -> None:
+    scheduler = get_scheduler(site.scheduler)
     for concerned in (run_dir, *trials_of(run_dir)):
         attempt = read_record(concerned).last_attempt
-        if attempt is not None and attempt.submission is not None:
-            _end(get_scheduler(site.scheduler), attempt.submission)
+        submission = _submission_of(concerned, attempt, scheduler) if attempt is not None else None
+        if submission is not None:
+            _end(scheduler, submission)
+
+
+def _submission_of(run_dir: RunDir, attempt: AttemptRecord, scheduler: Scheduler) -> Submission | None:
+    """Job of an attempt. The scheduler is asked for one that a controller submitted but has not recorded yet.
+
+    Raises:
+        SchedulerError: it does not answer.
+    """
+    if attempt.submission is not None or attempt.ended:
+        return attempt.submission
+    return scheduler.find(run_dir.run_id, attempt.placement.attempt)
 
 
 def _end(scheduler: Scheduler, submission: Submission) -> None:
@@ -265,16 +279,23 @@ def _end(scheduler: Scheduler, submission: Submission) -> None:
 
 
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
-    """The current state. It asks the scheduler, because ordering a job to end does not prove that it ended."""
+    """The current state. It asks the scheduler, because ordering a job to end does not prove that it ended.
+
+    Raises:
+        SchedulerError: it does not answer about a job that was not recorded.
+    """
     present = read_record(run_dir)
     if present.ended:
         with suppress(OSError):  # the next controller ignores it
             run_dir.cancel_request.unlink(missing_ok=True)
-    attempts = [
-        attempt for concerned in (run_dir, *trials_of(run_dir)) for attempt in read_record(concerned).attempts.values()
+    scheduler = get_scheduler(site.scheduler)
+    found = [
+        _submission_of(concerned, attempt, scheduler)
+        for concerned in (run_dir, *trials_of(run_dir))
+        for attempt in read_record(concerned).attempts.values()
     ]
-    submissions = [attempt.submission for attempt in attempts if attempt.submission is not None]
-    states = get_scheduler(site.scheduler).status(submissions) if submissions else {}
+    submissions = [submission for submission in found if submission is not None]
+    states = scheduler.status(submissions) if submissions else {}
     alive = [job_id for job_id, status in states.items() if status.state is not JobState.ENDED]
     proof = f"job {', '.join(alive)} may still be running" if alive else "none of its jobs is running"
     return Cancelled(present.state, not alive, f"{message} ({present.state.value}); {proof}")

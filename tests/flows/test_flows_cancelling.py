@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from control_fakes import FakeAgent
 from desk import Desk
+from kill_points import Killed
 
 from rlhf_core.control.attempts.jobs import CANCEL_TIMEOUT_S
 from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import SchedulerError
 from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
@@ -81,6 +83,29 @@ def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Des
     assert desk.scheduler.cancelled == ["101"]
     assert found.job_ended
     assert "does not respond" in found.message
+
+
+def test_a_job_that_was_submitted_and_not_recorded_is_found(desk: Desk) -> None:
+    """Its controller is frozen after the submission, and keeps its lease."""
+    run_dir = desk.run()
+
+    def killed(request: object) -> None:
+        raise Killed
+
+    desk.scheduler.on_submit = killed
+    with pytest.raises(Killed):
+        drive(desk.controller(run_dir))
+    desk._stack.close()
+    assert read_record(run_dir).attempts[1].submission is None
+    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    desk.scheduler.stubborn = True
+    with pytest.raises(SchedulerError, match="could not be ended"):
+        cancelled(desk, run_dir)
+    desk.scheduler.stubborn = False
+    found, _ = cancelled(desk, run_dir)
+    assert desk.scheduler.cancelled == ["101", "101"]
+    assert found.job_ended
+    assert "none of its jobs is running" in found.message
 
 
 @pytest.mark.usefixtures("follows_orders")
