@@ -14,6 +14,7 @@
     │   └── LeaseLost               another controller owns the run; this one must exit
     ├── SchedulerError              the scheduler refused or did not answer
     │   └── SubmissionFailed        the job was not accepted
+    │       └── SubmissionDeferred  for now: a partition is drained, or a limit of submissions reached
     ├── RunDirError                 the run directory is missing, foreign or damaged
     │   ├── RunDirGone              it was there, and is not any more, while its file system is
     │   ├── CheckpointCorrupt       a checkpoint is not what its manifest says, or has none
@@ -127,6 +128,10 @@ class SchedulerError(RlhfError):
 
 class SubmissionFailed(SchedulerError):
     """The scheduler did not accept the job."""
+
+
+class SubmissionDeferred(SubmissionFailed):
+    """The scheduler does not accept the job for now; it may do so later, unchanged."""
 
 
 class RunDirError(RlhfError):

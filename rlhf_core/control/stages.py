@@ -1,5 +1,7 @@
 """The stages of a run: preflight, then allocate, train and evaluate for each attempt."""
 
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,13 +13,15 @@ from rlhf_core.control.cancel import cancel
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.trials import cancel_trials, carry_out
 from rlhf_core.diagnosis import attempt_caps
-from rlhf_core.errors import BadInput, SubmissionFailed
+from rlhf_core.diagnosis.policy import backoff_s
+from rlhf_core.errors import BadInput, SubmissionDeferred, SubmissionFailed
 from rlhf_core.launch.code_changes import code_folder
 from rlhf_core.launch.prepare import code_sources
 from rlhf_core.launch.start import job_request, submit_once
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.runner import blocking, make_checks, require_passed
 from rlhf_core.preflight.trial import Rung
+from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import FailureKind
@@ -147,11 +151,28 @@ def _submit(controller: Controller, number: int) -> None:
     )
     request = replace(request, time_limit_s=limit_s)
     try:
-        submit_once(controller.run_dir, request, controller.scheduler, journal, controller.require_lease)
+        _submit_when_accepted(controller, request)
     except SubmissionFailed as error:
         verdict = AttemptVerdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
         journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)
         raise StageFailed(verdict) from error
+
+
+def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
+    """Submit a job once. While the scheduler does not accept it for now, wait, as for a job that waits for its nodes.
+
+    Raises:
+        SubmissionFailed: the scheduler refused it for good.
+    """
+    for refusals in itertools.count(1):
+        try:
+            submit_once(controller.run_dir, request, controller.scheduler, controller.journal, controller.require_lease)
+        except SubmissionDeferred as error:
+            pause_s = max(backoff_s(refusals, controller.spec.supervise, random.random()), controller.poll_s)
+            controller.observer.log(f"{error}; asking again in {pause_s:.0f} s")
+            controller.wait(pause_s)
+        else:
+            return
 
 
 def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:

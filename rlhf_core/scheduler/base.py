@@ -103,7 +103,8 @@ class Scheduler(Protocol):
         """Start the job once.
 
         Raises:
-            SubmissionFailed: it was not accepted; no part of it is running.
+            SubmissionFailed: it was not accepted; no part of it is running. If it may be accepted later,
+                :class:`SubmissionDeferred`.
         """
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from rlhf_core.errors import SchedulerError, SubmissionFailed
+from rlhf_core.errors import SchedulerError, SubmissionDeferred, SubmissionFailed
 from rlhf_core.scheduler import slurm_environment, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
@@ -35,6 +35,7 @@ from rlhf_core.scheduler.slurm_answers import (
     refusal,
     status_of,
     takes_no_job,
+    will_pass,
 )
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
@@ -98,8 +99,8 @@ class SlurmScheduler:
         """Submit the batch script once.
 
         Raises:
-            SubmissionFailed: Slurm refused it (the message quotes Slurm), or a variable of ``slurm.pass_environment``
-                has no value here.
+            SubmissionDeferred: Slurm refused it for now; the message quotes Slurm.
+            SubmissionFailed: Slurm refused it for good, or a variable of ``slurm.pass_environment`` has no value here.
             SchedulerError: Slurm does not answer. The job may have been accepted; :meth:`find` can tell.
         """
         slurm_queue.require_controller()
@@ -115,6 +116,8 @@ class SlurmScheduler:
             said = refusal(str(error))
             if is_no_answer(said):
                 raise SchedulerError(f"Slurm did not confirm the job: {said}") from error
+            if will_pass(said):
+                raise SubmissionDeferred(f"Slurm does not accept the job for now: {said}") from error
             raise SubmissionFailed(f"Slurm refused the job: {said}") from error
         except OSError as error:
             raise SubmissionFailed(f"failed to submit the job: {error}") from error

@@ -156,6 +156,23 @@ def is_no_answer(said: str) -> bool:
     return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))
 
 
+_FOR_NOW = (
+    "Required partition not available",  # inactive or drained
+    "violates accounting/QOS policy",
+    "job submit limit",
+    "temporarily unable to accept job",
+    "Resource temporarily unavailable",  # the same, by errno
+)
+"""Refusals that end when an administrator or other jobs of the user do something."""
+_OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|NotSatisfied|MinNode|MinCpu", re.IGNORECASE)
+"""Limits, in Slurm's names, that the job itself exceeds, whatever else is running."""
+
+
+def will_pass(said: str) -> bool:
+    """Return True if Slurm refuses a job for now and may accept the same one later."""
+    return any(words.lower() in said.lower() for words in _FOR_NOW) and _OF_THE_JOB.search(said) is None
+
+
 def takes_no_job(state: str) -> bool:
     """True for a node state, in ``sinfo``'s spelling, in which the node gets no jobs until an administrator acts.
 

@@ -11,13 +11,21 @@ from kill_points import Killed
 
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
-from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
+from rlhf_core.errors import (
+    DatabaseUnavailable,
+    LeaseLost,
+    PreflightBlocked,
+    RunCancelled,
+    RunFailed,
+    SubmissionDeferred,
+    SubmissionFailed,
+)
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import write_model
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.base import JobState
+from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, Role, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -48,6 +56,35 @@ def test_a_run_without_trouble_has_four_stages_and_one_attempt(desk: Desk) -> No
     assert [attempt["state"] for attempt in shown["attempts"]] == ["completed"]
     assert desk.notes.titles == ["preflight", "allocate attempt 1", "train attempt 1", "evaluate"]
     assert len(desk.scheduler.submitted) == 1
+
+
+def test_a_job_that_is_not_accepted_for_now_is_submitted_later(desk: Desk) -> None:
+    """No attempt is spent on it. Control: a refusal for good ends the run."""
+    run_dir = desk.good_run(make_spec(supervise={"backoff_s": 30}))
+    works, asked_at = desk.scheduler.on_submit, []
+
+    def accept_the_third(request: JobRequest) -> None:
+        asked_at.append(desk.clock.now)
+        if len(asked_at) < 3:
+            desk.scheduler.jobs.clear()
+            raise SubmissionDeferred("Required partition not available")
+        works(request)
+
+    desk.scheduler.on_submit = accept_the_third
+    drive(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert list(read_record(run_dir).attempts) == [1]
+    first, second, third = asked_at
+    assert 15 <= second - first <= 31
+    assert 30 <= third - second <= 61
+
+    def refuse(request: JobRequest) -> None:
+        desk.scheduler.jobs.clear()
+        raise SubmissionFailed("Invalid qos")
+
+    desk.scheduler.on_submit = refuse
+    with pytest.raises(RunFailed, match="Invalid qos"):
+        drive(desk.controller(desk.run()))
 
 
 def test_stages_follow_the_agent_as_it_goes(desk: Desk) -> None:

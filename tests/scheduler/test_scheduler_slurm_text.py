@@ -1,16 +1,19 @@
 """Options passed to Slurm and the parsing of its answers, without a cluster."""
 
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from job_requests import job_request
+from submitit.core.utils import FailedJobError
 
-from rlhf_core.errors import SchedulerError
-from rlhf_core.scheduler import get_scheduler, slurm_answers, slurm_queue
+from rlhf_core.errors import SchedulerError, SubmissionDeferred, SubmissionFailed
+from rlhf_core.scheduler import get_scheduler, slurm, slurm_answers, slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, query_job, refusal, status_of
+from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, query_job, refusal, status_of, will_pass
 from rlhf_core.scheduler.slurm_environment import for_submission
 from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -170,6 +173,46 @@ def test_a_submission_takes_only_defaults_from_variables() -> None:
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "nlp", "SBATCH_EXPORT": "NONE"}
     ignored = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_PARTITION": "debug"}
     assert for_submission(kept | ignored, SlurmSpec(partition="gpu")) == kept
+
+
+POLICY = (
+    "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("Batch job submission failed: Required partition not available (inactive or drain)", True),
+        (f"AssocMaxSubmitJobLimit {POLICY}", True),
+        (f"QOSMaxSubmitJobPerUserLimit {POLICY}", True),
+        (POLICY, True),
+        ("Batch job submission failed: Resource temporarily unavailable", True),
+        (f"QOSMaxNodePerJobLimit {POLICY}", False),
+        (f"AssocMaxWallDurationPerJobLimit {POLICY}", False),
+        (f"QOSMinCpuNotSatisfied {POLICY}", False),
+        ("Batch job submission failed: Requested node configuration is not available", False),
+        ("invalid partition specified: nowhere", False),
+        ("Batch job submission failed: Invalid account or account/partition combination specified", False),
+    ],
+)
+def test_refusals_that_will_pass(said: str, passes: bool) -> None:
+    assert will_pass(said) is passes
+
+
+@pytest.mark.parametrize(("said", "error"), [(POLICY, SubmissionDeferred), ("Invalid qos", SubmissionFailed)])
+def test_a_refusal_for_now_is_told_from_one_for_good(
+    said: str, error: type[SubmissionFailed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(executor: object, command: str) -> None:
+        raise FailedJobError(f"sbatch: error: {said}")
+
+    monkeypatch.setattr(slurm_queue, "require_controller", lambda: None)
+    monkeypatch.setattr(slurm._SlurmExecutor, "_submit_command", refuse)
+    asked = replace(request(), scheduler_dir=tmp_path / "attempts" / "2" / "scheduler", command=(sys.executable,))
+    with pytest.raises(SubmissionFailed) as found:
+        SlurmScheduler().submit(asked)
+    assert type(found.value) is error
 
 
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
