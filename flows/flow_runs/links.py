@@ -1,7 +1,6 @@
 """The flow run of this process: its id and page for the run's journal, and the run's name and tags for Prefect."""
 
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from uuid import UUID
 
@@ -11,6 +10,7 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_UI_URL
 
 from flows.flow_runs.facts import ADOPTED_TAG
+from flows.server.proxies import opened
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.run_dir.run import RunDir
@@ -62,7 +62,7 @@ def _page(site: Site, flow_run_id: str) -> str:
 
 def _is_a_page(address: str) -> bool:
     try:
-        with urllib.request.urlopen(address, timeout=2.0):
+        with opened(address, 2.0):
             return True
     except urllib.error.HTTPError as error:
         return error.code in (401, 403)  # it requires a password, which is fine

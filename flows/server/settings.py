@@ -8,7 +8,6 @@ import secrets
 import socket
 import tomllib
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from flows.server.guards import Names, names_of
+from flows.server.proxies import exemption, opened
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadInput
 from rlhf_core.files import private as private_files
@@ -170,6 +170,7 @@ def connect(site: Site) -> str:
     if configured and configured != own_url(site):
         if os.environ.get(AUTH_VARIABLE):
             os.environ.setdefault(CLIENT_AUTH, os.environ[AUTH_VARIABLE])
+        os.environ.update(exemption(configured))
         return configured
     if not configured and (look(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))):
         return ""
@@ -183,7 +184,7 @@ def client_settings(site: Site, url: str) -> dict[str, str]:
     The site's password is only sent to its own server, unless it was set explicitly; a password that this user has set
     for Prefect together with an address is kept.
     """
-    settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
+    settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site), **exemption(url)}
     if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
         return settings
     auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
@@ -287,7 +288,7 @@ def server_answers() -> bool:
 def is_there(url: str) -> bool:
     """True if anything answers at an API address, within two seconds."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2.0):
+        with opened(f"{url}/health", 2.0):
             return True
     except urllib.error.HTTPError:
         return True  # it may require a key for this, as a hosted one does, but it is there
@@ -298,7 +299,7 @@ def is_there(url: str) -> bool:
 def answers(url: str) -> bool:
     """True if a Prefect server answers at an API address within two seconds. This needs no password."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
+        with opened(f"{url}/health", 2.0) as response:
             return bool(response.status == 200)
     except (OSError, urllib.error.URLError, ValueError):
         return False
@@ -307,7 +308,7 @@ def answers(url: str) -> bool:
 def asks_for_password(url: str) -> bool:
     """False if the server at an API address answers without a password."""
     try:
-        with urllib.request.urlopen(f"{url}/admin/version", timeout=ANSWER_TIMEOUT_S):
+        with opened(f"{url}/admin/version", ANSWER_TIMEOUT_S):
             return False
     except (OSError, ValueError):
         return True

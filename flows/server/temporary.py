@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.server.guards import MAX_SOCKET_BYTES
+from flows.server.proxies import exemption
 from flows.server.settings import ANSWER_TIMEOUT_S, answers, answers_within, door, new_password
 from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.services.presence import private_folder
@@ -50,6 +51,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
         _temporary_server(home / "prefect", auth) as url,
         temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}),
     ):
+        os.environ.update(exemption(url))
         try:
             yield url
         finally:

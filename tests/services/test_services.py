@@ -28,7 +28,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site whose server other machines reach, started by two people at once."""
     site = Site(tmp_path_factory.mktemp("site"), host="0.0.0.0")
     # Prefect's own ear for cancellations goes deaf in an outage of any length here, as it does at its default in 45 s.
-    site.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    # The proxy, which is down, is for addresses on other machines.
+    site.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1", "http_proxy": "http://127.0.0.1:9"}
     with site.running(services=False):
         both = [site.start("up") for _ in range(2)]
         said = [process.communicate(timeout=150) for process in both]

@@ -1,0 +1,71 @@
+"""Requests to a Prefect server on this machine, which no proxy of the environment may intercept.
+
+Clusters commonly set ``http_proxy``, and neither urllib nor Prefect's clients exempt even loopback from it. The proxy
+would look for the server on its own machine, and would be sent the password. Servers elsewhere are reached as the user
+has set it up.
+"""
+
+import ipaddress
+import os
+import socket
+import urllib.request
+from functools import cache
+from http.client import HTTPResponse
+from typing import cast
+from urllib.parse import urlsplit
+
+import psutil
+
+
+def opened(url: str, timeout_s: float) -> HTTPResponse:
+    """Response to a GET request, without a proxy if the server is on this machine.
+
+    Raises:
+        OSError: the server does not answer, or with an error (``urllib.error.HTTPError``).
+        ValueError: this is no address.
+    """
+    direct = [urllib.request.ProxyHandler({})] if is_here(url) else []
+    return cast(HTTPResponse, urllib.request.build_opener(*direct).open(url, timeout=timeout_s))
+
+
+def exemption(url: str) -> dict[str, str]:
+    """Variable that exempts a server on this machine from the proxies of the environment, for Prefect's own clients.
+
+    Empty if there is nothing to exempt.
+    """
+    # The lower-case variable hides the other, also where it is empty.
+    name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
+    exempt = [host for one in os.environ.get(name, "").split(",") if (host := one.strip())]
+    # urllib reads * as everything only if nothing stands beside it.
+    if exempt == ["*"] or _host(url) in exempt or not urllib.request.getproxies() or not is_here(url):
+        return {}
+    return {name: ",".join([*exempt, _host(url)])}
+
+
+def is_here(url: str) -> bool:
+    """True if an address is on this machine: loopback, this machine's name, or an address of an interface."""
+    host = _host(url)
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in _own_names()
+    return address.is_loopback or str(address) in _own_addresses()
+
+
+def _host(url: str) -> str:
+    """Host of an address in lower case; empty if it has none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    return frozenset({"localhost", socket.gethostname().lower(), socket.getfqdn().lower()})
+
+
+def _own_addresses() -> set[str]:
+    interfaces = psutil.net_if_addrs().values()
+    # Link-local addresses have the name of their interface behind a %.
+    return {entry.address.partition("%")[0] for entries in interfaces for entry in entries}

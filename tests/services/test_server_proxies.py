@@ -1,0 +1,127 @@
+"""Proxies of the environment: a server on this machine is reached without one, by our requests and by Prefect's."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.server import proxies
+from flows.server import settings as server
+from rlhf_core.config.site import load_site
+
+PROXY = "http://127.0.0.1:9"
+"""Nothing listens there."""
+
+PREFECT_CLIENTS = """
+import sys
+from prefect.client.orchestration import get_client
+from websockets.proxy import get_proxy
+from websockets.uri import parse_uri
+with get_client(sync_client=True) as client:
+    print(client.api_healthcheck())
+print(get_proxy(parse_uri("ws://" + sys.argv[1] + "/events")))
+"""
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    """A server that is well."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running.server_address[1]
+        running.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Environment of a cluster with proxies."""
+    foreign = ("RLHF_", "PREFECT_")
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(foreign) and not name.lower().endswith("_proxy")
+    }
+    own = {**plain, "HOME": str(tmp_path), "http_proxy": PROXY, "ALL_PROXY": PROXY}
+    monkeypatch.setattr(os, "environ", own)
+    return own
+
+
+def test_a_server_here_is_asked_directly(port: int) -> None:
+    url = f"http://127.0.0.1:{port}/api"
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.build_opener().open(f"{url}/health", timeout=2.0)
+    assert server.answers(url)
+    assert server.is_there(url)
+    assert not server.asks_for_password(url)
+
+
+def test_a_server_elsewhere_is_asked_through_the_proxy(port: int, environment: dict[str, str]) -> None:
+    environment["http_proxy"] = f"http://127.0.0.1:{port}"
+    assert server.answers("http://prefect.invalid:4200/api"), "the proxy answers in its place"
+    assert proxies.exemption("http://prefect.invalid:4200/api") == {}
+
+
+@pytest.mark.parametrize("way", ["connected", "served"])
+def test_the_clients_of_prefect_ask_a_server_here_directly(
+    port: int, way: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    environment |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "NO_PROXY": "example.com"}
+    site = load_site({"RLHF_HOME": str(tmp_path / "home")})
+    command = [sys.executable, "-c", PREFECT_CLIENTS, f"127.0.0.1:{port}"]
+    proxied = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert PROXY in proxied.stdout, "negative control"
+    if way == "connected":
+        server.connect(site)
+    else:
+        environment |= server.service_settings(site)
+    direct = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert direct.stdout.split() == ["None", "None"], direct.stderr
+    assert environment["NO_PROXY"] == "example.com,127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("given", "exempted"),
+    [
+        ({}, {"NO_PROXY": "127.0.0.1"}),
+        ({"NO_PROXY": "a, b"}, {"NO_PROXY": "a,b,127.0.0.1"}),
+        ({"NO_PROXY": "a", "no_proxy": ""}, {"no_proxy": "127.0.0.1"}),
+        ({"no_proxy": "127.0.0.1"}, {}),
+        ({"no_proxy": "*"}, {}),
+    ],
+)
+def test_what_the_user_exempts_stays_exempt(
+    given: dict[str, str], exempted: dict[str, str], environment: dict[str, str]
+) -> None:
+    environment |= given
+    assert proxies.exemption("http://127.0.0.1:4200/api") == exempted
+
+
+def test_without_a_proxy_the_environment_stays_as_it_is(environment: dict[str, str]) -> None:
+    del environment["http_proxy"], environment["ALL_PROXY"]
+    assert proxies.exemption("http://127.0.0.1:4200/api") == {}
+
+
+def test_addresses_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies, "_own_names", lambda: {"localhost", "login1", "login1.cluster"})
+    monkeypatch.setattr(proxies, "_own_addresses", lambda: {"10.0.0.5"})
+    here = ["localhost", "127.0.0.2", "[::1]", "login1", "LOGIN1.cluster", "10.0.0.5"]
+    assert [host for host in here if not proxies.is_here(f"http://{host}:4200/api")] == []
+    elsewhere = ["login2", "10.0.0.6", "[::2]", "", "[broken"]
+    assert [host for host in elsewhere if proxies.is_here(f"http://{host}:4200/api")] == []
