@@ -34,6 +34,7 @@ from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir.journal import read_journal, valid_lines
 from rlhf_core.run_dir.run import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.services.presence import look
 
 RUN_FLOW = "rlhf-run"
 """Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""
@@ -67,7 +68,8 @@ class PrefectFlowRuns:
     ) -> FlowRunSnapshot:
         """Flow runs that Prefect considers alive, those named after a run, and those given by id."""
         seen = _poll(run_ids, flow_run_ids)
-        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), self.site.prefect.pool, now)
+        pool = self.site.prefect.pool if _worker_is_visible(self.site) else ""
+        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), pool, now)
         run_of = {one.flow_run_id: one.run_id for one in found}
         return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
 
@@ -165,7 +167,7 @@ def _all_facts(
 
     Args:
         controllers: run and controller of each flow run in the history.
-        pool: work pool whose worker is on this machine.
+        pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
         now: the present.
     """
     return [_facts(one, seen, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
@@ -209,9 +211,18 @@ def _process(flow_run: FlowRun, is_here: bool, controller: str, pool: str) -> Pr
         if not owner.is_here():
             return ProcessState.UNKNOWN
         return ProcessState.GONE if owner.is_known_dead() else ProcessState.ALIVE
-    # A flow run of this machine's worker, which starts all of the pool; its process has disappeared.
+    # A flow run of the visible worker, which starts all of the pool; its process has disappeared.
     started = bool(flow_run.infrastructure_pid) or flow_run.start_time is not None
     return ProcessState.GONE if flow_run.work_pool_name == pool and started else ProcessState.UNKNOWN
+
+
+def _worker_is_visible(site: Site) -> bool:
+    """True if the site's worker is a live process that this one can see, and so are the flow runs that it starts.
+
+    In a container of its own, it and its flow runs have process ids that mean nothing here.
+    """
+    record = look(site.home, "worker").record
+    return record is not None and record.is_alive
 
 
 def _flow_run_processes() -> Iterator[tuple[str, bool]]:
