@@ -5,9 +5,12 @@ came from. The hash is one of their content: nothing in there is ever changed, a
 time of the folder is when it was last asked for; what nothing refers to any more the daemon removes, days after that.
 """
 
+import errno
 import hashlib
 import os
 import re
+import secrets
+import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -71,12 +74,11 @@ def keep(
         BadInput: the folder cannot be written.
     """
     place = _place(home) / name
-    unfinished = place / ".new"
+    unfinished = place / f".new-{os.getpid()}-{secrets.token_hex(4)}"
     spec = absolute_paths(config.load(source, overrides), folder)
     changed = absolute_paths(config.load(source, [*overrides, *further]), folder) if further else spec
     revision = git_revision(folder)
     try:
-        remove_tree(unfinished)
         keep_code(unfinished / CODE, changed, folder, revision)
         snapshot = unfinished / CODE / "snapshot"
         digest = _digest(snapshot, spec.model_dump_json())
@@ -89,16 +91,26 @@ def keep(
         )
         origin = Origin(source=source, overrides=tuple(overrides), folder=str(folder), revision=revision)
         write_model(unfinished / ORIGIN, origin)
-        if kept.exists():
-            os.utime(kept)  # asked for again: it is not old
-            remove_tree(unfinished)
-        else:
-            unfinished.rename(kept)
+        _settle(unfinished, kept)
     except OSError as error:
         raise BadInput(
             f"cannot keep the config in {place}: {error.strerror}. Set RLHF_HOME to a writable folder"
         ) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return Kept(kept / CONFIG, kept / CODE / "snapshot", folder, revision)
+
+
+def _settle(unfinished: Path, kept: Path) -> None:
+    """Give a finished copy its name, unless the same copy is there already."""
+    if kept.exists() and not (kept / CONFIG).is_file():
+        remove_tree(kept)  # unusable, and would stay so
+    try:
+        unfinished.rename(kept)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        os.utime(kept)  # asked for again: it is not old
 
 
 def kept_with(source: str) -> Kept | None:
@@ -140,7 +152,7 @@ class Copy:
 
 
 def copies(home: Path) -> list[Copy]:
-    """Everything that is kept under a home folder, whole or left behind by a removal that was killed."""
+    """Everything under a home folder: what is kept, and what a killed removal or a killed deployment left behind."""
     return [
         Copy(path, datetime.fromtimestamp(path.stat().st_mtime, UTC))
         for path in sorted(_place(home).glob("*/*"))
@@ -148,7 +160,7 @@ def copies(home: Path) -> list[Copy]:
     ]
 
 
-_COPY = r"[0-9a-f]{12}(\.old)?"
+_COPY = r"([0-9a-f]{12}|\.new-[0-9]+-[0-9a-f]{8})(\.old)?"
 
 
 def key_of(source: str) -> tuple[str, str] | None:
