@@ -28,6 +28,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from flows.publishing.events import flow_run_resource
+from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
@@ -60,7 +61,9 @@ def is_to_be_skipped(flow_run: FlowRun) -> bool:
 def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> str:
     """The run of the same deployment that is still running; empty if there is none.
 
-    A run whose flow run crashed counts until the run itself has ended: it will be adopted, and its job is running.
+    A run whose flow run crashed counts until the run itself has ended: it will be adopted, and its job is running. Of
+    scheduled flow runs that may themselves be skipped and have not made a run yet, only earlier ones count: two that
+    were due at once, after an outage for instance, must not both be skipped in favour of the other.
     """
     if flow_run.deployment_id is None:
         return ""
@@ -70,7 +73,7 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=_NEWEST,
     )
-    return next((one.name for one in others if one.id != flow_run.id and _goes_on(one, runs_dir)), "")
+    return next((one.name for one in others if one.id != flow_run.id and _precedes(one, flow_run, runs_dir)), "")
 
 
 def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
@@ -87,9 +90,20 @@ def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
     return why
 
 
-def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
-    if flow_run.state_type is not StateType.CRASHED:
+def _precedes(other: FlowRun, flow_run: FlowRun, runs_dir: Path) -> bool:
+    if other.state_type is StateType.CRASHED:
+        return _goes_on(other, runs_dir)
+    if not is_to_be_skipped(other) or _order(other) < _order(flow_run):
         return True
+    return FlowRunLink(str(other.id)).run_dir(runs_dir) is not None
+
+
+def _order(flow_run: FlowRun) -> tuple[datetime, UUID]:
+    return flow_run.expected_start_time or datetime.max.replace(tzinfo=UTC), flow_run.id
+
+
+def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
+    """True if the run of a crashed flow run has not ended."""
     try:
         run_dir = RunDir.find(runs_dir, flow_run.name)
         return run_dir is not None and not read_record(run_dir).ended

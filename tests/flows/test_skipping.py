@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -19,6 +20,7 @@ from sites import Site
 from flows import schedules
 from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
+from rlhf_core.control.controller import FlowRunLink, new_run
 from rlhf_core.run_dir.run import RunDir
 
 
@@ -141,3 +143,22 @@ def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_goes_on
     assert RunDir.of(desk.site.runs_dir, run_dir.run_id).spec.is_file()
     run_dir.spec.unlink()
     assert schedules.busy_with(client, asked, desk.site.runs_dir) == ""
+
+
+def test_of_two_scheduled_runs_that_begin_at_once_the_earlier_one_starts(
+    client: SyncPrefectClient, desk: Desk, tmp_path: Path
+) -> None:
+    deployment = deployed(client, "twice", schedules.SKIP_IF_BUSY)
+
+    def planned() -> list[FlowRun]:
+        return [one for one in client.read_flow_runs(limit=200) if one.deployment_id == deployment]
+
+    until(lambda: len(planned()) > 1, "two are planned")
+    for one in planned():
+        client.set_flow_run_state(one.id, Running(), force=True)
+    first, second, *_ = sorted(planned(), key=schedules._order)
+    assert schedules.busy_with(client, first, desk.site.runs_dir) == "", "the others will be skipped in its favour"
+    assert schedules.busy_with(client, second, desk.site.runs_dir) == first.name
+    link = FlowRunLink(str(second.id), created=second.created)
+    new_run("quickstart", (), desk.site, folder=tmp_path, flow_run=link)
+    assert schedules.busy_with(client, first, desk.site.runs_dir) == second.name, "it has begun"
