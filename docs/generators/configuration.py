@@ -21,8 +21,8 @@ Each preset is a commented example that you can run, for instance with `rlhf run
 `spec.json` in the run directory records what was run, with every default filled in.
 
 A run has one or two training loops: `[loops.main]`, and optionally `[loops.warm_start]`. Each has its own algorithm and
-optimizer. The name of the algorithm determines which settings its section has; if you override the name, the settings
-of the previous algorithm are dropped.
+optimizer. The name of the algorithm determines which settings its section has; if you override the name, the file's
+settings of the previous algorithm are dropped. Your other overrides stay, in whatever order you give them.
 
 This version still reads configs of rlhf-flows 0.1, with `[sft]`, `[train]` and `[grpo]`. It warns you and names the
 new settings; the next version will refuse such configs. `rlhf config migrate FILE` rewrites one and keeps its comments.

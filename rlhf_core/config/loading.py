@@ -63,7 +63,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
             raise BadConfig(f"{path} holds settings of rlhf-flows 0.1 beside [loops]:\n{_translations(found)}")
         _warn(f"{path}", found, f"`rlhf config migrate {path}` rewrites the file")
         content = current_document(content)
-    for override in overrides:
+    for override in _in_order(overrides):
         _apply(content, override, given_as)
     _warn_of_overrides(overrides, given_as)
     return validate(content, str(path), overrides, given_as)
@@ -84,7 +84,7 @@ def _translations(names: Sequence[str]) -> str:
 
 
 def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
-    names = [override.partition("=")[0].strip() for override in overrides]
+    names = [_name_of(override) for override in overrides]
     old = [name for name in names if current_name(name) != name and current_name(name) in field_meanings()]
     if old:
         _warn(given_as, old, "use the new names")
@@ -155,7 +155,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         BadConfig: with the first 20 problems. Problems that depend on the config are not detected.
     """
     content: dict[str, Any] = {}
-    for override in overrides:
+    for override in _in_order(overrides):
         _apply(content, override, "--set")
     require_bounded(content, "--set")
     try:
@@ -188,6 +188,15 @@ def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
             known = {name: given.keys() & spec.model_fields.keys() for name, spec in specs().items()}
             given["name"] = max(known, key=lambda name: len(known[name]))
     return now
+
+
+def _in_order(overrides: Sequence[str]) -> list[str]:
+    """Overrides as given, after those that name an algorithm: a name discards the settings of another algorithm."""
+    return sorted(overrides, key=lambda override: not _name_of(override).endswith(".algorithm.name"))
+
+
+def _name_of(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def _split(override: str, given_as: str) -> tuple[str, Any]:

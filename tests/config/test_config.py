@@ -225,11 +225,23 @@ def test_sections_with_a_choice_are_told_in_words() -> None:
     assert config_fields.optional_sections() == {"loops.warm_start", "model.lora"}
 
 
-def test_another_algorithm_does_not_take_over_the_settings_of_the_one_before(minimal: Path) -> None:
-    settings = ["loops.main.algorithm.clip_low=0.1", "loops.main.algorithm.name=sft"]
-    assert config.load(minimal, settings).loops.main.algorithm == SftSpec(name="sft")
-    same = ["loops.main.algorithm.clip_low=0.1", "loops.main.algorithm.name=grpo"]
-    assert config.load(minimal, same).loops.main.algorithm == GrpoSpec(name="grpo", clip_low=0.1)
+def test_another_algorithm_does_not_take_over_the_settings_of_the_file(minimal: Path) -> None:
+    minimal.write_text(MINIMAL.replace('name = "grpo"', 'name = "grpo", clip_low = 0.1'))
+    assert config.load(minimal, ["loops.main.algorithm.name=sft"]).loops.main.algorithm == SftSpec(name="sft")
+    same = config.load(minimal, ["loops.main.algorithm.name=grpo"]).loops.main.algorithm
+    assert same == GrpoSpec(name="grpo", clip_low=0.1)
+
+
+def test_the_name_of_an_algorithm_keeps_the_overrides_before_it(minimal: Path) -> None:
+    overrides = ["loops.main.algorithm.batch_size=6", "loops.main.algorithm.name = sft"]
+    expected = SftSpec(name="sft", batch_size=6)
+    assert config.load(minimal, overrides).loops.main.algorithm == expected
+    assert config.load(minimal, overrides[::-1]).loops.main.algorithm == expected
+    wrong = ["loops.main.algorithm.clip_low=0.1", "loops.main.algorithm.name=sft"]
+    with pytest.raises(BadConfig, match="clip_low"):
+        config.load(minimal, wrong)
+    with pytest.raises(BadConfig, match="clip_low"):
+        config.check_overrides(wrong)
 
 
 def test_defaults_in_the_help_are_valid_toml_and_true(minimal: Path) -> None:
