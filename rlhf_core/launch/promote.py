@@ -94,8 +94,13 @@ def newest_promoted(folder: Path, name: str) -> Path | None:
         name: name of the runs, or the id of one run.
     """
     present = folder.iterdir() if folder.is_dir() else ()
-    found = [path for path in present if name in (path.name, run_name(path.name)) and (path / PROVENANCE).is_file()]
-    return max(found, default=None)  # ids of runs of one name sort by time
+    named = [path for path in present if name in (path.name, run_name(path.name))]
+    promoted = [
+        (found.promoted_at, path) for path in named if (found := read_model(path / PROVENANCE, ModelProvenance))
+    ]
+    # The id of a scheduled run holds the time at which it was planned, which several may share.
+    newest = max(promoted, default=None)
+    return newest[1] if newest else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

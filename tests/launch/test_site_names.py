@@ -1,5 +1,6 @@
 """Promoted models that a run names: the newest of a name, looked up when the run is made."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -7,17 +8,46 @@ from control_fakes import make_spec
 
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.site_names import for_site
+from rlhf_core.files.whole import write_model
 from rlhf_core.launch.prepare import absolute_paths
+from rlhf_core.run_dir.run import run_name
+from rlhf_core.schemas.promotion import ModelProvenance
 
-OLD, NEW, OTHER = "rm-20260101-000000-abcdef", "rm-20260102-000000-000000", "rm-b-20270101-000000-000000"
+OLD, NEW, OTHER = "rm-20260101-000000-ffffff", "rm-20260101-000000-000000", "rm-b-20270101-000000-000000"
+"""OLD and NEW were planned at the same time, as two scheduled runs may be."""
+
+
+def provenance(run_id: str, promoted_at: datetime) -> ModelProvenance:
+    return ModelProvenance(
+        run_id=run_id,
+        name=run_name(run_id),
+        owner="ada",
+        tags=(),
+        created_at=promoted_at,
+        promoted_at=promoted_at,
+        approved_by="bea",
+        reason="better",
+        checkpoint_step=4,
+        spec_hash="abc",
+        base_model="",
+        seed=0,
+        package_version="0",
+        code_revision="",
+        config_source="rm.toml",
+        overrides=(),
+        num_attempts=1,
+        num_restarts=0,
+        incidents=(),
+        evaluations=(),
+        spec={},
+    )
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
-    for name in (OLD, NEW, OTHER):
-        (tmp_path / "promoted" / name).mkdir(parents=True)
-        (tmp_path / "promoted" / name / "rlhf.json").touch()
+    for day, name in enumerate((OLD, NEW, OTHER), start=2):
+        write_model(tmp_path / "promoted" / name / "rlhf.json", provenance(name, datetime(2026, 1, day, tzinfo=UTC)))
     (tmp_path / "promoted" / "rm-20280101-000000-000000").mkdir()  # not complete
     return load_site()
 
