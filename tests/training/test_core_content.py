@@ -19,6 +19,13 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.training
 
+MISTRAL = (
+    "{{ '<s>' }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
+)
+"""A template that marks the end of the user's turn, and has no header for the answer."""
+
 
 def asked(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
     """What the command answers."""
@@ -92,6 +99,8 @@ def test_a_reward_function_that_hangs_does_not_keep_the_rest_from_being_looked_a
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "no generation prompt"),
         ("{% if add_generation_prompt %}go{% endif %}", "leaves the user's message out"),
         ("", ""),
+        (MISTRAL, ""),
+        (MISTRAL.replace("' '", "'<|assistant|>'"), "no generation prompt"),
     ],
 )
 def test_chat_templates(template: str, says: str) -> None:

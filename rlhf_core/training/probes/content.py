@@ -31,6 +31,7 @@ MEMORY_BYTES = 16 << 30
 """Memory that all of it may take, in bytes."""
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+ANSWER = {"role": "assistant", "content": "4"}
 
 
 def check_content(spec_path: Path) -> ContentReport:
@@ -178,9 +179,22 @@ def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
         return f"does not render: {' '.join(failed.problem.split())}"
     if CHAT[0]["content"] not in prompt:
         return "leaves the user's message out"
-    if prompt == plain:
+    if prompt == plain and not _ends_before_answer(tokenizer, prompt):
         return "adds no generation prompt, so the model does not see that it is its turn"
     return ""
+
+
+def _ends_before_answer(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> bool:
+    """True if an answer follows a prompt without a header, for instance behind Mistral's ``[/INST]``.
+
+    A prompt that ends with the user's message does not show the model that it is its turn.
+    """
+    answer: Any = ""
+    with Survived():  # a template may refuse this conversation
+        answer = tokenizer.apply_chat_template([*CHAT, ANSWER], tokenize=False)
+    text = ANSWER["content"]
+    is_next = answer.startswith(prompt) and answer.removeprefix(prompt).lstrip().startswith(text)
+    return is_next and not prompt.rstrip().endswith(CHAT[0]["content"])
 
 
 def _with_lengths(
