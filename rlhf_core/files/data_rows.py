@@ -7,6 +7,7 @@ import codecs
 import csv
 import json
 import string
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def _json_problem(error: json.JSONDecodeError) -> str:
 def _read_csv(path: Path) -> Iterator[FileRow]:
     """Every value stays text: ``007`` is an answer, not the number 7."""
     with path.open("rb") as file:
+        csv.field_size_limit(sys.maxsize)  # of the process; by default 128 KiB, which long texts exceed
         reader = csv.reader((line.decode() for line in _without_mark(file)), strict=True)
         try:
             header = next(reader, [])

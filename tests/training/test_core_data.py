@@ -146,6 +146,12 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_trouble(load: Callable[.
     assert [row.prompt for row in rows] == ["1+1?", "1+1?"]
 
 
+def test_long_texts_fit_into_csv(load: Callable[..., Any]) -> None:
+    text = "x" * 200_000
+    rows, _ = load(f"question,answer\n{text},1\n", name="rows.csv")
+    assert [(row.prompt, row.answer) for row in rows] == [(text, "1")]
+
+
 def test_csv_stays_text(load: Callable[..., Any]) -> None:
     rows, _ = load('question,answer\n"a, ""b""\nc",007\n\nd,x\n', name="rows.csv")
     assert [(row.prompt, row.answer) for row in rows] == [('a, "b"\nc', "007"), ("d", "x")]
