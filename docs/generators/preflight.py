@@ -129,8 +129,10 @@ with its source):
   cache in sampling, under ZeRO 3 together with the whole weights.
 
 The model assumes the longest prompts and completions that the config allows. Offloaded parts must fit into the main
-memory of a node (`memory.offload`). The estimate is compared with the memory of the GPU, from `slurm.gpu_type` or as
-the nodes report it; on CPU, with the memory of the node divided by its ranks.
+memory of a node (`memory.offload`). The estimate is compared with the memory of the GPU, from `slurm.gpu_type` or the
+smallest of the nodes that the job may get (by partition, `slurm.exclude` and number of GPUs); on CPU, with the memory
+of the node divided by its ranks. If the name of a type leaves open which of several sizes it is (`a100`), a run that
+fits only into the largest gets a warning.
 
 Before lean layers ([0045](decisions/0045-lean-layers.md)), for one rank of a float32 model with 34 million parameters
 (8 layers, hidden size 512, 32 sequences of 256 tokens at once) on CPU, the estimate was 6.2 GiB, and the peak in a run
@@ -227,7 +229,7 @@ def _predicted() -> Iterator[str]:
     """Rows of the presets for GPUs of a known kind."""
     for name in PRESETS:
         spec = config.load(name)
-        found = predict(spec, NO_NODES, spec.model.config, None) if spec.slurm.gpu_type else Predictions()
+        found = predict(spec, spec.slurm, NO_NODES, spec.model.config, None) if spec.slurm.gpu_type else Predictions()
         if found.memory is not None and found.step is not None:
             parts = ", ".join(f"{found.step.parts[part]:.0f}" for part in ("sampling", "training", "communication"))
             nodes, kind = spec.resources.num_nodes, f"{spec.resources.gpus_per_node} {spec.slurm.gpu_type.upper()}"
