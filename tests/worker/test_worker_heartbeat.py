@@ -44,7 +44,7 @@ def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
 
 
 def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -> None:
-    """However short a visit was, and whether or not the agent happened to look meanwhile."""
+    """Even if a visit was short, or the agent did not look meanwhile."""
     beat = Beat(slots.path, 0, 0, 0)
     warm = []
     for phase in (Phase.ROLLOUT, Phase.CHECKPOINT, Phase.ROLLOUT, Phase.TRAIN, Phase.CHECKPOINT):

@@ -103,7 +103,7 @@ def saves(one: Any, *steps: int) -> list[tuple[int, bool]]:
 
 
 def test_all_ranks_save_at_the_step_that_the_first_one_announces(ranks: Ranks, tmp_path: Path) -> None:
-    """However long steps take, and whenever the workers of the other ranks hear of the request."""
+    """Neither the lengths of steps nor the workers of the other ranks matter."""
     first, second = ranks(0), ranks(1)
     ask(tmp_path, 0)
     assert saves(first, 7, 8, 9, 9, 10) == [(9, False)]
