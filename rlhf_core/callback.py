@@ -76,7 +76,7 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
             return control
         if self._store is None:
             self._store, self._leads = _shared_store()
-        self._share_request(self._file, state.global_step)
+        self._send_order(self._file, state.global_step)
         self._take_order(state.global_step)
         stop = self._orders.pop(state.global_step, None)
         if stop is not None:
@@ -84,8 +84,8 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
             control.should_training_stop = control.should_training_stop or stop
         return control
 
-    def _share_request(self, file: Any, step: int) -> None:
-        """Tell all ranks the step of a save that was requested, as rank 0."""
+    def _send_order(self, file: Any, step: int) -> None:
+        """Send all ranks the step of a requested save, if this is rank 0."""
         request = file.get(_words.SAVE)
         if self._leads and request != self._request:
             self._request = request

@@ -319,7 +319,8 @@ class Follower:
         code = self._exit_code()
         if code != 0:
             if self._has_stopped(code):
-                return RoleResult.STOPPED_EARLY
+                is_last = self._saves.newest_step >= self._trainer.num_steps
+                return RoleResult.DONE if is_last else RoleResult.STOPPED_EARLY
             _end_as(code)
         if self._context.rank != 0:
             return RoleResult.DONE  # rank 0 judges a program that exited cleanly: it has the steps and checkpoints

@@ -43,7 +43,7 @@ class SaveRequests:
 
         Looks again: a checkpoint is published some time after it was saved, and the program may have exited since.
         """
-        return self.is_asked_to_stop and self._newest() > self._newest_before
+        return self.is_asked_to_stop and self.newest_step > self._newest_before
 
     @property
     def is_done(self) -> bool:
@@ -66,20 +66,22 @@ class SaveRequests:
         if not self._asked or self._is_saved or now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
-        if self._newest() > self._newest_before:
+        if self.newest_step > self._newest_before:
             self._is_saved = True
             if self._asked == "stop":
                 self._end()
 
     def _begin(self, request: Literal["save", "stop"]) -> None:
-        self._asked, self._newest_before, self._next_poll_s = request, self._newest(), 0.0
+        self._asked, self._newest_before, self._next_poll_s = request, self.newest_step, 0.0
         self._status.set(words.STOP, int(request == "stop"))
         self._status.set(words.SAVE, self._status.get(words.SAVE) + 1)
         has_callback = self._status.get(words.BEATS) > 0
         if not has_callback and self._signal is not None and self.rank is not None:
             self.rank.send(self._signal)
 
-    def _newest(self) -> int:
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest published checkpoint, 0 if there is none."""
         newest = self._context.run_dir.newest_checkpoint()
         return newest.step if newest is not None else 0
 
