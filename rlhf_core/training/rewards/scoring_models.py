@@ -173,23 +173,22 @@ class ScoringModel:
 
 def _max_tokens(name: str, settings: ScoringModelSpec, model: PreTrainedModel) -> int:
     """Maximum length of a sequence; 0 for any."""
-    positions = _num_positions(model)
-    if positions and settings.max_tokens > positions:
+    table = _position_table(model)
+    if table is not None and settings.max_tokens > table:
         raise BadConfig(
-            f"found reward.models.{name}.max_tokens = {settings.max_tokens}, and a model with positions for "
-            f"{positions} tokens; set it to {positions} at most, or to 0 for all of them"
+            f"found reward.models.{name}.max_tokens = {settings.max_tokens}, and a model with positions for {table} "
+            f"tokens; set it to {table} at most, or to 0 for all of them"
         )
-    return settings.max_tokens or positions
+    return settings.max_tokens or table or getattr(model.config, "max_position_embeddings", 0) or 0
 
 
-def _num_positions(model: PreTrainedModel) -> int:
-    """Number of tokens that the model has positions for; 0 if its config does not limit them."""
+def _position_table(model: PreTrainedModel) -> int | None:
+    """Number of tokens that a table of learned positions is for; None without one, as with rotary positions."""
     for name, module in model.named_modules():
-        is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-        if is_table and module.padding_idx is not None:
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             # RoBERTa and its descendants count positions from the one after the padding's.
-            return int(module.num_embeddings - module.padding_idx - 1)
-    return getattr(model.config, "max_position_embeddings", 0) or 0
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
 
 
 @dataclass
