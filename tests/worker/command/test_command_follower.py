@@ -99,7 +99,7 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
     supervise = {"floor_s": 3.0, "suspect_s": 1.0, "setup_floor_s": 20.0}
     # The ranks of this program do not wait for each other: the other one must not be through when the agent looks.
     # Where one hangs, checkpoints of the other would show progress of the job.
-    steps, every = (120, "50") if kind is FailureKind.HANG else (80, "5")
+    steps, every = (120, "1000") if kind is FailureKind.HANG else (80, "5")
     trainer = stranger("--fault", fault, "--every", every, steps=steps)
     run = agent_run(trainer=trainer, checkpoint={"every_num_steps": 5}, supervise=supervise)
     code, output = run.run_through(native=True)
