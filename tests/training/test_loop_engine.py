@@ -358,7 +358,8 @@ def assert_same_weights(path: Path, expected: dict[str, Any]) -> None:
     for key in weights:
         # Where a gradient is nearly zero, AdamW divides its rounding error by its size: a few weights differ more.
         difference = (weights[key] - expected[key]).abs()
-        assert difference.mean() < 1e-7, (path.name, key)
+        # The rest is rounding of weights around 1 (norms), which differs between processors.
+        assert difference.mean() < 2 * torch.finfo(torch.float32).eps, (path.name, key)
         assert (difference > 2e-6).float().mean() < 0.005, (path.name, key)
 
 

@@ -8,6 +8,7 @@ restarts it, and it serves again once rank 0 has sent it the weights.
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -96,17 +97,18 @@ class RemoteEngines:
         self._model = model
         self._probe = probe_of(model, self._max_tokens, self._dtype)
         problem: WorkerError | None = None
-        blamed = set[str]()
+        blamed = Counter[str]()
         for _ in range(MAX_SYNCS):
             living = self._living(beat)
-            others = [engine for engine in living if engine.name not in blamed]
+            # The first failure may be that of a link to an earlier start of the engine, which is made anew.
+            others = [engine for engine in living if blamed[engine.name] < 2]
             problem, transfer = self._send(others or living, model, version, beat)
             if problem is None:
                 self.version = version
                 return transfer
             self._ranks.log(f"the engines did not receive the weights of step {version}: {problem}")
             if isinstance(problem, WeightSyncFailed):
-                blamed.add(problem.peer)
+                blamed[problem.peer] += 1
         assert problem is not None
         raise problem
 
