@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
-from rlhf_core.text.formatting import count, duration, missing_steps
+from rlhf_core.text.formatting import count, duration, listed, missing_steps
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,8 @@ def test_one_thing_is_no_plural() -> None:
 )
 def test_steps_without_metrics_are_said(known: Collection[int], total: int, state: str, said: str) -> None:
     assert missing_steps(known, total, state) == said
+
+
+@pytest.mark.parametrize(("most", "text"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c")])
+def test_the_first_of_many_names_are_listed(most: int, text: str) -> None:
+    assert listed(["a", "b", "c"], most) == text

@@ -25,6 +25,7 @@ from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec
@@ -163,6 +164,11 @@ class Controller:
     def spec(self) -> RunSpec:
         """The spec of the run."""
         return self.stored.spec
+
+    @property
+    def slurm(self) -> SlurmSpec:
+        """Options of its jobs, those of the site included."""
+        return self.spec.slurm.over(self.site.slurm)
 
     def check(self) -> None:
         """Renew the lease and check for a cancel request. Called about every half second.

@@ -12,6 +12,7 @@ from rlhf_core.machine.accounts import account
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.journal import CodeTaken
+from rlhf_core.text.formatting import listed
 
 _SHOWN = 10
 """Number of changed files that are listed."""
@@ -28,8 +29,8 @@ def advise_about_code(controller: Controller) -> str:
         return ""
     run_dir = controller.run_dir
     return (
-        f"{_listed(changed)} changed since this run copied its code to {run_dir.code}, and the run uses that copy. To "
-        f"use the present files, end the run and resume it with `rlhf resume {run_dir.run_id} --code`"
+        f"{listed(changed, _SHOWN)} changed since this run copied its code to {run_dir.code}, and the run uses that "
+        f"copy. To use the present files, end the run and resume it with `rlhf resume {run_dir.run_id} --code`"
     )
 
 
@@ -60,7 +61,7 @@ def take_code(controller: Controller) -> str:
     controller.journal.append(
         CodeTaken(copy_number=copy, revision=revision, changed=tuple(changed[:_SHOWN]), by=account())
     )
-    return f"copied the code again; changed: {_listed(changed)}"
+    return f"copied the code again; changed: {listed(changed, _SHOWN)}"
 
 
 def _renew_trial(trial: RunDir, main: RunDir) -> None:
@@ -70,8 +71,3 @@ def _renew_trial(trial: RunDir, main: RunDir) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(main.code, unfinished)
         unfinished.rename(trial.code_copy(trial.newest_code_copy() + 1))
-
-
-def _listed(changed: list[str]) -> str:
-    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    return ", ".join(changed[:_SHOWN]) + more

@@ -42,7 +42,7 @@ def status_of(path: Path) -> os.stat_result | None:
     Raises:
         OSError: the file system does not answer.
     """
-    return _repeated(path.stat, path)
+    return _if_there(path.stat, path)
 
 
 def is_there(path: Path) -> bool:
@@ -61,16 +61,24 @@ def paths_in(folder: Path, pattern: str = "*") -> list[Path]:
         OSError: the file system does not answer, or the folder must not be listed.
     """
     return [
-        path for path in _repeated(lambda: sorted(folder.iterdir()), folder) or () if fnmatchcase(path.name, pattern)
+        path for path in _if_there(lambda: sorted(folder.iterdir()), folder) or () if fnmatchcase(path.name, pattern)
     ]
 
 
-def _repeated(lookup: Callable[[], Found], path: Path) -> Found | None:
-    """Result of a lookup, repeated once if it finds nothing; None if it finds nothing then either."""
+def looked_up(lookup: Callable[[], Found], path: Path) -> Found:
+    """Result of a lookup, made a second time if it finds nothing.
+
+    Raises:
+        FileNotFoundError: it finds nothing then either.
+    """
+    try:
+        return lookup()
+    except FileNotFoundError:
+        renew_lookup(path)
+        return lookup()
+
+
+def _if_there(lookup: Callable[[], Found], path: Path) -> Found | None:
     with suppress(FileNotFoundError, NotADirectoryError):
-        try:
-            return lookup()
-        except FileNotFoundError:
-            renew_lookup(path)
-            return lookup()
+        return looked_up(lookup, path)
     return None

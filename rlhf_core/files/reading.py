@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from rlhf_core.files.lookups import renew_lookup
+from rlhf_core.files.lookups import looked_up
 
 MAX_LINE_BYTES = 1 << 20
 """Longest line of an appended file, unless its reader takes longer ones."""
@@ -47,9 +47,9 @@ def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
         UnfitFile: it is something else: a FIFO, a device, a folder, or a link.
         OSError: it is not there or cannot be opened.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     try:
-        descriptor = _open(path, flags if follow_link else flags | os.O_NOFOLLOW)
+        descriptor = looked_up(lambda: os.open(path, flags), path)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _unfit(path, "a symbolic link") from None
@@ -61,14 +61,6 @@ def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     raise _unfit(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "something else"))
-
-
-def _open(path: Path, flags: int) -> int:
-    try:
-        return os.open(path, flags)
-    except FileNotFoundError:
-        renew_lookup(path)
-        return os.open(path, flags)
 
 
 def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_link: bool = False) -> bytes:

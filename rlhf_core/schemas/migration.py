@@ -1,9 +1,9 @@
 """Translation of the settings of rlhf-flows 0.1 to this version.
 
 In 0.1 the warm start was ``[sft]``, the main algorithm ``[train]`` and ``[grpo]``, and a few settings of other sections
-had another name. Configs, overrides, ``spec.json``,
-rows of the history and changed settings stored with attempts may have that form; all of them are read through this
-module. Version 0.2 accepts configs and overrides of 0.1 with a warning, version 0.3 does not.
+had another name. Configs, overrides, ``spec.json``, rows of the history and changed settings stored with attempts may
+have that form; all of them are read through this module. Version 0.2 accepts configs and overrides of 0.1 with a
+warning, version 0.3 does not.
 """
 
 import copy

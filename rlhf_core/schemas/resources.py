@@ -32,6 +32,10 @@ class Inventory(Schema):
     default_partition: str = ""
     """Default partition of jobs; empty if the scheduler has none."""
 
+    def gpus_of(self, node: str) -> int:
+        """GPUs of a node, which may differ from those of most."""
+        return self.node_gpus.get(node, self.gpus_per_node)
+
     def nodes_for(self, slurm: SlurmSpec, gpus_per_node: int = 0) -> list[str]:
         """Nodes that a job with these options may get one day: even those that are busy or out of service."""
         # A partition that is not listed is hidden: which nodes it has is unknown.
@@ -41,7 +45,7 @@ class Inventory(Schema):
             name
             for name in self.node_names
             if name not in slurm.exclude
-            and self.node_gpus.get(name, self.gpus_per_node) >= gpus_per_node
+            and self.gpus_of(name) >= gpus_per_node
             and (not wanted or wanted & {*self.node_partitions.get(name, ())})
         ]
 

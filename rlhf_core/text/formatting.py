@@ -1,6 +1,6 @@
 """Formatting of figures for users: the same in the terminal, in reports and in Prefect."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 _SHOWN = 5
@@ -26,6 +26,12 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """Format a number with its noun: ``1 step``, ``2 steps``, ``10,000 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Format the first names of many: ``node1, node2 and 6 more``."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 _LONGEST_CLAIM = 128

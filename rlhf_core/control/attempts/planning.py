@@ -42,7 +42,7 @@ def plan_attempt(controller: Controller, number: int) -> None:
         spec,
         inventory,
         attempt=number,
-        slurm=controller.spec.slurm.over(controller.site.slurm),
+        slurm=controller.slurm,
         resume_from=controller.run_dir.newest_checkpoint(),
         excluded_nodes=size.excluded,
         config_diff={**changes, **smaller},
@@ -69,7 +69,7 @@ def next_size(
     earlier = before.excluded_nodes if before is not None else ()
     return size_of(
         controller.spec,
-        controller.spec.slurm.over(controller.site.slurm),
+        controller.slurm,
         inventory,
         # The run's own suspects come last, so they stay excluded longest.
         {**left_alone, **decided},

@@ -129,8 +129,7 @@ def _placeable(controller: Controller, failure: AttemptFailure, attempt: Attempt
     if size.reason:
         changes = {**decision.config_diff, SIZE: size.num_nodes}
         return decision.model_copy(update={"reason": f"{decision.reason}; {size.reason}", "config_diff": changes})
-    slurm = controller.spec.slurm.over(controller.site.slurm)
-    lacks = shortages(controller.spec.resources, slurm, inventory, decision.excluded_nodes)
+    lacks = shortages(controller.spec.resources, controller.slurm, inventory, decision.excluded_nodes)
     if failure.kind is not FailureKind.NODE_UNFIT or not lacks:
         return decision
     reason = f"no other node can take the place of {', '.join(decision.excluded_nodes)}: {'; '.join(lacks)}"

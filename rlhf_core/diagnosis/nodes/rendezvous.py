@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.text.formatting import listed
 
 MAX_NAMES = 6
 """Names of nodes in a sentence."""
@@ -26,9 +27,9 @@ def absence(names: Sequence[str], started: Collection[str], waited_s: float) -> 
         return None
     arrived = [name for name in names if name in started]
     return _failure(
-        f"{_agents_of(absent)} did not arrive within {waited_s:g} s (supervise.join_s), those of {_listed(arrived)} "
-        f"did. Read the job's log of {absent[0]}: its interpreter, container or shared folder may be missing. If it "
-        "was only slow, raise supervise.join_s.",
+        f"{_agents_of(absent)} did not arrive within {waited_s:g} s (supervise.join_s), those of "
+        f"{listed(arrived, MAX_NAMES)} did. Read the job's log of {absent[0]}: its interpreter, container or shared "
+        "folder may be missing. If it was only slow, raise supervise.join_s.",
         absent,
     )
 
@@ -47,8 +48,8 @@ def disconnection(names: Sequence[str], joined: Collection[str], waited_s: float
     apart = [name for name in others if name not in joined]
     cut_off = [first] if len(others) > 1 else []
     return _failure(
-        f"The agents of all {len(names)} nodes arrived, but {_listed(apart)} did not connect to {first} within "
-        f"{waited_s:g} s (supervise.join_s). Check that the nodes reach each other at the ports of the agents "
+        f"The agents of all {len(names)} nodes arrived, but {listed(apart, MAX_NAMES)} did not connect to {first} "
+        f"within {waited_s:g} s (supervise.join_s). Check that the nodes reach each other at the ports of the agents "
         "(docs/operations.md).",
         apart if len(apart) < len(others) else cut_off,
     )
@@ -71,9 +72,4 @@ def _failure(message: str, blamed: Sequence[str]) -> Diagnosis:
 
 
 def _agents_of(names: Sequence[str]) -> str:
-    return f"The agent{'s' if len(names) > 1 else ''} of {_listed(names)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"The agent{'s' if len(names) > 1 else ''} of {listed(names, MAX_NAMES)}"

@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from pydantic import JsonValue
@@ -51,12 +51,19 @@ def _in_doubt_the_largest(judge: CheckFunction) -> CheckFunction:
 
     @functools.wraps(judge)
     def judge_both(facts: Facts) -> Iterator[Finding]:
-        is_hopeless = any(one.status is CheckStatus.BLOCKED for one in judge(_with_largest_gpus(facts)))
-        for one in judge(facts):
+        found = list(judge(facts))
+        if not _is_blocked(found) or _is_blocked(judge(_with_largest_gpus(facts))):
+            yield from found
+            return
+        for one in found:
             in_doubt = replace(one, status=CheckStatus.WARNING, advice=f"if the GPUs are of this size, {one.advice}")
-            yield one if is_hopeless or one.status is not CheckStatus.BLOCKED else in_doubt
+            yield in_doubt if one.status is CheckStatus.BLOCKED else one
 
     return judge_both
+
+
+def _is_blocked(found: Iterable[Finding]) -> bool:
+    return any(one.status is CheckStatus.BLOCKED for one in found)
 
 
 def _with_largest_gpus(facts: Facts) -> Facts:

@@ -8,6 +8,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.predictions import predict
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.scheduler.slurm_environment import OPTIONS_OF_THE_JOB
+from rlhf_core.text.formatting import listed
 
 SHORT_ATTEMPT_S = 300
 """An attempt shorter than this is mostly start-up."""
@@ -98,7 +99,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
 def gpus(facts: Facts) -> Iterator[Finding]:
     """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources = facts.spec.resources
-    there = max((_gpus_of(facts, node) for node in _nodes(facts)), default=facts.inventory.gpus_per_node)
+    there = max(map(facts.inventory.gpus_of, _nodes(facts)), default=facts.inventory.gpus_per_node)
     asked, ranks = resources.gpus_per_node, resources.ranks_per_node
     rollout, engines = facts.spec.rollout, facts.spec.engines_beside_trainers
     users = ranks + engines * rollout.gpus_per_engine
@@ -284,10 +285,6 @@ def _nodes(facts: Facts) -> list[str]:
     return facts.inventory.nodes_for(facts.slurm)
 
 
-def _gpus_of(facts: Facts, node: str) -> int:
-    return facts.inventory.node_gpus.get(node, facts.inventory.gpus_per_node)
-
-
 def _odd_ones(gpus: Mapping[str, int], types: Mapping[str, str]) -> dict[str, int]:
     """Nodes with fewer GPUs than most nodes of their kind."""
     odd: dict[str, int] = {}
@@ -305,5 +302,4 @@ def _count(nodes: int) -> str:
 
 
 def _shown(gpus: Mapping[str, int], limit: int = 8) -> str:
-    names = [f"{node} ({count})" for node, count in list(gpus.items())[:limit]]
-    return ", ".join(names) + (f" and {len(gpus) - limit} more" if len(gpus) > limit else "")
+    return listed([f"{node} ({count})" for node, count in gpus.items()], limit)
