@@ -79,6 +79,24 @@ def test_a_slow_node_and_a_slow_link_are_told_apart(
     assert troubles(judge(speeds(links=links))) == expected
 
 
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        # Its own link is slow as its processor is.
+        ({(1, 2): 1.0}, []),
+        ({(1, 2): 1.0, (2, 3): 1.0}, [("probe.bandwidth", "blocked", "n2")]),
+        # Controls: what a slow processor does not explain.
+        ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
+        ({(3, 0): 1.0}, [("probe.bandwidth", "warning", "")]),
+    ],
+)
+def test_a_slow_link_of_a_node_that_computes_slowly_is_no_finding_of_its_own(
+    links: dict[tuple[int, int], float | str], expected: list[tuple[str, str, str]]
+) -> None:
+    found = judge(speeds(links=links, n2=0.1))
+    assert troubles(found) == [("probe.matmul", "blocked", "n2"), *expected]
+
+
 def test_of_two_nodes_none_can_be_blamed_for_their_link() -> None:
     found = judge(speeds(2, links={(0, 1): 0.1}), Floors(bandwidth_gb_s=1.0))
     assert troubles(found) == [("probe.bandwidth", "blocked", "")]

@@ -5,7 +5,7 @@ fast with another node, the link is. Medians are used instead of means, so one s
 fast.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -61,11 +61,13 @@ def judge_speed(
         floors: Thresholds.
         usual: Node to reading to the median of its earlier readings on the same kind of device.
     """
-    links = _links(speeds, floors, usual)
+    devices = _matmul(speeds, floors, usual)
+    excluded = {result.node for result in devices if result.status is CheckStatus.BLOCKED}
+    links = _links(speeds, floors, usual, excluded)
     # A dead link blocks the rendezvous of all ranks, which the finding about the link covers.
     dead = any(result.status is CheckStatus.BLOCKED for result in links)
     answers = [result for result in _answers(speeds) if result.node or not dead or result.status is CheckStatus.PASSED]
-    found = [*answers, *_matmul(speeds, floors, usual), *links]
+    found = [*answers, *devices, *links]
     troubled = {result.id for result in found}
     if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
         found += [
@@ -217,7 +219,10 @@ def _tflops(value: float) -> str:
 
 
 def _links(
-    speeds: Mapping[int, NodeSpeed], floors: Floors, usual: Mapping[str, Mapping[str, float]]
+    speeds: Mapping[int, NodeSpeed],
+    floors: Floors,
+    usual: Mapping[str, Mapping[str, float]],
+    excluded: Collection[str],
 ) -> list[CheckResult]:
     links = edges(speeds)
     if not links:
@@ -226,7 +231,7 @@ def _links(
     # Each node with its best partner: a slow node slows both of its links, but not its partners' other links.
     floor = max(floors.bandwidth_gb_s, floors.relative * median(best.values()))
     slow = [edge for edge in links if edge.problem or edge.gb_s < floor]
-    found = [*_blame_links(slow, best, floor)]
+    found = [*_blame_links(slow, best, floor, excluded)]
     for node, speed in best.items():
         earlier = usual.get(node, {}).get("bandwidth_gb_s", 0.0)
         if speed >= floor and speed < floors.relative * earlier:
@@ -245,7 +250,9 @@ def _links(
     return [*found, *_latency([edge for edge in links if not edge.problem], floors)]
 
 
-def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) -> list[CheckResult]:
+def _blame_links(
+    slow: Iterable[Edge], best: Mapping[str, float], floor: float, excluded: Collection[str]
+) -> list[CheckResult]:
     slow = list(slow)
     # Slow with every partner.
     suspects = {node for edge in slow for node in edge.ends if best[node] < floor}
@@ -270,7 +277,9 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
         )
     named = {result.node for result in found}
     for edge in slow:
-        if named & set(edge.ends):
+        # A node that computes slowly also sends slowly, and the job gets rid of both with it.
+        is_explained = not edge.problem and not set(edge.ends).isdisjoint(excluded)
+        if is_explained or not named.isdisjoint(edge.ends):
             continue
         both_well = all(end in cleared for end in edge.ends)
         if both_well and edge.problem:
