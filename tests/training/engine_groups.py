@@ -35,6 +35,8 @@ from rlhf_core.training.types import NullReporter
 from rlhf_core.weight_sync.receiver import Receiver
 
 TIMEOUT_S = 120.0
+START_TIMEOUT_S = 400.0
+"""Limit of the start of engines: two processes of vLLM took over two minutes beside other tests on two cores."""
 STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))
 """Program in the place of SGLang's server."""
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -147,7 +149,7 @@ def engine_group(
         model: further settings of the model.
     """
     settings = {"engines": num, "max_new_tokens": 12, **rollout}
-    settings["remote"] = {"start_timeout_s": TIMEOUT_S, "sync_timeout_s": 2.0, **settings.get("remote", {})}
+    settings["remote"] = {"start_timeout_s": START_TIMEOUT_S, "sync_timeout_s": 2.0, **settings.get("remote", {})}
     spec = tiny_spec(model={"config": config, **(model or {})}, rollout=settings, data={"max_prompt_tokens": 32})
     folder = RunDir(root).initial_model
     tiny_model(config).save_pretrained(folder)

@@ -29,7 +29,7 @@ from rlhf_core.worker.liveness.heartbeat import slots_folder
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = Path(__file__).parent / "targets"
 PROGRAM = ("-m", "rlhf_core.worker")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 def make_spec(**sections: Any) -> RunSpec:

@@ -254,10 +254,13 @@ def test_a_program_that_leaves_its_group_at_its_end_has_not_trained_alone(agent_
 def test_a_hang_that_only_collectives_show_is_found(
     agent_run: MakeRun, kind: str, failure: FailureKind, said: str
 ) -> None:
-    """The program prints nothing and saves nothing; without the flight recorder there is nothing to blame a rank by."""
+    """The program prints nothing and saves nothing; without the flight recorder there is nothing to blame a rank by.
+
+    A busy machine takes half a minute to import torch, in which the program is as silent.
+    """
     run = agent_run(
         trainer=with_torchrun("2000", "100", kind),
-        supervise={"floor_s": 5.0, "setup_floor_s": 15.0, "suspect_s": 2.0, "max_restarts": 0},
+        supervise={"floor_s": 5.0, "setup_floor_s": 45.0, "suspect_s": 2.0, "max_restarts": 0},
     )
     run.start(native=True)
     run.finish()
