@@ -18,7 +18,7 @@ from rlhf_core.config.toml_files import shortened
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir.run import is_run_id
-from rlhf_core.schemas.base import Schema, label_problem
+from rlhf_core.schemas.base import Schema, field_docs, label_problem
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.loops import MAX_STEPS
 from rlhf_core.schemas.run import RunSpec
@@ -119,8 +119,7 @@ BOUNDS: dict[str, dict[str, float]] = {
 def meanings() -> dict[str, str]:
     """The meaning of each field and its setting, in one plain line each: forms show no Markdown."""
     texts = {}
-    for name, field in Form.model_fields.items():
-        text = " ".join((field.description or "").split())
+    for name, text in field_docs(Form).items():
         texts[name] = f"{text} Setting: {SETTINGS[name]}." if name in SETTINGS else text
     texts["config"] += f" Presets: {', '.join(PRESETS)}."
     return texts

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Schema, field_docs
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
 
@@ -109,7 +109,7 @@ def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
                 name=f"{prefix}{name}",
                 type=_type_name(setting.annotation),
                 default="" if required else to_toml(setting.default),
-                meaning=" ".join((setting.description or "").split()),
+                meaning=field_docs(schema).get(name, ""),
                 required=required,
             )
 
@@ -123,7 +123,7 @@ def _describe_union(
         default: The tag of an omitted section; empty if it is required.
     """
     tags = [get_args(member.model_fields[tag].annotation)[0] for member in members]
-    texts = [" ".join((member.model_fields[tag].description or "").split()) for member in members]
+    texts = [field_docs(member).get(tag, "") for member in members]
     yield FieldHelp(
         name=f"{prefix}{tag}",
         type=" | ".join(map(to_toml, tags)),

@@ -5,6 +5,12 @@ of both databases' columns, times have a time zone, and texts are converted to a
 outside these limits are skipped.
 """
 
+import ast
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -74,7 +80,7 @@ OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\
 
 
 class Schema(BaseModel):
-    """Immutable data. An unknown key is an error; the string under a field is its description.
+    """Immutable data. An unknown key is an error; the string under a field is its meaning (:func:`field_docs`).
 
     NaN and infinity are legal in floats and stored in JSON as the strings ``NaN`` / ``Infinity``, because a diverged
     run must be able to report them.
@@ -83,9 +89,33 @@ class Schema(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         ser_json_inf_nan="strings",
     )
+
+
+@functools.cache
+def field_docs(schema: type[BaseModel]) -> Mapping[str, str]:
+    """The string under each field of a schema as one line, by the field's name; inherited fields included.
+
+    Read from the source when it is asked for, which help, documentation and forms do. pydantic can read it too
+    (``use_attribute_docstrings``), but then does so at every start, which took a third of the import of the schemas.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(schema.__bases__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            found |= field_docs(base)
+    body = _class_definitions(schema.__module__)[schema.__name__].body
+    for field, below in itertools.pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+@functools.cache
+def _class_definitions(module: str) -> Mapping[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def utc_now() -> datetime:

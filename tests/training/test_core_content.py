@@ -11,9 +11,13 @@ import pytest
 from control_fakes import make_spec
 
 from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.data.loading import completion_tokens, prompt_tokens
+from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import build_tokenizer
-from rlhf_core.training.probes.content import look_at_tokenizer
+from rlhf_core.training.probes.content import CoreTokenizer, look_at_tokenizer
+from rlhf_core.training.types import Row
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,3 +119,23 @@ def test_tokenizers_that_know_everything_change_nothing() -> None:
     for kind in ("byte", "bpe"):
         look = look_at_tokenizer(build_tokenizer(kind, texts, 512), texts)
         assert (look.num_changed, look.unknown_share) == (0, 0.0)
+
+
+@pytest.mark.parametrize("kind", BUILT_TOKENIZERS)
+def test_without_transformers_the_answer_is_that_of_what_training_builds(kind: str) -> None:
+    texts = ["a  b\n\tc ", "é 中文 🎉", "é 中文 🎉", "<|im_end|>", "31>13<|pad|>", ""]
+    core, whole = CoreTokenizer(build_core(kind, texts, 320)), build_tokenizer(kind, texts, 320)
+    assert look_at_tokenizer(core, texts) == look_at_tokenizer(whole, texts)
+    assert (look_at_tokenizer(core, texts).num_changed > 0) == (kind == "char")
+    for row in (Row(uid="", prompt=text, answer="", target=text, columns={}) for text in texts):
+        assert prompt_tokens(row, core) == prompt_tokens(row, whole)
+        assert completion_tokens(row.target, row, core) == completion_tokens(row.target, row, whole)
+
+
+def test_messages_are_rendered_as_in_training(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "ab"} for text in ("a", "bcd")]
+    report = asked(with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 60}), tmp_path)
+    assert report.tokenizer is not None
+    assert (report.tokenizer.problem, report.tokenizer.chat_problem) == ("", "")
+    begins = len("user\nassistant\n\n") + len(("<|im_start|>", "<|im_end|>", "<|im_start|>"))
+    assert report.splits[0].longest_prompt == begins + len("bcd")

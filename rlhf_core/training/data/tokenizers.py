@@ -1,25 +1,17 @@
 """Tokenizers: three kinds that are built here, and loading of existing ones.
 
-All three built here have ``<|pad|>`` as padding, ``<|im_end|>`` as the end token, a chat template in ChatML form whose
-turns end with that same token, and a vocabulary filled up to a multiple of 64 with ``<|reserved_N|>``: every id that
-the model can sample is a token with visible text, so that none of its output is hidden from a reward function.
+Those built here are the cores of ``tokenizer_cores.py`` with a chat template in ChatML form, whose turns end with the
+end token.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.training.data.tokenizer_cores import END, PAD, UNKNOWN, build_core
 
-VOCAB_MULTIPLE = 64
-"""Vocabulary sizes are rounded up to a multiple of this, for efficient matrix kernels."""
-
-PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
-
-_SPECIAL = (PAD, START, END)
 _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -39,19 +31,8 @@ def build_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> PreTrai
     Raises:
         BadConfig: unknown kind, or a vocabulary too small to hold every byte.
     """
-    if kind == "char":
-        core = _char()
-    elif kind == "byte":
-        core = _byte()
-    elif kind == "bpe":
-        core = _bpe(texts, vocab_size)
-    else:
-        raise BadConfig(f'found tokenizer "{kind}", expected one of: {", ".join(BUILT_TOKENIZERS)}')
-    size = core.get_vocab_size()
-    reserved = [f"<|reserved_{number}|>" for number in range(-size % VOCAB_MULTIPLE)]
-    core.add_special_tokens([*_SPECIAL, *reserved])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
+        tokenizer_object=build_core(kind, texts, vocab_size),
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN if kind == "char" else None,
@@ -82,41 +63,3 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _char() -> Tokenizer:
-    characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocab = {token: number for number, token in enumerate([*_SPECIAL, UNKNOWN, *characters])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return core
-
-
-def _byte() -> Tokenizer:
-    # ByteLevel writes each byte as one printable character; sorted, because the library gives them as a set.
-    vocab = {token: number for number, token in enumerate([*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    return _with_bytes(Tokenizer(models.BPE(vocab, merges=[])))
-
-
-def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    smallest = len(_SPECIAL) + len(alphabet)
-    if vocab_size < smallest:
-        raise BadConfig(f"found model.tokenizer_vocab_size = {vocab_size}; a bpe tokenizer needs at least {smallest}")
-    core = _with_bytes(Tokenizer(models.BPE()))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(_SPECIAL),
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer)
-    return core
-
-
-def _with_bytes(core: Tokenizer) -> Tokenizer:
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    return core

@@ -28,7 +28,8 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
-from rlhf_core.training.data.tokenizers import VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
+from rlhf_core.training.data.tokenizer_cores import VOCAB_MULTIPLE
+from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import whole_shape
 from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from rlhf_core.training.probes.reward_functions import try_rewards
 from rlhf_core.training.types import Row
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 NUM_ROWS = 2000
@@ -32,6 +34,36 @@ MEMORY_BYTES = 16 << 30
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 ANSWER = {"role": "assistant", "content": "4"}
+
+AROUND_CORE = 5.0
+"""Time that transformers takes for a short text, as a multiple of the time of the core in its tokenizer."""
+
+
+class CoreTokenizer:
+    """A tokenizer built here, with what is asked of it below, without transformers: importing that takes longer than
+    all of the check, and its tokenizer calls this one."""
+
+    bos_token = None
+    chat_template = None
+    """Ours is known to render (``tests/training/test_core_tokenizers.py``), and here are no rows of messages."""
+
+    def __init__(self, core: "Tokenizer") -> None:
+        from rlhf_core.training.data.tokenizer_cores import END, UNKNOWN
+
+        self._core = core
+        self.eos_token_id = core.token_to_id(END)
+        self.unk_token_id = core.token_to_id(UNKNOWN)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokens of a text."""
+        tokens: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        return tokens
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """Text of tokens. Those built here never clean up."""
+        del clean_up_tokenization_spaces
+        text: str = self._core.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
 
 
 def check_content(spec_path: Path) -> ContentReport:
@@ -109,19 +141,30 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
 def _tokenizer(
     spec: RunSpec, rows: Mapping[str, Sequence[Row]]
 ) -> "tuple[PreTrainedTokenizerBase | None, TokenizerReport]":
-    from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
-
     kind = spec.model.tokenizer
-    texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
     tokenizer: PreTrainedTokenizerBase
     try:
         if kind in BUILT_TOKENIZERS:
-            tokenizer = build_tokenizer(kind, texts, spec.model.tokenizer_vocab_size)
+            tokenizer = _built(spec, rows)
         else:
+            from rlhf_core.training.data.tokenizers import load_tokenizer
+
             tokenizer = load_tokenizer(Path(kind or spec.model.path))
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
     return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
+
+
+def _built(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
+    """The tokenizer that training builds: with transformers only where messages are to be rendered."""
+    texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
+    if any(row.chat is not None for of in rows.values() for row in of):
+        from rlhf_core.training.data.tokenizers import build_tokenizer
+
+        return build_tokenizer(spec.model.tokenizer, texts, spec.model.tokenizer_vocab_size)
+    from rlhf_core.training.data.tokenizer_cores import build_core
+
+    return CoreTokenizer(build_core(spec.model.tokenizer, texts, spec.model.tokenizer_vocab_size))
 
 
 def _rendered(
@@ -141,13 +184,13 @@ def _texts(row: Row) -> list[str]:
 def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
     """Try a tokenizer: do texts come back as they went in, what does it not know, does its chat template render."""
     num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
-    for text in texts:
+    for text, number in Counter(texts).items():  # answers repeat
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        num_tokens += len(tokens)
-        num_unknown += tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
+        num_tokens += number * len(tokens)
+        num_unknown += number * tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
         back = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if back != text:
-            num_changed += 1
+            num_changed += number
             example = example or _difference(text, str(back))
     return TokenizerReport(
         num_texts=len(texts),
@@ -204,7 +247,7 @@ def _with_lengths(
         return look
     started = time.monotonic()
     prompts = [len(prompt_tokens(row, tokenizer)) for row in rows]
-    seconds = time.monotonic() - started
+    seconds = (time.monotonic() - started) * (AROUND_CORE if isinstance(tokenizer, CoreTokenizer) else 1)
     limit = spec.data.max_prompt_tokens
     kept = [(length, row) for length, row in zip(prompts, rows, strict=True) if length <= limit]
     completions = [
