@@ -32,6 +32,13 @@ STAMP = "rlhf-environment.json"
 """File in an environment that says what it was made from; written when all is installed."""
 _NUM_LINES_SHOWN = 15
 _TORCH = re.compile(r"^torch\b", re.IGNORECASE)
+_PIP_IS_WHOLE = """
+import importlib.metadata, sys
+names = ["pip"] if sys.version_info >= (3, 12) else ["pip", "setuptools"]
+sys.exit(not all(importlib.metadata.distribution(name).read_text("INSTALLER") for name in names))
+"""
+"""Ends with 0 if what ``python -m venv`` installs is there: INSTALLER is written once a package is unpacked."""
+
 _VERSIONS = """\
 import importlib.metadata, json, sys
 found = {}
@@ -216,7 +223,7 @@ def create(
     with _alone(folder):
         (folder / STAMP).unlink(missing_ok=True)
         tell(f"making {folder} with Python {version}")
-        _run([python, "-I", "-m", "venv", str(folder)], tell, f"python -m venv {folder}")
+        _make_virtual(folder, python, tell)
         _install(wanted, folder, torch, pip_arguments, tell)
         _check_versions(wanted, folder, torch)
         seconds = time.monotonic() - started
@@ -279,6 +286,17 @@ def _python_version(python: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise BadInput(f"found --python {python}, which does not run: {error}") from None
     return answer.stdout.strip()
+
+
+def _make_virtual(folder: Path, python: str, tell: Callable[[str], None]) -> None:
+    """Make a virtual environment, or go on with one: pip, most of the work, is unpacked only if it is not whole."""
+    command = [python, "-I", "-m", "venv", str(folder)]
+    if (folder / "pyvenv.cfg").exists():
+        _run([*command, "--without-pip"], tell, f"python -m venv {folder}")  # it may be for another Python
+        answer = subprocess.run([_interpreter(folder), "-I", "-c", _PIP_IS_WHOLE], capture_output=True, check=False)
+        if answer.returncode == 0:
+            return
+    _run(command, tell, f"python -m venv {folder}")
 
 
 def _install(

@@ -9,6 +9,8 @@ import pytest
 from site_files import TINY
 from sites import Site
 
+from rlhf_core.cli import main
+
 pytestmark = pytest.mark.end_to_end
 
 
@@ -22,11 +24,20 @@ pytestmark = pytest.mark.end_to_end
         ("resources.num_nodes=2", "one node"),
     ],
 )
-def test_a_config_that_cannot_work_ends_with_2(site: Site, override: str, answer: str) -> None:
-    for command in (("check",), ("run", "--no-prefect")):
-        ended = site.rlhf(command[0], site.config(), *command[1:], "--set", override, code=2)
-        assert answer in ended.stdout + ended.stderr
-        assert "Traceback" not in ended.stderr
+def test_a_config_that_cannot_work_ends_with_2(
+    site: Site, override: str, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = site.rlhf("check", site.config(), "--set", override, code=2)
+    assert answer in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+
+    monkeypatch.chdir(site.folder)
+    for name, value in site.environment().items():
+        monkeypatch.setenv(name, value)
+    assert main.execute(["run", site.config(), "--no-prefect", "--set", override]) == 2
+    said = capsys.readouterr()
+    assert answer in said.out + said.err
+    assert "Traceback" not in said.err
 
 
 def test_a_malformed_line_is_named_by_file_and_number(site: Site) -> None:

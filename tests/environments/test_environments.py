@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -61,6 +62,17 @@ def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path, beg
     (tmp_path / "kept.whl").rename(wheels / "tinytrainer-1.0-py3-none-any.whl")
     create(TINY, folder)
     assert inspect(TINY, folder).state == "ready"
+
+
+def test_a_pip_that_was_not_unpacked_whole_is_unpacked_again(tmp_path: Path, wheels: Path, begin: Begin) -> None:
+    folder = begin(tmp_path / "tiny")
+    (packages,) = folder.glob("lib/*/site-packages")
+    (installed,) = packages.glob("pip-*.dist-info")
+    shutil.rmtree(installed)
+    shutil.rmtree(packages / "pip" / "_vendor")
+    create(TINY, folder)
+    assert version_in(folder, "torch") == "1.0"
+    assert version_in(folder, "pip") != ""
 
 
 def test_a_changed_definition_makes_an_environment_outdated_until_it_is_made_again(

@@ -1,4 +1,4 @@
-"""What is in the tokenizers built here (``tokenizers.py``), without transformers around it: that takes long to import.
+"""Cores of the tokenizers built here (``tokenizers.py``), without transformers around them, which takes long to import.
 
 All three have ``<|pad|>`` as padding, ``<|im_end|>`` as the end token, and a vocabulary filled up to a multiple of 64
 with ``<|reserved_N|>``: every id that the model can sample is a token with visible text, so that none of its output is
@@ -21,7 +21,7 @@ _SPECIAL = (PAD, START, END)
 
 
 def build_core(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Build what turns text into tokens; see :func:`rlhf_core.training.data.tokenizers.build_tokenizer`.
+    """Build the core of a tokenizer; see :func:`rlhf_core.training.data.tokenizers.build_tokenizer`.
 
     Raises:
         BadConfig: unknown kind, or a vocabulary too small to hold every byte.
