@@ -30,6 +30,8 @@ class IngestState:
     """File, relative to the run directory -> bytes read, or fingerprint of the version read."""
     journal_token: int = 0
     """Highest fencing token seen in the journal."""
+    has_ended: bool = False
+    """True if the history has the run in a state in which no part of it is running."""
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,20 @@ from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, KEYS, LEASES, 
 from rlhf_core.history.writers import write_batch
 from rlhf_core.history.writers.runs import insert_run, update_run
 from rlhf_core.history.writers.upserts import insert_new
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
 
 _REMEMBERED = frozenset({"checkpoints", "weight_versions"})
 """Tables with rows whose files may be gone from the run directory."""
 
+_ENDS = frozenset(state.value for state in RUN_ENDS)
+
 # Built once: each round of ingestion executes them, and building a statement takes longer than executing it.
-_STAMP = select(RUNS.c.ingest_stamp, RUNS.c.journal_token).where(RUNS.c.run_id == bindparam("run"))
-_OFFSETS = select(OFFSETS.c.path, OFFSETS.c.position).where(OFFSETS.c.run_id == bindparam("run"))
+_STATE = (
+    select(RUNS.c.ingest_stamp, RUNS.c.journal_token, RUNS.c.state, OFFSETS.c.path, OFFSETS.c.position)
+    .outerjoin_from(RUNS, OFFSETS, OFFSETS.c.run_id == RUNS.c.run_id)
+    .where(RUNS.c.run_id == bindparam("run"))
+)
 _CLAIM = (
     update(RUNS)
     .where(RUNS.c.run_id == bindparam("run"), RUNS.c.ingest_stamp == bindparam("present_stamp"))
@@ -205,12 +210,12 @@ class HistoryStore:
     def ingest_state(self, run_id: str) -> IngestState:
         """Read the state that the next batch of a run must be built from."""
         with self.reading() as connection:
-            run = connection.execute(_STAMP, {"run": run_id}).one_or_none()
-            if run is None:
-                return IngestState()
-            found = connection.execute(_OFFSETS, {"run": run_id})
-            positions = {row.path: row.position for row in found}
-            return IngestState(run.ingest_stamp, positions, run.journal_token)
+            found = connection.execute(_STATE, {"run": run_id}).all()
+        if not found:
+            return IngestState()
+        stamp, token, state = found[0][:3]
+        positions = {path: position for *_, path, position in found if path is not None}
+        return IngestState(stamp, positions, token, state in _ENDS)
 
     def offsets(self, run_id: str) -> dict[str, int]:
         """Read the offsets of a run: path relative to the run directory -> position or fingerprint."""

@@ -35,5 +35,4 @@ def write_batch(connection: Connection, run_id: str, batch: IngestBatch) -> None
     attempts.write_telemetry(connection, run_id, batch.telemetry)
     runs.write_progress(connection, run_id, batch)
     runs.write_offsets(connection, run_id, batch)
-    if batch.is_last:
-        runs.cache_goodput(connection, run_id)
+    runs.cache_goodput(connection, run_id, batch)

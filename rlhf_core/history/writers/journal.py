@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 
-from sqlalchemy import Connection, case, func, select, update
+from sqlalchemy import BindParameter, Connection, Update, bindparam, case, func, select, update
 
 from rlhf_core.errors import IllegalMove
 from rlhf_core.history.batch import JournalEntry
@@ -40,6 +41,42 @@ from rlhf_core.schemas.journal import (
     StageEnded,
     StageStarted,
     TrialPlanned,
+)
+
+# Built once: a controller writes a few lines at a time, and building a statement takes longer than executing it.
+_RUN = RUNS.c.run_id == bindparam("of_run")
+_ATTEMPT = (ATTEMPTS.c.run_id == bindparam("of_run"), ATTEMPTS.c.number == bindparam("of_attempt"))
+_STAGE = (STAGES.c.run_id == bindparam("of_run"), STAGES.c.stage_index == bindparam("of_stage"))
+_AT = bindparam("at", type_=STAGES.c.started_at.type)
+_SOURCES: BindParameter[Sequence[str]] = bindparam("sources", expanding=True)
+_MOVE_RUN = (
+    update(RUNS)
+    .where(_RUN, RUNS.c.state.in_(_SOURCES))
+    .values(
+        state=bindparam("to_state"),
+        message=bindparam("cause"),
+        started_at=func.coalesce(RUNS.c.started_at, _AT),
+        ended_at=bindparam("end", type_=RUNS.c.ended_at.type),
+    )
+)
+_STAGE_STARTED_AT = select(STAGES.c.started_at).where(*_STAGE)
+_END_STAGE = (
+    update(STAGES)
+    .where(*_STAGE)
+    .values(state=bindparam("to_state"), ended_at=_AT, seconds=bindparam("lasted_s"), message=bindparam("text"))
+)
+_SUBMIT_ATTEMPT = (
+    update(ATTEMPTS)
+    .where(*_ATTEMPT)
+    .values(
+        scheduler=bindparam("by_scheduler"),
+        scheduler_job_id=bindparam("job_id"),
+        submission=bindparam("content", type_=ATTEMPTS.c.submission.type),
+        submitted_at=func.coalesce(ATTEMPTS.c.submitted_at, _AT),
+        state=case(
+            (ATTEMPTS.c.state == AttemptState.PLANNED.value, AttemptState.SUBMITTED.value), else_=ATTEMPTS.c.state
+        ),
+    )
 )
 
 
@@ -90,37 +127,41 @@ def _control_id(entry: JournalEntry) -> str:
 
 def _move_run(connection: Connection, run_id: str, event: RunMoved, time: datetime) -> None:
     sources = sorted(state.value for state in run_sources(event.state))
-    moved = connection.execute(
-        update(RUNS)
-        .where(RUNS.c.run_id == run_id, RUNS.c.state.in_(sources))
-        .values(
-            state=event.state.value,
-            message=event.cause,
-            started_at=func.coalesce(RUNS.c.started_at, time),
-            ended_at=time if event.state in RUN_ENDS else None,
-        )
-    )
+    change = {"to_state": event.state.value, "cause": event.cause, "at": time}
+    end = time if event.state in RUN_ENDS else None
+    moved = connection.execute(_MOVE_RUN, {"of_run": run_id, "sources": sources, "end": end, **change})
     if moved.rowcount != 1:
         present = connection.execute(select(RUNS.c.state).where(RUNS.c.run_id == run_id)).scalar_one()
         _refuse_move(f"run {run_id}", present, event.state.value, sources)
 
 
 def _move_attempt(connection: Connection, run_id: str, event: AttemptMoved, time: datetime) -> None:
-    here = (ATTEMPTS.c.run_id == run_id, ATTEMPTS.c.number == event.attempt)
     sources = sorted(state.value for state in attempt_sources(event.state))
-    change: Row = {"state": event.state.value, "message": event.cause}
+    here = {"of_run": run_id, "of_attempt": event.attempt}
+    change: Row = {"to_state": event.state.value, "cause": event.cause}
+    if event.state is not AttemptState.PLANNED:  # which no move leads to, and which has no time of its own
+        change["at"] = time
     if event.failure_kind is not None:
-        change["failure_kind"] = event.failure_kind.value
-    if event.state is AttemptState.SUBMITTED:
-        change["submitted_at"] = func.coalesce(ATTEMPTS.c.submitted_at, time)
-    if event.state is AttemptState.RUNNING:
-        change["started_at"] = time
-    if event.state in ATTEMPT_ENDS:
-        change["ended_at"] = time
-    moved = connection.execute(update(ATTEMPTS).where(*here, ATTEMPTS.c.state.in_(sources)).values(change))
+        change["failure"] = event.failure_kind.value
+    statement = _moving_attempt(event.state, event.failure_kind is not None)
+    moved = connection.execute(statement, {**here, "sources": sources, **change})
     if moved.rowcount != 1:
-        present = connection.execute(select(ATTEMPTS.c.state).where(*here)).scalar_one_or_none()
+        present = connection.execute(select(ATTEMPTS.c.state).where(*_ATTEMPT), here).scalar_one_or_none()
         _refuse_move(f"attempt {event.attempt} of {run_id}", present, event.state.value, sources)
+
+
+@cache
+def _moving_attempt(state: AttemptState, has_kind: bool) -> Update:
+    change: Row = {"state": bindparam("to_state"), "message": bindparam("cause")}
+    if has_kind:
+        change["failure_kind"] = bindparam("failure")
+    if state is AttemptState.SUBMITTED:
+        change["submitted_at"] = func.coalesce(ATTEMPTS.c.submitted_at, _AT)
+    if state is AttemptState.RUNNING:
+        change["started_at"] = _AT
+    if state in ATTEMPT_ENDS:
+        change["ended_at"] = _AT
+    return update(ATTEMPTS).where(*_ATTEMPT, ATTEMPTS.c.state.in_(_SOURCES)).values(change)
 
 
 def _refuse_move(what: str, present: str | None, target: str, sources: Sequence[str]) -> None:
@@ -166,35 +207,21 @@ def _start_stage(connection: Connection, run_id: str, event: StageStarted, time:
 
 
 def _end_stage(connection: Connection, run_id: str, event: StageEnded, time: datetime) -> None:
-    here = (STAGES.c.run_id == run_id, STAGES.c.stage_index == event.stage_index)
-    started_at = connection.execute(select(STAGES.c.started_at).where(*here)).scalar_one_or_none()
+    here = {"of_run": run_id, "of_stage": event.stage_index}
+    started_at = connection.execute(_STAGE_STARTED_AT, here).scalar_one_or_none()
     if started_at is None:
         return  # its first line was torn; its end is still recorded as an event
-    connection.execute(
-        update(STAGES)
-        .where(*here)
-        .values(
-            state=event.state.value,
-            ended_at=time,
-            seconds=(time - started_at).total_seconds(),
-            message=event.message,
-        )
-    )
+    change = {"to_state": event.state.value, "at": time, "text": event.message}
+    connection.execute(_END_STAGE, {**here, **change, "lasted_s": (time - started_at).total_seconds()})
 
 
 def _submit_attempt(connection: Connection, run_id: str, event: AttemptSubmitted, time: datetime) -> None:
     """Record a submission. If a controller that adopts the job repeats the line, only the content is updated."""
     submission = event.submission
-    connection.execute(
-        update(ATTEMPTS)
-        .where(ATTEMPTS.c.run_id == run_id, ATTEMPTS.c.number == submission.attempt)
-        .values(
-            scheduler=submission.scheduler,
-            scheduler_job_id=submission.job_id,
-            submission=as_json(submission),
-            submitted_at=func.coalesce(ATTEMPTS.c.submitted_at, time),
-            state=case(
-                (ATTEMPTS.c.state == AttemptState.PLANNED.value, AttemptState.SUBMITTED.value), else_=ATTEMPTS.c.state
-            ),
-        )
-    )
+    content = {
+        "by_scheduler": submission.scheduler,
+        "job_id": submission.job_id,
+        "content": as_json(submission),
+        "at": time,
+    }
+    connection.execute(_SUBMIT_ATTEMPT, {"of_run": run_id, "of_attempt": submission.attempt, **content})

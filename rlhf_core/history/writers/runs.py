@@ -6,6 +6,7 @@ from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.tables.sqlalchemy_core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS
 from rlhf_core.history.writers.upserts import CHUNK, Row, columns_of, insert_new, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.journal import RunMoved
 from rlhf_core.schemas.run import shape_key
 from rlhf_core.schemas.stored_spec import StoredSpec
 
@@ -77,11 +78,16 @@ def write_progress(connection: Connection, run_id: str, batch: IngestBatch) -> N
         connection.execute(_TOKEN, change)
 
 
-def cache_goodput(connection: Connection, run_id: str) -> None:
+def cache_goodput(connection: Connection, run_id: str, batch: IngestBatch) -> None:
     """Cache the view ``run_goodput`` for an ended run, where it no longer changes, because computing it from the steps
-    of all runs is slow. Does nothing for other runs."""
-    connection.execute(_FORGET_GOODPUT, {"run": run_id})
-    connection.execute(_CACHE_GOODPUT, {"run": run_id})
+    of all runs is slow. Does nothing for other runs, which is for almost every batch."""
+    moves = (entry.line.event for entry in batch.journal)
+    state = next((event.state for event in reversed(list(moves)) if isinstance(event, RunMoved)), None)
+    has_ended = batch.base.has_ended if state is None else state in RUN_ENDS
+    if batch.base.has_ended or has_ended:
+        connection.execute(_FORGET_GOODPUT, {"run": run_id})
+    if batch.is_last and has_ended:
+        connection.execute(_CACHE_GOODPUT, {"run": run_id})
 
 
 def write_offsets(connection: Connection, run_id: str, batch: IngestBatch) -> None:
