@@ -188,7 +188,6 @@ def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptS
             journal.move_attempt(number, AttemptState.RUNNING, f"on {nodes}" if nodes else "its job runs")
             if journal.record.state is RunState.QUEUED:
                 journal.move_run(RunState.TRAINING, f"attempt {number} runs")
-            watcher.record()
         controller.observer.polled(snapshot)
         if controller.lacks_directory():
             controller.wait(controller.poll_s)
