@@ -18,9 +18,22 @@ class Killed(BaseException):
 class Points:
     """Counter of the points that a controller passes, which kills it at one of them."""
 
-    def __init__(self, kill_at: int | None) -> None:
+    def __init__(self, kill_at: int | None, left_behind: Callable[[], bytes] = lambda: b"") -> None:
         self._kill_at = kill_at
+        self._left_behind = left_behind
+        self._seen: list[bytes] = []
         self.passed = 0
+
+    @property
+    def is_deadly(self) -> bool:
+        """True if it kills at one of them."""
+        return self._kill_at is not None
+
+    @property
+    def distinct(self) -> list[int]:
+        """The points at which a kill leaves something else behind than at the point before: a kill between one effect
+        and the next is the same kill, wherever there."""
+        return [point for point, seen in enumerate(self._seen) if point == 0 or seen != self._seen[point - 1]]
 
     def around(self, effect: Callable[..., Any]) -> Callable[..., Any]:
         """The effect, with a point before and a point after it."""
@@ -36,6 +49,7 @@ class Points:
     def _pass(self) -> None:
         if self.passed == self._kill_at:
             raise Killed
+        self._seen.append(self._left_behind())
         self.passed += 1
 
     @contextmanager

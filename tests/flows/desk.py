@@ -1,5 +1,7 @@
 """A desk at which controllers of one site are started, one after the other, without waiting."""
 
+import hashlib
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -133,11 +135,31 @@ class Desk:
 
 def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     """One life of a controller; how many points it passed."""
-    points = Points(kill_at)
+    return _lived(site, run_dir, Points(kill_at)).passed
+
+
+def undisturbed(site: Desk, run_dir: RunDir) -> Points:
+    """A life without a kill, and its points: those at which to kill the others are the distinct ones."""
+    return _lived(site, run_dir, Points(None, lambda: left_behind(site)))
+
+
+def _lived(site: Desk, run_dir: RunDir, points: Points) -> Points:
     controller = site.controller(run_dir)
     with points.at_every_effect(site.scheduler, start, prepare):
         try:
             drive(controller)
         except Killed:
-            assert kill_at is not None
-    return points.passed
+            assert points.is_deadly
+    return points
+
+
+def left_behind(site: Desk) -> bytes:
+    """Digest of what the next controller finds after a kill right now: all files, and the jobs.
+
+    The history is left out, because the next controller begins by bringing it up to date from those files.
+    """
+    digest = hashlib.blake2b(repr((site.scheduler.jobs, site.scheduler.cancelled)).encode())
+    for path in sorted(site.site.home.rglob("*")):
+        if not path.name.startswith("history.db"):
+            digest.update(os.fsencode(path) + b"\0" + (path.read_bytes() if path.is_file() else b""))
+    return digest.digest()

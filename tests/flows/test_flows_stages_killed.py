@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk, live
+from desk import Desk, live, undisturbed
 from kill_points import Killed, Points
 
 from rlhf_core.control import cancel
@@ -64,21 +64,22 @@ def numbers(desk: Desk) -> list[int]:
     return [request.placement.attempt for request in desk.scheduler.submitted]
 
 
-def undisturbed_points(desk: Desk) -> int:
+def undisturbed_points(desk: Desk) -> Points:
     # All these runs are in one history and come back within a moment: the site's cap would have them wait.
     desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
     run_dir = desk.run()
     three_attempts(desk, run_dir)
-    passed = live(desk, run_dir, None)
+    points = undisturbed(desk, run_dir)
     assert numbers(desk) == [1, 2, 3]
     desk.scheduler.submitted.clear()
-    return passed
+    return points
 
 
 def test_killed_around_every_effect_every_attempt_is_submitted_once(desk: Desk) -> None:
     points = undisturbed_points(desk)
-    assert points >= 80, "lines, files, searches, submissions, ends of jobs, moved checkpoints"
-    for point in range(points):
+    assert points.passed >= 80, "lines, files, searches, submissions, ends of jobs, moved checkpoints"
+    assert len(points.distinct) >= 40
+    for point in points.distinct:
         run_dir = desk.run()
         three_attempts(desk, run_dir)
         desk.scheduler.submitted.clear()
@@ -96,7 +97,7 @@ def test_without_the_search_some_point_gives_two_jobs(desk: Desk) -> None:
     """Negative control: the test above would see it."""
     points = undisturbed_points(desk)
     desk.scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
-    for point in range(points):
+    for point in points.distinct:
         run_dir = desk.run()
         three_attempts(desk, run_dir)
         desk.scheduler.submitted.clear()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Ask, Desk
+from desk import Ask, Desk, left_behind
 from kill_points import Killed, Points
 from made_reports import checkpoint_manifest
 
@@ -439,8 +439,8 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
 
 
 def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk) -> None:
-    def live(run_dir: RunDir, kill_at: int | None) -> int:
-        points = Points(kill_at)
+    def live(run_dir: RunDir, kill_at: int | None) -> Points:
+        points = Points(kill_at, lambda: b"" if kill_at is not None else left_behind(desk))
         controller = desk.controller(run_dir)
         with points.at_every_effect(desk.scheduler), pytest.MonkeyPatch.context() as patch:
             patch.setattr(promote, "_copy", points.around(promote._copy))
@@ -448,13 +448,13 @@ def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk
             with suppress(Killed):
                 controller.show_question = when_asked(run_dir, lambda: answers(run_dir, "approved"))
                 promotion.carry_out(controller)
-        return points.passed
+        return points
 
-    total = live(completed(desk, asked()), None)
-    assert total >= 18, "six lines of the journal, two files, the answer, the rename"
-    for point in range(total):
+    points = live(completed(desk, asked()), None)
+    assert points.passed >= 18, "six lines of the journal, two files, the answer, the rename"
+    for point in points.distinct:
         run_dir = completed(desk, asked())
-        assert live(run_dir, point) == point
+        assert live(run_dir, point).passed == point
         drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda run_dir=run_dir: answers(run_dir, "approved"))))
         assert damage(promoted_folder(run_dir, run_dir.read_spec().spec.promote)) == [], point
         assert states(run_dir) == ["waiting", "approved", "promoted"], point
