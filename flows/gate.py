@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 
 from prefect import State, runtime
 from prefect.artifacts import create_markdown_artifact
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.input import RunInput
@@ -22,6 +22,7 @@ from prefect.states import Crashed, Paused
 from pydantic import Field
 
 from flows.publishing.artifacts import artifact_key
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.promotion import Question
@@ -120,7 +121,7 @@ class _GateThread:
         with Survived() as failed:  # whatever Prefect raises, the question can still be answered in the terminal
             if not server_answers():  # Prefect's own client would retry for a minute
                 raise ConnectionError("its server does not answer")
-            with get_client(sync_client=True) as client:
+            with api_client() as client:
                 action(client)
             self._silent = False
             return True

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.errors import LeaseLost
@@ -118,7 +118,7 @@ class _Place:
 
 
 def _limit_is_there() -> bool:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         try:
             client.read_global_concurrency_limit_by_name(LIMIT)
         except ObjectNotFound:

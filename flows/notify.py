@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
 from prefect.blocks.webhook import Webhook
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import emit_event
 from prefect.events.actions import CallWebhook
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
@@ -76,7 +77,7 @@ def register(site: Site) -> list[str]:
         raise PrefectUnavailable("no Prefect server answers at PREFECT_API_URL; start it, then try again")
     wanted = {_name(occasion): occasion for occasion in (*site.notify.on, TEST)} if url else {}
     try:
-        with get_client(sync_client=True) as client:
+        with api_client() as client:
             if wanted:
                 block_id = Webhook(method="POST", url=SecretStr(url)).save(BLOCK, overwrite=True)
                 assert isinstance(block_id, UUID)  # outside an event loop, save() is synchronous
@@ -105,7 +106,7 @@ def send_test(site: Site) -> str:
     payload = {"message": "if you can read this, it arrives", "state": TEST}
     emit_event(_TEST_EVENT, {"prefect.resource.id": "rlhf.notify"}, payload=payload, id=event_id)
     until = time.monotonic() + TEST_TIMEOUT_S
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         while (outcome := _outcome(client, event_id)) is None:
             if time.monotonic() > until:
                 raise PrefectUnavailable(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterName,
@@ -20,6 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling
 
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.errors import RunCancelled, RunFailed
 
@@ -70,7 +71,7 @@ def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> QueueWai
             f"does. `rlhf up` starts the server of this machine again",
             stuck=True,
         )
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         try:
             flow_run = client.read_flow_run(UUID(flow_run_id))
         except ObjectNotFound:
@@ -191,7 +192,7 @@ def withdraw(run_id: str, reason: str) -> bool:
     """
     waiting = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
     asked = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         found = client.read_flow_runs(flow_run_filter=asked)
         for flow_run in found:
             taken = flow_run.state is not None and flow_run.state.type is StateType.PENDING

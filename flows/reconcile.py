@@ -12,7 +12,6 @@ from datetime import UTC, datetime, timedelta
 
 from prefect import State, flow
 from prefect.artifacts import create_table_artifact
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
@@ -20,6 +19,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
@@ -82,7 +82,7 @@ def register(site: Site) -> None:
     Raises Prefect's own errors if the server does not answer.
     """
     del site  # there is one deployment per server, and each site has its own server
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         client.create_deployment(
             flow_id=client.create_flow(rlhf_reconcile),
             name=DEPLOYMENT.partition("/")[2],
@@ -135,7 +135,7 @@ def _handed(turn: Turn) -> Iterator[None]:
 
 def _due() -> FlowRun | None:
     """The newest due flow run; older ones, left from a time without a daemon, are cancelled."""
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
         waiting = client.get_scheduled_flow_runs_for_deployments([deployment.id], scheduled_before=datetime.now(UTC))
         dated = [(one.next_scheduled_start_time or datetime.max.replace(tzinfo=UTC), one.id) for one in waiting]
@@ -146,7 +146,7 @@ def _due() -> FlowRun | None:
 
 
 def _new_flow_run() -> FlowRun:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
         # No longer scheduled: it runs now, and the next round must not find it due as well.
         made = client.create_flow_run_from_deployment(deployment.id, state=Pending())

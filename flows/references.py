@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import StateType
+
+from flows.server.clients import api_client
 
 _Row = TypeVar("_Row")
 
@@ -20,7 +21,7 @@ def configs() -> Iterator[str]:
     """
     begun_again = [one for one in StateType if one is not StateType.COMPLETED]
     open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=begun_again)))
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         for page in _overlapping(lambda offset: client.read_deployments(limit=_PAGE, offset=offset)):
             yield from (str(one.parameters.get("config") or "") for one in page)
         for runs in _overlapping(

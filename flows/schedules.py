@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterId,
@@ -28,6 +28,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from flows.publishing.events import flow_run_resource
+from flows.server.clients import api_client
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
@@ -81,7 +82,7 @@ def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
 
     Raises Prefect's own errors if the server does not answer.
     """
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         busy = busy_with(client, flow_run, runs_dir)
     if not busy:
         return ""
@@ -117,7 +118,7 @@ def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
     Raises Prefect's own errors if the server does not answer.
     """
     skipped = []
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         for flow_run in _due(client, flow):
             why = _why_not(client, flow_run, runs_dir)
             if why:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
@@ -27,6 +27,7 @@ from flows.deployments.work_pool import QUEUES
 from flows.flow_runs.facts import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
 from flows.form import Form, overrides_of, prefilled, read_form, without_setting
 from flows.schedules import SKIP_IF_BUSY
+from flows.server.clients import api_client
 from flows.server.settings import START_IT, server_answers
 from rlhf_core.config import loading as configs
 from rlhf_core.config.problems import is_name
@@ -322,7 +323,7 @@ def _client() -> Iterator[SyncPrefectClient]:
     """
     if not server_answers():
         raise PrefectUnavailable(f"the Prefect server at {PREFECT_API_URL.value()} does not answer. {START_IT}")
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         yield client
 
 

@@ -6,7 +6,7 @@ The site daemon writes the file in each of its rounds, so `rlhf runs` can show i
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterId,
@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
 from flows.deployments.registration import page
+from flows.server.clients import api_client
 from rlhf_core.config.site import Site
 from rlhf_core.files.whole import write_model
 from rlhf_core.history.queries import open_runs
@@ -50,7 +51,7 @@ def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
     Raises:
         HistoryError: the history does not answer; Prefect's own errors if the server does not.
     """
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         waiting = [one for one in _newest(client, flow, _WAITING) if not (one.auto_scheduled and _is_ahead(one, now))]
         since = FlowRunFilterExpectedStartTime(after_=now - RECENT)
         refused = _newest(client, flow, _REFUSED, since)

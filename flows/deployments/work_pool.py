@@ -33,12 +33,13 @@ def set_up(site: Site) -> None:
 
 
 def _set_up_pool(site: Site) -> None:
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
+    from flows.server.clients import api_client
+
     wanted = {"concurrency_limit": site.prefect.max_runs, "base_job_template": _job_template(site)}
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         with contextlib.suppress(ObjectAlreadyExists):
             client.create_work_pool(WorkPoolCreate(name=site.prefect.pool, type="process", **wanted))
         pool = client.read_work_pool(site.prefect.pool)

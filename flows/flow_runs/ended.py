@@ -4,10 +4,10 @@ import os
 from typing import Any
 
 from prefect import Flow, State
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.logging.loggers import flow_run_logger
 
+from flows.server.clients import api_client
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
@@ -51,7 +51,7 @@ def _site_of(flow_run: FlowRun) -> Site:
     """The site whose runs this flow run drives, from the deployment's settings, which its process used as well."""
     environment = dict(os.environ)
     if flow_run.deployment_id is not None:
-        with get_client(sync_client=True) as client:
+        with api_client() as client:
             deployment = client.read_deployment(flow_run.deployment_id)
         environment |= deployment.job_variables.get("env") or {}
     return load_site(environment)

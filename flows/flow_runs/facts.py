@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from uuid import UUID
 
 import psutil
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowFilter,
     FlowFilterName,
@@ -25,6 +25,7 @@ from flows import references
 from flows.flow_runs import task_runs
 from flows.publishing.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.publishing.events import FlowRunRef
+from flows.server.clients import api_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
@@ -75,7 +76,7 @@ class PrefectFlowRuns:
 
     def adopt(self, run_id: str, key: str) -> str:
         """Start a flow run that resumes a run, and return its id. The same key never creates a second one."""
-        with get_client(sync_client=True) as client:
+        with api_client() as client:
             try:
                 deployment = client.read_deployment_by_name(RESUME_DEPLOYMENT)
             except ObjectNotFound:
@@ -88,7 +89,7 @@ class PrefectFlowRuns:
     def end_flow_run(self, flow_run_id: str, state: FlowState, changed_at: datetime, reason: str) -> bool:
         """Set the final state of a flow run; False, with nothing done, if its state has changed since
         ``changed_at``."""
-        with get_client(sync_client=True) as client:
+        with api_client() as client:
             try:
                 present = client.read_flow_run(UUID(flow_run_id)).state
             except ObjectNotFound:
@@ -144,7 +145,7 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
 
     Raises Prefect's own errors if the server does not answer.
     """
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         at_work = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK)))
         found = {one.id: one for one in _pages(client, at_work)}
         for names in _chunks(sorted(run_ids)):

@@ -4,12 +4,12 @@ import urllib.error
 from collections.abc import Callable
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_UI_URL
 
 from flows.flow_runs.facts import ADOPTED_TAG
+from flows.server.clients import api_client
 from flows.server.proxies import opened
 from rlhf_core.config.site import Site
 from rlhf_core.control.controller import FlowRunLink
@@ -46,7 +46,7 @@ def label(link: FlowRunLink, run_dir: RunDir, say: Callable[[str], None]) -> Non
 def _label(link: FlowRunLink, run_dir: RunDir) -> None:
     stored = run_dir.read_spec()
     flow_run_id = UUID(link.id)
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         found = client.read_flow_run(flow_run_id)
         client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*found.tags, *stored.tags}))
         client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})

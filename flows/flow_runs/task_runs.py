@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowFilter,
     FlowFilterName,
@@ -21,6 +21,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 
+from flows.server.clients import api_client
 from rlhf_core.diagnosis.reconcile.facts import FlowState, TaskRunFacts
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import StageRecord, read_record
@@ -67,7 +68,7 @@ def end(task_run_id: str, state: FlowState, why: str) -> None:
 
     Raises Prefect's own errors if the server does not answer.
     """
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         present = client.read_task_run(UUID(task_run_id)).state
         if present is None or not present.is_final():
             last: State[None] = State(type=StateType(state.value), name=state.value.capitalize(), message=why)

@@ -15,13 +15,14 @@ from typing import Any
 from uuid import UUID
 
 from prefect import task
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
 from prefect.client.schemas.objects import ArtifactCollection
 from prefect.states import Completed
 
 from flows.publishing.events import FlowRunRef, PrefectEvent, events_of, publish_events, unpublished
+from flows.server.clients import api_client
 from flows.tasks import shorten
 from rlhf_core.control.views.drawing import draw_in_process
 from rlhf_core.control.views.progress import RunReader, RunSnapshot
@@ -118,7 +119,7 @@ def publish(publication: Publication) -> list[str]:
         return []
     done: list[str] = []
     failures: list[BaseException] = []
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         for step in _steps(client, publication):
             with Survived() as failed:  # a rejected part must not stop the others
                 done += step()
@@ -143,7 +144,7 @@ def unpublished_parts(publication: Publication) -> list[str]:
     """Names of the events and artifacts that the server lacks or has in an older version."""
     if not publication:
         return []
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         newest = _newest(client, publication)
         return [
             *(one.name for one in unpublished(client, publication.events)),

@@ -21,10 +21,11 @@ from rlhf_core.schemas.reports import AgentCommand
 @pytest.fixture
 def limit(server: Site) -> Iterator[UUID]:
     """A limit of one run."""
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
-    with get_client(sync_client=True) as client:
+    from flows.server.clients import api_client
+
+    with api_client() as client:
         made = client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=LIMIT, limit=1))
         yield made
         client.delete_global_concurrency_limit_by_name(LIMIT)
@@ -37,9 +38,9 @@ def a_session(desk: Desk) -> Controller:
 
 
 def active_slots() -> int:
-    from prefect.client.orchestration import get_client
+    from flows.server.clients import api_client
 
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         return client.read_global_concurrency_limit_by_name(LIMIT).active_slots
 
 

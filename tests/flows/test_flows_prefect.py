@@ -14,7 +14,6 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from made_reports import decision_of
 from prefect.artifacts import Artifact
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
@@ -31,6 +30,7 @@ from flows.publishing.artifacts import artifact_key
 from flows.publishing.events import FlowRunRef, events_of, publish_events, unpublished
 from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
+from flows.server.clients import api_client
 from flows.tasks import MAX_TITLE, TaskRunner, shorten
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.steps import Step, drive, steps
@@ -116,13 +116,13 @@ def server(server: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def state_of(flow_run: str) -> str:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
         return found.state_name or ""
 
 
 def task_runs_of(flow_run: str) -> list[TaskRun]:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         return client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
 
 
@@ -217,7 +217,7 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
 
     def read() -> tuple[str, str, str]:
         for _ in range(200):  # the log comes in batches, some seconds late
-            with get_client(sync_client=True) as client:
+            with api_client() as client:
                 (newest,) = client.read_flow_runs(
                     flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"not_any_": ["SCHEDULED"]}}}),
                     sort=FlowRunSort.EXPECTED_START_TIME_DESC,
@@ -237,7 +237,7 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
 
 def as_a_worker_does(given: dict[str, Any]) -> None:
     """Make a flow run and carry it out as the process that a worker starts: with Prefect's engine, and what it logs."""
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         flow_run = client.create_flow_run(rlhf_run, parameters=given)
     run_flow(rlhf_run, flow_run=flow_run, error_logger=flow_run_logger(flow_run))  # type: ignore[arg-type]
 
@@ -368,7 +368,7 @@ def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
 def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:
     """Events about a run, as the server gives them back."""
     wanted = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}, "limit": 50}
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         found: list[dict[str, Any]] = client.request("POST", "/events/filter", json=wanted).json()["events"]
         return found
 
@@ -467,7 +467,7 @@ def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk) -> None:
 
 def versions(run_dir: RunDir, what: str) -> list[Any]:
     wanted = {"artifacts": {"key": {"any_": [artifact_key(run_dir.run_id, what)]}}}
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         found: list[Any] = client.request("POST", "/artifacts/filter", json=wanted).json()
         return found
 
@@ -521,7 +521,7 @@ def publish_again(desk: Desk, run_dir: RunDir) -> None:
 def log_of(flow_run: str, last: str) -> list[str]:
     """Lines of the log of a flow run; they are sent in batches, some seconds late."""
     lines: list[str] = []
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
         wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[found.id])).model_dump(mode="json")
         for _ in range(200):
@@ -572,7 +572,7 @@ def test_the_server_is_asked_which_events_it_has(desk: Desk) -> None:
     run_dir = desk.completed()
     nobody = FlowRunRef("", "")
     found = events_of(read_timeline(run_dir), run_dir.read_spec(), nobody)
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         assert unpublished(client, found) == found
         publish_events(client, found[:2], run_dir.run_id, nobody)
         events_when_all_are_there(run_dir, 2)

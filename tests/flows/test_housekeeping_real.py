@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from control_fakes import checked_run
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Crashed
@@ -17,6 +17,7 @@ from flows import reconcile
 from flows.deployments.registration import ENTRYPOINT
 from flows.flow_runs.facts import ADOPTED_TAG, PrefectFlowRuns
 from flows.run import rlhf_run
+from flows.server.clients import api_client
 from rlhf_core.config.site import load_site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.diagnosis.reconcile import decisions
@@ -60,7 +61,7 @@ def _site(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def client(site: Site) -> Iterator[SyncPrefectClient]:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         yield client
 
 
@@ -72,7 +73,7 @@ def store(site: Site) -> Iterator[HistoryStore]:
 
 def set_up(site: Site) -> None:
     """Make the deployment. Its entry point is a module: for a file, Prefect copies the whole tree for each flow run."""
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         client.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
         client.create_deployment(
             client.create_flow(rlhf_run),

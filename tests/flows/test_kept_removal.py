@@ -35,11 +35,12 @@ DAYS = 30
 
 @pytest.fixture
 def client(real_prefect: Site) -> Iterator[Any]:
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
 
-    with real_prefect.in_use(), get_client(sync_client=True) as found:
+    from flows.server.clients import api_client
+
+    with real_prefect.in_use(), api_client() as found:
         with contextlib.suppress(ObjectAlreadyExists):
             found.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
         for one in found.read_deployments():

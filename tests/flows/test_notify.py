@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import sites
-from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 
 from flows import notify
 from flows.notify import PREFIX, register, send_test
+from flows.server.clients import api_client
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
 from rlhf_core.schemas.site import NotifySite, Occasion
@@ -76,7 +76,7 @@ def happens(event: str, **payload: str) -> None:
 
 
 def automations() -> list[Any]:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         return [one for one in client.read_automations() if one.name.startswith(PREFIX)]
 
 
@@ -120,7 +120,7 @@ def test_it_is_registered_once_and_follows_the_settings(site_of: Callable[..., S
         == first
         == [f"{PREFIX}{on}" for on in ("completed", "failed", "test")]
     )
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         (failed,) = [one for one in automations() if one.name.endswith("failed")]
         client.pause_automation(failed.id)
     register(site_of(receiver.url, "failed", "approval"))
@@ -131,7 +131,7 @@ def test_it_is_registered_once_and_follows_the_settings(site_of: Callable[..., S
     }
     assert register(site_of("")) == []
     assert automations() == []
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         assert [one for one in client.read_block_documents() if one.name == notify.BLOCK] == []
 
 

@@ -7,13 +7,13 @@ from datetime import timedelta
 
 import pytest
 from desk import Desk
-from prefect.client.orchestration import get_client
 from prefect.states import Failed, Running, Scheduled
 from sites import Site
 
 from flows.deployments import requests
 from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
+from flows.server.clients import api_client
 from rlhf_core.cli.main import execute
 from rlhf_core.schemas.base import utc_now
 
@@ -27,7 +27,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     flow = f"{RUN_FLOW}-of-this-test"
     assert execute(["runs", "--queued"]) == 0
     assert "Unknown: the site daemon" in capsys.readouterr().out
-    with real_prefect.in_use(), get_client(sync_client=True) as client:
+    with real_prefect.in_use(), api_client() as client:
         renamed = rlhf_run.with_options(name=flow)
         waits = client.create_flow_run(renamed, name="waits", parameters={"owner": "ada"}, state=Scheduled())
         refused = client.create_flow_run(renamed, name="refused", state=Running())
