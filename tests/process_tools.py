@@ -25,6 +25,11 @@ class Finished:
         return json.loads(self.stdout)
 
 
+ASKING_INTERVAL_S = 0.3
+"""Pause between two questions to a server or a database: each costs it and its client far more than a look at a file,
+and a wait has many."""
+
+
 def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0, *, interval_s: float = 0.05) -> Any:
     """Wait for a condition to hold, and return its value; ``what`` names it where it never does."""
     deadline = time.monotonic() + timeout_s

@@ -16,7 +16,17 @@ import psutil
 import pytest
 import signing_in
 from prefect_template import give_prefect_database
-from process_tools import Finished, command_of, free_port, kill, kill_all, kill_tree, processes_of, until
+from process_tools import (
+    ASKING_INTERVAL_S,
+    Finished,
+    command_of,
+    free_port,
+    kill,
+    kill_all,
+    kill_tree,
+    processes_of,
+    until,
+)
 from site_files import GRADED, GRADER, ROOT, small, tiny_config, write_pretended_agent
 from slurm_cluster import Cluster
 
@@ -200,7 +210,12 @@ class Site:
         command = [sys.executable, *program] if program else self.command("serve", name)
         process = self._served[name] = self.spawn(command, log=self.home / "logs" / f"{name}.log", **more)
         if name == "server":
-            until(lambda: answers(self.api) or process.poll() is not None, "the server", START_TIMEOUT_S)
+            until(
+                lambda: answers(self.api) or process.poll() is not None,
+                "the server",
+                START_TIMEOUT_S,
+                interval_s=ASKING_INTERVAL_S,
+            )
             assert process.poll() is None, self.logs()
 
     def status(self) -> dict[str, dict[str, Any]]:
@@ -295,7 +310,12 @@ class Site:
 
     def flow_becomes(self, flow_run: str, *names: str) -> str:
         """Wait until Prefect has a flow run in one of these states. Returns the message of the state."""
-        until(lambda: self.flow_state(flow_run) in names, f"{flow_run} to be {names}", TIMEOUT_S)
+        until(
+            lambda: self.flow_state(flow_run) in names,
+            f"{flow_run} to be {names}",
+            TIMEOUT_S,
+            interval_s=ASKING_INTERVAL_S,
+        )
         return str(self.ask(f"/flow_runs/{flow_run}")[1]["state"]["message"])
 
     def flow_runs_of(self, run_dir: RunDir) -> list[dict[str, Any]]:

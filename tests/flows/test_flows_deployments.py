@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pytest
 import sites
-from process_tools import kill_tree, until
+from process_tools import ASKING_INTERVAL_S, kill_tree, until
 from site_files import GRADER, SMALL
 
 from flows.deployments.registration import SCHEDULE, environment, register, register_presets, submit, submit_config
@@ -54,9 +54,9 @@ def site() -> Site:
 
 @pytest.fixture
 def client(server: sites.Site, pool: None) -> Iterator[Any]:
-    from prefect.client.orchestration import get_client
+    from flows.server.clients import api_client
 
-    with get_client(sync_client=True) as found:
+    with api_client() as found:
         yield found
 
 
@@ -293,7 +293,7 @@ def state_of(client: Any, flow_run_id: str, *names: str) -> Any:
         state = client.read_flow_run(UUID(flow_run_id)).state
         return state if state.name in names else None
 
-    return until(now)
+    return until(now, interval_s=ASKING_INTERVAL_S)
 
 
 def jobs_at_work(site: Site, run_dir: RunDir) -> list[str]:
@@ -326,7 +326,7 @@ def test_cancelled_in_prefect_ends_the_job_and_a_killed_process_does_not(client:
     (job,) = jobs_at_work(site, run_dir)
 
     client.set_flow_run_state(UUID(asked.flow_run_id), AwaitingRetry(), force=True)
-    until(lambda: len(read_controllers(site, run_dir)) == 2)
+    until(lambda: len(read_controllers(site, run_dir)) == 2, interval_s=ASKING_INTERVAL_S)
     assert jobs_at_work(site, run_dir) == [job], "adopted: not a second one"
     assert [path.name for path in site.runs_dir.iterdir()] == [run_dir.run_id], "not a second run"
     state_of(client, asked.flow_run_id, "Running")

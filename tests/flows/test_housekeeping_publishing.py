@@ -11,17 +11,17 @@ from desk import Desk
 from prefect import task
 from prefect.artifacts import Artifact
 from prefect.automations import Automation
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.events import DoNothing, Event, EventTrigger, Posture, Resource
 from prefect.states import Crashed, Running
-from process_tools import until
+from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
 from flows.flow_runs.facts import PrefectFlowRuns
 from flows.publishing.artifacts import Publication, artifact_key, publication_of, publish
 from flows.publishing.events import FlowRunRef, events_of, unpublished
 from flows.run import rlhf_run
+from flows.server.clients import api_client
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.control.steps import drive
 from rlhf_core.control.views.timeline import read_timeline
@@ -59,7 +59,7 @@ def completed(desk: Desk, *with_prefect: bool) -> RunDir:
 
 def flow_run(name: str) -> str:
     """One that the server knows."""
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         return str(client.create_flow_run(rlhf_run, name=name, state=Running()).id)
 
 
@@ -75,7 +75,7 @@ def of_publishing(actions: list[ReconcileAction]) -> list[ReconcileAction]:
 
 def is_known(run_dir: RunDir) -> bool:
     """True if the server lists every event of the run."""
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         return not unpublished(client, events_of(read_timeline(run_dir), run_dir.read_spec(), FlowRunRef("", "")))
 
 
@@ -87,7 +87,7 @@ def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
     assert deed.done
     assert deed.message == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
     assert of_publishing(daemon.poll()) == [], "also before the server lists it"
-    until(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
     assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to publish"
 
 
@@ -116,7 +116,7 @@ def test_what_was_published_in_time_is_not_published_again(desk: Desk) -> None:
 def publish_all(desk: Desk, run_dir: RunDir) -> None:
     """Publish everything, as its controller would have done."""
     publish(whole(desk, run_dir))
-    until(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
 
 
 def whole(desk: Desk, run_dir: RunDir) -> Publication:
@@ -136,7 +136,7 @@ def page(run_dir: RunDir, what: str) -> Any:
 
 def put(run_dir: RunDir, what: str, kind: str, data: str | float, description: str) -> None:
     """A page as the controller had left it."""
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         key = artifact_key(run_dir.run_id, what)
         made = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=UUID(drove(run_dir)))
         client.create_artifact(made)
@@ -188,7 +188,7 @@ def test_an_incident_that_no_artifact_has_is_published(desk: Desk) -> None:
     found = page(run_dir, "incidents")
     assert found is not None
     assert "## node_lost" in str(found.data)
-    until(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
     assert of_publishing(later(desk).poll()) == []
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None
 def listed(run_dir: RunDir, events: list[str]) -> list[str]:
     """Names of the events of the run that the server lists, of these."""
     query = {"filter": {"event": {"name": events}, "resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}}, "limit": 50}
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         found = client.request("POST", "/events/filter", json=query).json()["events"]
     return sorted(event["event"] for event in found)
 
@@ -214,7 +214,7 @@ def listed(run_dir: RunDir, events: list[str]) -> list[str]:
 def versions(run_dir: RunDir) -> dict[str, int]:
     """Number of versions of each artifact of the run."""
     filters = {name: artifact_key(run_dir.run_id, name) for name in (*ARTIFACTS, "incidents")}
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         return {
             name: len(client.request("POST", "/artifacts/filter", json={"artifacts": {"key": {"any_": [key]}}}).json())
             for name, key in filters.items()
@@ -224,7 +224,7 @@ def versions(run_dir: RunDir) -> dict[str, int]:
 def firings(automation_id: UUID) -> int:
     """Number of times that an automation has acted."""
     query = {"filter": {"resource": {"id": [f"prefect.automation.{automation_id}"]}}, "limit": 50}
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         found = client.request("POST", "/events/filter", json=query).json()["events"]
     return sum(event["event"] == "prefect.automation.action.triggered" for event in found)
 
@@ -240,13 +240,17 @@ def test_publishing_twice_publishes_once(desk: Desk) -> None:
     publication = whole(desk, run_dir)
     assert publish(publication) == [*EVENTS, *(f"artifact {name}" for name in ARTIFACTS)]
     publish(publication)
-    until(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
     assert publish(publication) == []
-    until(lambda: firings(ends.id) > 0, "the automation acts")
+    until(lambda: firings(ends.id) > 0, "the automation acts", interval_s=ASKING_INTERVAL_S)
     # Posted after all others: what comes before it in the queue of the server has been handled when it is listed.
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         client.request("POST", "/events", json=[marker(run_dir)])
-    until(lambda: listed(run_dir, ["rlhf.test.after"]) == ["rlhf.test.after"], "the last event is listed")
+    until(
+        lambda: listed(run_dir, ["rlhf.test.after"]) == ["rlhf.test.after"],
+        "the last event is listed",
+        interval_s=ASKING_INTERVAL_S,
+    )
     assert listed(run_dir, EVENTS) == sorted(EVENTS)
     assert firings(ends.id) == 1
     assert versions(run_dir) == {**dict.fromkeys(ARTIFACTS, 1), "incidents": 0}
@@ -267,7 +271,7 @@ def test_a_progress_artifact_that_was_deleted_is_made_anew(desk: Desk) -> None:
     publish_all(desk, run_dir)
     made = page(run_dir, "progress")
     assert made is not None
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         client.delete_artifact(made.id)
     assert publish(whole(desk, run_dir)) == ["artifact progress"]
     assert versions(run_dir)["progress"] == 1
@@ -286,7 +290,7 @@ def test_a_flow_run_called_crashed_and_its_open_task_runs_get_the_end_of_the_run
     """Its server was away when the run ended: the process could not say so, and the worker called it crashed."""
     run_dir = completed(desk, True)
     flow_run_id = UUID(drove(run_dir))
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         open_ones = {
             title: client.create_task_run(
                 task(lambda: None, name=title.split()[0]), flow_run_id, dynamic_key=title, name=title, state=Running()

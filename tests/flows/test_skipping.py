@@ -7,19 +7,20 @@ from uuid import UUID
 
 import pytest
 from desk import Desk
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import CancelledRun
 from prefect.flow_engine import run_flow
 from prefect.states import Crashed, Running
-from process_tools import until
+from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
 from flows import schedules
 from flows.flow_runs.facts import RUN_FLOW
 from flows.run import rlhf_run
+from flows.server.clients import api_client
 from rlhf_core.control.controller import FlowRunLink, new_run
 from rlhf_core.run_dir.run import RunDir
 
@@ -33,7 +34,7 @@ def _server(real_prefect: Site, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def client() -> Iterator[SyncPrefectClient]:
-    with get_client(sync_client=True) as client:
+    with api_client() as client:
         yield client
 
 
@@ -62,6 +63,7 @@ def due(client: SyncPrefectClient, deployment: UUID) -> FlowRun:
             and (one.expected_start_time or datetime.now(UTC)) < datetime.now(UTC)
         ],
         "it is planned and due",
+        interval_s=ASKING_INTERVAL_S,
     )
     return found[0]
 
@@ -107,7 +109,7 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     assert (name, "of the same deployment still goes on" in said) == ("Cancelled", True)
     for left in (waiting[other], waiting[idle], by_hand):
         assert state(client, left)[0] in ("Scheduled", "Late")
-    until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event")
+    until(lambda: events(real_prefect, paused) == [schedules.EVENT], "its event", interval_s=ASKING_INTERVAL_S)
     assert schedules.call_off(RUN_FLOW, desk.site.runs_dir) == []
 
 
@@ -153,7 +155,7 @@ def test_of_two_scheduled_runs_that_begin_at_once_the_earlier_one_starts(
     def planned() -> list[FlowRun]:
         return [one for one in client.read_flow_runs(limit=200) if one.deployment_id == deployment]
 
-    until(lambda: len(planned()) > 1, "two are planned")
+    until(lambda: len(planned()) > 1, "two are planned", interval_s=ASKING_INTERVAL_S)
     for one in planned():
         client.set_flow_run_state(one.id, Running(), force=True)
     first, second, *_ = sorted(planned(), key=schedules._order)
