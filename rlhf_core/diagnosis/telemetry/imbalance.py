@@ -8,11 +8,12 @@ GPUs that are busy half of the time), and a finding begins or ends only after se
 lower threshold for its end than for its start.
 """
 
+import functools
 import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rlhf_core.diagnosis.telemetry.outliers import GPUS, NODES, STAYS_AT, Comparison, Mean, Sign, deviation
@@ -62,6 +63,13 @@ PROGRAM_XIDS = {13, 31, 43, 45}
 _GPU = re.compile(r"gpu(\d+)_(\w+)")
 
 
+@functools.lru_cache(4096)
+def _figure_of_gpu(name: str) -> tuple[int, str] | None:
+    """Index of the GPU and name of its figure; None for a figure of the node. Every reading has the same names."""
+    match = _GPU.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
 @dataclass(frozen=True)
 class _Gpu:
     """One GPU of the job."""
@@ -79,6 +87,8 @@ class _Sample:
 
     at_s: float
     figures: Mapping[str, float]
+    compared: tuple[float | None, ...]
+    """Figures of the comparisons, in their order: read once, and judged many times while the reading is recent."""
 
 
 @dataclass
@@ -125,10 +135,10 @@ class ImbalanceWatch:
         self._now_s = max(self._now_s, now_s)
         self._work[node] = work
         self._note_progress(node, (step, beats), now_s)
-        _append(self._nodes.setdefault(node, deque()), _Sample(now_s, telemetry))
+        _append(self._nodes.setdefault(node, deque()), _sample(now_s, telemetry, NODES))
         for index, figures in _by_gpu(telemetry).items():
             gpu = _Gpu(node, index)
-            _append(self._gpus.setdefault(gpu, deque()), _Sample(now_s, figures))
+            _append(self._gpus.setdefault(gpu, deque()), _sample(now_s, figures, GPUS))
             if "ecc_uncorrected" in figures:
                 self._ecc_at_first.setdefault(gpu, figures["ecc_uncorrected"])
         if self._judged_at_s is None or now_s - self._judged_at_s >= JUDGE_EVERY_S:
@@ -146,8 +156,8 @@ class ImbalanceWatch:
         self._learn_power()
         signs = {**self._health(), **self._spinning()}
         for work in set(self._work.values()):
-            nodes = {node: samples for node, samples in self._nodes.items() if self._work[node] == work}
-            gpus = {gpu: samples for gpu, samples in self._gpus.items() if gpu.node in nodes}
+            nodes = {node: self._recent(samples) for node, samples in self._nodes.items() if self._work[node] == work}
+            gpus = {gpu: self._recent(samples) for gpu, samples in self._gpus.items() if gpu.node in nodes}
             signs |= self._compared("node", NODES, nodes) | self._compared("gpu", GPUS, gpus)
         for key in self._findings.keys() - signs.keys():
             self._weigh(key, Sign("", begins=False, stays=False))
@@ -171,12 +181,12 @@ class ImbalanceWatch:
         self,
         kind: str,
         comparisons: Iterable[Comparison],
-        units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
+        units: Mapping[str, list[_Sample]] | Mapping[_Gpu, list[_Sample]],
     ) -> dict[str, Sign]:
-        """Compare every unit and figure; one sign each."""
+        """Compare every unit and figure, from the readings of the window; one sign each."""
         signs: dict[str, Sign] = {}
-        for comparison in comparisons:
-            means = self._means(units, comparison.read)
+        for index, comparison in enumerate(comparisons):
+            means = _means(units, index)
             if len(means) < MIN_UNITS:
                 continue
             found = {}
@@ -187,21 +197,6 @@ class ImbalanceWatch:
             if sum(sign.begins for sign in found.values()) * 2 < len(found):
                 signs |= found
         return signs
-
-    def _means(
-        self,
-        units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
-        read: Callable[[Mapping[str, float]], float | None],
-    ) -> dict[str, Mean]:
-        """Mean of a figure over the window for each unit with enough readings."""
-        means = {}
-        for unit, samples in units.items():
-            values = [value for sample in self._recent(samples) if (value := read(sample.figures)) is not None]
-            if len(values) >= MIN_SAMPLES:
-                mean = math.fsum(values) / len(values)
-                variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-                means[str(unit)] = Mean(mean, math.sqrt(variance / len(values)))
-        return means
 
     def _recent(self, samples: "deque[_Sample]", window_s: float = WINDOW_S) -> list[_Sample]:
         return [sample for sample in samples if sample.at_s > self._now_s - window_s]
@@ -298,6 +293,22 @@ class ImbalanceWatch:
         return limit is not None and drawn < LOW_POWER_OF_LIMIT * limit
 
 
+def _sample(at_s: float, figures: Mapping[str, float], comparisons: Iterable[Comparison]) -> _Sample:
+    return _Sample(at_s, figures, tuple([comparison.read(figures) for comparison in comparisons]))
+
+
+def _means(units: Mapping[str, list[_Sample]] | Mapping[_Gpu, list[_Sample]], index: int) -> dict[str, Mean]:
+    """Mean of a compared figure over the window for each unit with enough readings."""
+    means = {}
+    for unit, samples in units.items():
+        values = [value for sample in samples if (value := sample.compared[index]) is not None]
+        if len(values) >= MIN_SAMPLES:
+            mean = math.fsum(values) / len(values)
+            variance = math.fsum([(value - mean) ** 2 for value in values]) / (len(values) - 1)
+            means[str(unit)] = Mean(mean, math.sqrt(variance / len(values)))
+    return means
+
+
 def _append(samples: "deque[_Sample]", sample: _Sample) -> None:
     samples.append(sample)
     while samples[0].at_s <= sample.at_s - WINDOW_S:
@@ -308,9 +319,10 @@ def _by_gpu(telemetry: Mapping[str, float]) -> dict[int, dict[str, float]]:
     """Group telemetry by GPU: ``gpu3_power_w`` of a node becomes ``power_w`` of its GPU 3."""
     found: dict[int, dict[str, float]] = {}
     for name, value in telemetry.items():
-        match = _GPU.fullmatch(name)
-        if match:
-            found.setdefault(int(match[1]), {})[match[2]] = value
+        of_gpu = _figure_of_gpu(name)
+        if of_gpu is not None:
+            index, figure = of_gpu
+            found.setdefault(index, {})[figure] = value
     return found
 
 
