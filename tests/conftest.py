@@ -99,6 +99,14 @@ def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate, "_migrate", MIGRATE)
 
 
+@pytest.fixture
+def plots_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have plots with equal content drawn once by this process: a report is ten of them."""
+    from drawings import draw_once
+
+    draw_once(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Site settings of this test alone: a fresh RLHF_HOME and no setting of the user who runs the tests."""

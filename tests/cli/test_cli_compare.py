@@ -18,6 +18,8 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import at_last_common_step, config_differences, evaluations
 from rlhf_core.watchdog.ingest import sync
 
+pytestmark = pytest.mark.usefixtures("plots_drawn_once")
+
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
@@ -269,27 +271,57 @@ def test_a_page_of_hostile_names(two: tuple[str, str], tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
 
 
-@pytest.mark.parametrize(("width", "scheme"), list(itertools.product((1280, 390), ("light", "dark"))))
-def test_the_page_fits_its_screen(two: tuple[str, str], tmp_path: Path, width: int, scheme: Any) -> None:
+SCREENS = list(itertools.product((1280, 390), ("light", "dark")))
+"""Widths and colour schemes of screens."""
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[tuple[int, str], tuple[int, int, list[str]]]:
+    """Width of the content, number of curves, and colours of the lines for every screen, once they have been seen."""
+    return {}
+
+
+def _see(page: Path) -> dict[tuple[int, str], tuple[int, int, list[str]]]:
+    """Show a page on every screen, in one browser: to start it takes longer than all else."""
     from shutil import which
 
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     chromium = which("chromium") or which("google-chrome")
     if chromium is None:
         pytest.skip("needs a browser (Debian: apt-get install chromium)")
-    path = tmp_path / "page.html"
-    assert execute(["compare", *two, "--html", str(path)]) == 0
+    shown = {}
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        tab.goto(path.as_uri())
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        curves = tab.locator("svg.plot")
-        assert curves.count() >= 3
-        lines = tab.eval_on_selector_all("svg.plot path", "all => all.map(one => getComputedStyle(one).stroke)")
-        colours = {
-            "light": ("rgb(37, 99, 201)", "rgb(211, 105, 11)"),
-            "dark": ("rgb(110, 163, 247)", "rgb(240, 154, 75)"),
-        }
-        assert set(colours[scheme]) <= set(lines)
+        for width, scheme in SCREENS:
+            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            tab.goto(page.as_uri())
+            shown[width, scheme] = (
+                tab.evaluate("document.documentElement.scrollWidth"),
+                tab.locator("svg.plot").count(),
+                tab.eval_on_selector_all("svg.plot path", "all => all.map(one => getComputedStyle(one).stroke)"),
+            )
+            tab.close()
         browser.close()
+    return shown
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_the_page_fits_its_screen(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    shown: dict[tuple[int, str], tuple[int, int, list[str]]],
+    width: int,
+    scheme: str,
+) -> None:
+    if not shown:
+        path = tmp_path / "page.html"
+        assert execute(["compare", *request.getfixturevalue("two"), "--html", str(path)]) == 0
+        shown |= _see(path)
+    content_width, num_curves, lines = shown[width, scheme]
+    assert content_width <= width
+    assert num_curves >= 3
+    colours = {
+        "light": ("rgb(37, 99, 201)", "rgb(211, 105, 11)"),
+        "dark": ("rgb(110, 163, 247)", "rgb(240, 154, 75)"),
+    }
+    assert set(colours[scheme]) <= set(lines)

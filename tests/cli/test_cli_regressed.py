@@ -27,6 +27,8 @@ from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
 from rlhf_core.watchdog.ingest import sync
 
+pytestmark = pytest.mark.usefixtures("plots_drawn_once")
+
 FELL = {"name": "greedy", "metric": "exact_match", "before": 0.75, "after": 0.2}
 SAID = "held-out greedy exact match 0.750 → 0.200"
 

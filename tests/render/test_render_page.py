@@ -18,6 +18,8 @@ from rlhf_core.render.markup import Markup, duration, number, table, tag
 from rlhf_core.schemas.reports import EvaluationSample
 from rlhf_core.schemas.run import RunSpec
 
+pytestmark = pytest.mark.usefixtures("plots_drawn_once")
+
 RUNS = {"learned": records.learned, "failed": records.failed, "blocked": records.blocked}
 VOID = {"meta"}
 

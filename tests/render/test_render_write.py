@@ -24,6 +24,8 @@ from rlhf_core.schemas.journal import PromotionMoved, StageEnded, StageStarted
 from rlhf_core.schemas.reports import SampleLine
 from rlhf_core.watchdog.ingest import sync
 
+pytestmark = pytest.mark.usefixtures("plots_drawn_once")
+
 
 @pytest.fixture
 def site() -> site_config.Site:
