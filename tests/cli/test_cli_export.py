@@ -29,6 +29,8 @@ from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.watchdog.ingest import sync
 
+pytestmark = pytest.mark.usefixtures("plots_drawn_once")
+
 # The loss that RunFiles writes is 1 / step + attempt + restart / 10. Of the whole run, steps 1 and 2 of the first start
 # count, 3 and 4 of the second, 5 to 10 of the second attempt.
 LOSS = {1: 2.0, 2: 1.5, 3: 1 / 3 + 1.1, 4: 1.35, **{step: 1 / step + 2 for step in range(5, 11)}}
