@@ -3,14 +3,15 @@
 Where Slurm is not installed, the same on the local scheduler as one node, without what only a cluster can suffer.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 from campaign import AGAIN_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
-from fault_inject import Place, ask_to_save, kill_engine
-from fault_measure import Row, all_incidents, same_parameters
+from fault_inject import Place, ask_to_save, kill_engine, node_down
+from fault_measure import Row, all_incidents, measure, same_parameters
 from fault_runs import CHECKPOINT_EVERY, DisturbedSite, agent_pids, engines, events, steps, workers
 from fault_services import Cluster
 from sites import last_step
@@ -38,11 +39,12 @@ GOES_ON = (
     ("USR2: save and end", "ask_to_save"),
     ("flow process kill -9", "kill_flow"),
 )
-LEAVES_NODES = (("node down (scontrol)", "node_down"), ("scancel from outside", "scancel"))
+CANCELLED = (("scancel from outside", "scancel"),)
+NODE_DOWN = "node down (scontrol)"
 
 
 UNPROBED = "preflight.probe=false"
-"""In all runs but the one that goes on: nothing is asserted of the probe here, and each takes a process per rank."""
+"""In all runs: nothing is asserted of the probe here, and each takes a process per rank."""
 
 
 def chain(name: str, faults: tuple[tuple[str, str], ...], *overrides: str) -> Scenario:
@@ -78,16 +80,16 @@ def reference(campaign: Campaign) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def goes_on(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
-    scenario = chain("goes-on", GOES_ON)
+    scenario = chain("goes-on", GOES_ON, UNPROBED)
     scenario = scenario if campaign.cluster else on_one_node(scenario)
     return {row.row: row for row in campaign.disturb(scenario, reference)}
 
 
 @pytest.fixture(scope="module")
-def leaves_nodes(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
+def cancelled(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
-    return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES, UNPROBED), reference)}
+    return {row.row: row for row in campaign.disturb(chain("cancelled", CANCELLED, UNPROBED), reference)}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class SmallerRun:
     shown: str
     """Text of `rlhf show`."""
     state: str
+    lost: Row
+    """Row of the node that is lost at work."""
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +119,21 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
             cluster.node_down(spare)
         begin(place, two_nodes("resources.min_nodes=1"))
         site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
-        cluster.node_down(cluster.allocated(place.job_id)[1])
+        struck = node_down(place)
         site.wait_for(lambda: len(steps_of(place.run, 2)) >= NUM_COMPARED, "an attempt on one node to train", AGAIN_S)
+        until_s, num_jobs = time.time(), cluster.num_jobs(place.run.run_id)
         cluster.back_in_service()
         ask_to_save(place)
         site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
-        attempts = place.run.attempts()
+        attempts, state = place.run.attempts(), read_record(place.run).state.value
+        fault = Fault(NODE_DOWN, EXPECTED[NODE_DOWN], struck.step, outside="node_down")
+        lost = measure("fewer-nodes", 0, fault, struck, until_s, place.run, state, None, num_jobs)
         return SmallerRun(
             [found for one in attempts if (found := read_model(one.placement, Placement)) is not None],
             [steps_of(place.run, one.number) for one in attempts],
             site.rlhf("show", place.run.run_id).stdout,
-            read_record(place.run).state.value,
+            state,
+            lost,
         )
 
 
@@ -255,12 +263,12 @@ def test_after_all_that_the_parameters_are_those_of_the_undisturbed_run(goes_on:
     assert {row.same_numbers for row in goes_on.values()} == {True}
 
 
-def test_a_lost_node_is_left_out_of_the_new_attempt(leaves_nodes: dict[str, Row]) -> None:
-    assert check(leaves_nodes, "node down (scontrol)").action == "new_attempt"
+def test_a_lost_node_is_left_out_of_the_new_attempt(smaller: SmallerRun) -> None:
+    assert check({smaller.lost.row: smaller.lost}, NODE_DOWN).action == "new_attempt"
 
 
-def test_a_job_that_somebody_cancelled_is_not_started_again(leaves_nodes: dict[str, Row]) -> None:
-    assert check(leaves_nodes, "scancel from outside").state in ("failed", "cancelled")
+def test_a_job_that_somebody_cancelled_is_not_started_again(cancelled: dict[str, Row]) -> None:
+    assert check(cancelled, "scancel from outside").state in ("failed", "cancelled")
 
 
 def test_a_run_goes_on_with_fewer_nodes_and_with_all_of_them_when_they_are_back(smaller: SmallerRun) -> None:
