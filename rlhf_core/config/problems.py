@@ -1,15 +1,16 @@
-"""Readable errors of a config: value found, value expected, and the setting that was probably meant."""
+"""Readable errors of a config: value found, value expected, and the setting that was probably meant.
+
+The schemas of a run are imported late: the settings of a site, which every command reads, are explained here as well,
+and importing those schemas would be a third of the work of a command like `rlhf up --status`.
+"""
 
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.config.fields import describe_fields, field_meanings
 from rlhf_core.config.toml_files import SHOWN_CHARACTERS, shortened
-from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.migration import current_name
-from rlhf_core.schemas.trainers import trainer_kinds
 from rlhf_core.text.formatting import count
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
@@ -57,10 +58,16 @@ def explain_override(detail: Any, override: str) -> str:
     return explain(detail) + ("; it is not valid TOML, so it was read as text" if unfinished else "")
 
 
+def _meanings() -> dict[str, str]:
+    from rlhf_core.config.fields import field_meanings
+
+    return field_meanings()
+
+
 def _nearest_setting(name: str) -> str:
     """The closest existing name, for one with errors in any of its parts."""
     name = name[:SHOWN_CHARACTERS]  # no name is similar to a longer one, and comparing takes time
-    near = difflib.get_close_matches(name, list(field_meanings()), n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
     if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
         return f'; did you mean "{near[0]}"?'
     return _nearest(name)
@@ -68,6 +75,9 @@ def _nearest_setting(name: str) -> str:
 
 def location_of(detail: Any) -> str:
     """Dotted name of the place of a problem, without pydantic's additions for union members and parts of types."""
+    from rlhf_core.schemas.algorithms import specs
+    from rlhf_core.schemas.trainers import trainer_kinds
+
     inner = ("function-", "literal[", "str-", "[key]")
     parts = [str(part) for part in detail["loc"] if not str(part).startswith(inner)]
     choices = {"algorithm": ("name", specs().keys()), "trainer": ("kind", trainer_kinds().keys())}
@@ -157,7 +167,9 @@ def flags_for_numbers(content: Any, validated: Any, place: str = "") -> Iterator
 
 
 def _explain_missing(location: str) -> str:
-    meaning = field_meanings().get(location, "")
+    from rlhf_core.config.fields import describe_fields
+
+    meaning = _meanings().get(location, "")
     if meaning:
         return f'missing key "{location}": {meaning}'
     inner = [field.name for field in describe_fields() if field.required and field.name.startswith(f"{location}.")]
@@ -206,7 +218,7 @@ _OTHER_NAMES = {
 
 
 def _nearest(location: str) -> str:
-    names = list(field_meanings())
+    names = list(_meanings())
     *parents, leaf = location[:SHOWN_CHARACTERS].split(".")
     if leaf in _OTHER_NAMES:
         return f'; the name here is "{_OTHER_NAMES[leaf]}"'
