@@ -25,7 +25,7 @@ class Finished:
         return json.loads(self.stdout)
 
 
-ASKING_INTERVAL_S = 0.3
+ASKING_INTERVAL_S = 0.5
 """Pause between two questions to a server or a database: each costs it and its client far more than a look at a file,
 and a wait has many."""
 

@@ -310,12 +310,8 @@ class Site:
 
     def flow_becomes(self, flow_run: str, *names: str) -> str:
         """Wait until Prefect has a flow run in one of these states. Returns the message of the state."""
-        until(
-            lambda: self.flow_state(flow_run) in names,
-            f"{flow_run} to be {names}",
-            TIMEOUT_S,
-            interval_s=ASKING_INTERVAL_S,
-        )
+        what = f"{flow_run} to be {names}"
+        until(lambda: self.flow_state(flow_run) in names, what, TIMEOUT_S, interval_s=ASKING_INTERVAL_S)
         return str(self.ask(f"/flow_runs/{flow_run}")[1]["state"]["message"])
 
     def flow_runs_of(self, run_dir: RunDir) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Running
-from process_tools import until
+from process_tools import ASKING_INTERVAL_S, until
 from signing_in import page_of
 from sites import Site
 from test_promotion import answers, completes, standing, states
@@ -69,7 +69,7 @@ def waiting_run(desk: Desk, **promote: Any) -> Iterator[RunDir]:
     thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()
     try:
-        until(lambda: thread.is_alive() and _seen(run_dir) and paused(run_dir))
+        until(lambda: thread.is_alive() and _seen(run_dir) and paused(run_dir), interval_s=ASKING_INTERVAL_S)
         yield run_dir
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -156,7 +156,10 @@ def test_a_flow_run_that_is_resumed_without_the_form_asks_again(desk: Desk) -> N
         first = flow_run_of(run_dir)
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(first.id, Running(), force=True)
-        until(lambda: (again := paused(run_dir)) is not None and again.state_id != first.state_id)
+        until(
+            lambda: (again := paused(run_dir)) is not None and again.state_id != first.state_id,
+            interval_s=ASKING_INTERVAL_S,
+        )
         assert states(run_dir) == ["waiting"]
         answers(run_dir, "refused")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from process_tools import until
+from process_tools import ASKING_INTERVAL_S, until
 from signing_in import PAGE_TIMEOUT_MS, browser
 from sites import Site
 
@@ -216,7 +216,7 @@ def test_a_worker_that_is_ended_lets_its_flow_runs_let_go(site: Site, tmp_path: 
     assert not psutil.pid_exists(pid)
     assert (tmp_path / "a" / "let go").exists(), "its lease would be given back here"
     assert not (tmp_path / "a" / "done").exists()
-    assert until(lambda: site.flow_state(run) == "Crashed"), "the server was told"
+    assert until(lambda: site.flow_state(run) == "Crashed", interval_s=ASKING_INTERVAL_S), "the server was told"
     site.rlhf("up")
 
 
@@ -225,7 +225,7 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(site: Site, tmp_pa
     until(lambda: (tmp_path / "a" / "begun").exists() and (tmp_path / "b" / "begun").exists())
     os.kill(site.pids()["worker"], signal.SIGKILL)
     (tmp_path / "a" / "go").touch()
-    assert until(lambda: site.flow_state(goes_on) == "Completed")
+    assert until(lambda: site.flow_state(goes_on) == "Completed", interval_s=ASKING_INTERVAL_S)
     assert site.flow_state(is_ended) == "Running"
     site.rlhf("down", "worker")
     assert (tmp_path / "b" / "let go").exists()
@@ -244,10 +244,10 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, t
     assert {name: pid for name, pid in site.pids().items() if name != "server"} == {
         name: pid for name, pid in before.items() if name != "server"
     }
-    assert until(lambda: site.flow_state(run) == "Completed")
+    assert until(lambda: site.flow_state(run) == "Completed", interval_s=ASKING_INTERVAL_S)
     # The worker, which found no server for so long, still hears of cancellations.
     site.cancel(is_cancelled)
-    assert until(lambda: site.flow_state(is_cancelled) == "Cancelled")
+    assert until(lambda: site.flow_state(is_cancelled) == "Cancelled", interval_s=ASKING_INTERVAL_S)
     assert (tmp_path / "b" / "let go").exists()
 
 
@@ -289,7 +289,9 @@ def test_after_a_kill_of_everything_all_is_back_and_what_is_old_is_gone(site: Si
     site.rlhf("up")
     assert set(site.pids()) == set(SERVICES)
     assert set(site.pids().values()).isdisjoint(before.values())
-    assert until(lambda: site.flow_state(old) == "404"), "Prefect keeps what has ended for 30 days"
+    assert until(lambda: site.flow_state(old) == "404", interval_s=ASKING_INTERVAL_S), (
+        "Prefect keeps what has ended for 30 days"
+    )
     assert site.flow_state(young) != "404"
 
 

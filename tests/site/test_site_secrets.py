@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from history_tools import postgres
-from process_tools import until
+from process_tools import ASKING_INTERVAL_S, until
 from secret_places import environments, files_with, tables_with
 from site_files import QUICK, small
 from sites import Site, go
@@ -64,7 +64,7 @@ def test_no_password_reaches_a_job_its_files_or_prefect(site: Site, tmp_path: Pa
     around = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     for run_dir in (first, second):
         go(run_dir)
-        until(lambda one=run_dir: site.flow_runs(one) == [("Completed", False)])
+        until(lambda one=run_dir: site.flow_runs(one) == [("Completed", False)], interval_s=ASKING_INTERVAL_S)
     site.rlhf("down")
 
     # Where a job has processes at work: the script, and the agent.
