@@ -22,6 +22,11 @@ def sign_in(page: Page, ui: str, password: str) -> None:
     page.get_by_role("link", name="Deployments").first.wait_for()
 
 
+def leave(page: Page) -> None:
+    """Show nothing until another page is opened: an open one is drawn, and asks the server, all the time."""
+    page.goto("about:blank")
+
+
 def open_run_form(page: Page, ui: str, deployment_id: str) -> None:
     """The form of a deployment."""
     page.set_default_timeout(PAGE_TIMEOUT_MS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pages
 import pytest
-from process_tools import kill_all, until
+from process_tools import ASK_INTERVAL_S, kill_all, until
 from site_files import ROOT
 from sites import TIMEOUT_S, Site
 from slurm_cluster import WHY_NOT, missing_programs
@@ -19,7 +19,7 @@ from slurm_cluster import WHY_NOT, missing_programs
 pytestmark = [
     pytest.mark.end_to_end,
     pytest.mark.training,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]
 
@@ -67,7 +67,7 @@ class Reader:
     site: Site
     page: Any
 
-    def asks_for_a_run(self) -> None:
+    def asks_for_a_run_and_waits_until_it_trains(self) -> None:
         pages.sign_in(self.page, self.site.url, self.site.rlhf("password").stdout.strip())
         pages.open_deployment(self.page, self.site.url, self.site.deployment("slurm-quickstart"))
         pages.choose_custom_run(self.page)
@@ -75,14 +75,15 @@ class Reader:
         assert len(table) == 5, "the values for the form, as the page has them"
         pages.fill(self.page, dict(table))
         pages.submit(self.page)
-
-    def schedules_and_waits_until_it_trains(self) -> None:
-        pages.open_deployment(self.page, self.site.url, self.site.deployment("nightly"))
-        pages.make_cron_schedule(self.page, "* * * * *")
-        until(lambda: self.site.step(self.run("mine")) > 40, timeout_s=TIMEOUT_S)
+        pages.leave(self.page)
+        until(lambda: self.site.step(self.run("mine")) > 40, timeout_s=TIMEOUT_S, interval_s=ASK_INTERVAL_S)
 
     def sees_the_incident_repaired(self) -> None:
-        until(lambda: self.site.rows("SELECT * FROM decisions WHERE run_id = ?", self.run("mine")), timeout_s=TIMEOUT_S)
+        until(
+            lambda: self.site.rows("SELECT * FROM decisions WHERE run_id = ?", self.run("mine")),
+            timeout_s=TIMEOUT_S,
+            interval_s=ASK_INTERVAL_S,
+        )
 
     def approves(self) -> None:
         ((flow_run,),) = self.site.rows("SELECT flow_run_id FROM controllers WHERE run_id = ?", self.run("mine"))
@@ -91,26 +92,34 @@ class Reader:
         form = pages.open_answer(self.page)
         pages.approve(form, "Ada", "")
         pages.send_answer(form)
+        pages.leave(self.page)
         self.site.flow_becomes(flow_run, "Completed")
 
-    def takes_the_schedule_away(self) -> None:
-        until(lambda: self.site.rows("SELECT * FROM runs WHERE name = 'nightly'"), timeout_s=TIMEOUT_S)
+    def schedules_a_run_and_takes_the_schedule_away(self) -> None:
+        pages.open_deployment(self.page, self.site.url, self.site.deployment("nightly"))
+        pages.make_cron_schedule(self.page, "* * * * *")
+        pages.leave(self.page)
+        until(
+            lambda: self.site.rows("SELECT * FROM runs WHERE name = 'nightly'"),
+            timeout_s=TIMEOUT_S,
+            interval_s=ASK_INTERVAL_S,
+        )
         pages.open_deployment(self.page, self.site.url, self.site.deployment("nightly"))
         pages.delete_schedule(self.page, "Every minute")
+        pages.leave(self.page)
 
     def run(self, name: str) -> str:
         """The newest run of a name, once it is there."""
         question = "SELECT run_id FROM runs WHERE name = ? ORDER BY created_at DESC LIMIT 1"
-        ((run_id,),) = until(lambda: self.site.rows(question, name), timeout_s=TIMEOUT_S)
+        ((run_id,),) = until(lambda: self.site.rows(question, name), timeout_s=TIMEOUT_S, interval_s=ASK_INTERVAL_S)
         return str(run_id)
 
 
 BEFORE: dict[str, Callable[[Reader], None]] = {
-    "rlhf deploy": Reader.asks_for_a_run,
-    "squeue": Reader.schedules_and_waits_until_it_trains,
+    "squeue": Reader.asks_for_a_run_and_waits_until_it_trains,
     "rlhf watch mine": Reader.sees_the_incident_repaired,
     "/promoted/": Reader.approves,
-    "rlhf watch nightly": Reader.takes_the_schedule_away,
+    "rlhf watch nightly": Reader.schedules_a_run_and_takes_the_schedule_away,
 }
 """What is done in the browser before a block of commands; by what only that block has in it."""
 
