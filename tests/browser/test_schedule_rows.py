@@ -47,7 +47,7 @@ print(json.dumps({"without": without, "with": outcome()}))
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What comes of planning without our word and then with it, in one process: importing the server takes long."""
+    """Outcome of planning without our word and then with it, in one process: importing the server takes long."""
     home = tmp_path_factory.mktemp("prefect")
     give_prefect_database(home)
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
