@@ -11,7 +11,7 @@ from typing import Any
 
 import pages
 import pytest
-from process_tools import ASK_INTERVAL_S, kill_all, until
+from process_tools import ASKING_INTERVAL_S, kill_all, until
 from site_files import ROOT
 from sites import TIMEOUT_S, Site
 from slurm_cluster import WHY_NOT, missing_programs
@@ -76,13 +76,13 @@ class Reader:
         pages.fill(self.page, dict(table))
         pages.submit(self.page)
         pages.leave(self.page)
-        until(lambda: self.site.step(self.run("mine")) > 40, timeout_s=TIMEOUT_S, interval_s=ASK_INTERVAL_S)
+        until(lambda: self.site.step(self.run("mine")) > 40, timeout_s=TIMEOUT_S, interval_s=ASKING_INTERVAL_S)
 
     def sees_the_incident_repaired(self) -> None:
         until(
             lambda: self.site.rows("SELECT * FROM decisions WHERE run_id = ?", self.run("mine")),
             timeout_s=TIMEOUT_S,
-            interval_s=ASK_INTERVAL_S,
+            interval_s=ASKING_INTERVAL_S,
         )
 
     def approves(self) -> None:
@@ -102,7 +102,7 @@ class Reader:
         until(
             lambda: self.site.rows("SELECT * FROM runs WHERE name = 'nightly'"),
             timeout_s=TIMEOUT_S,
-            interval_s=ASK_INTERVAL_S,
+            interval_s=ASKING_INTERVAL_S,
         )
         pages.open_deployment(self.page, self.site.url, self.site.deployment("nightly"))
         pages.delete_schedule(self.page, "Every minute")
@@ -111,7 +111,7 @@ class Reader:
     def run(self, name: str) -> str:
         """The newest run of a name, once it is there."""
         question = "SELECT run_id FROM runs WHERE name = ? ORDER BY created_at DESC LIMIT 1"
-        ((run_id,),) = until(lambda: self.site.rows(question, name), timeout_s=TIMEOUT_S, interval_s=ASK_INTERVAL_S)
+        ((run_id,),) = until(lambda: self.site.rows(question, name), timeout_s=TIMEOUT_S, interval_s=ASKING_INTERVAL_S)
         return str(run_id)
 
 

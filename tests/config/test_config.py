@@ -12,6 +12,7 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.algorithms.policy_gradient import GrpoSpec
 from rlhf_core.schemas.algorithms.supervised import SftSpec
+from rlhf_core.schemas.base import Schema, field_docs
 from rlhf_core.schemas.run import RunSpec
 
 MINIMAL = """
@@ -208,6 +209,27 @@ def test_every_setting_has_a_meaning_of_one_sentence() -> None:
         assert "\n" not in field.meaning, field.name
         assert field.type, field.name
     assert set(config_fields.describe_sections()) == {field.name.rpartition(".")[0] for field in fields} - {""}
+
+
+class _Base(Schema):
+    kept: int = 0
+    """Of the
+    base."""
+    changed: int = 0
+    """Of the base too."""
+    bare: int = 0
+
+
+class _Derived(_Base):
+    changed: int = 1
+    own: str = "a"
+    """Its own."""
+    "Another text."
+
+
+def test_the_meaning_of_a_field_is_the_string_under_it() -> None:
+    assert field_docs(_Base) == {"kept": "Of the base.", "changed": "Of the base too."}
+    assert field_docs(_Derived) == {"kept": "Of the base.", "changed": "Of the base too.", "own": "Its own."}
 
 
 def test_sections_with_a_choice_are_told_in_words() -> None:
