@@ -174,12 +174,12 @@ def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decide
     _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
     monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: None)
 
-    heard: list[float] = []
+    announced: list[float] = []
 
     def begins() -> bool:
-        if slept.now not in heard:
+        if slept.now not in announced:
             hear(client)
-            heard.append(slept.now)
+            announced.append(slept.now)
         return slept.now > 3 * STUCK_S
 
     slept = Clock()  # negative control: a turn is waited for as long as it takes
