@@ -81,9 +81,8 @@ def write_progress(connection: Connection, run_id: str, batch: IngestBatch) -> N
 def cache_goodput(connection: Connection, run_id: str, batch: IngestBatch) -> None:
     """Cache the view ``run_goodput`` for an ended run, where it no longer changes, because computing it from the steps
     of all runs is slow. Does nothing for other runs, which is for almost every batch."""
-    moves = (entry.line.event for entry in batch.journal)
-    state = next((event.state for event in reversed(list(moves)) if isinstance(event, RunMoved)), None)
-    has_ended = batch.base.has_ended if state is None else state in RUN_ENDS
+    moves = [entry.line.event.state for entry in batch.journal if isinstance(entry.line.event, RunMoved)]
+    has_ended = moves[-1] in RUN_ENDS if moves else batch.base.has_ended
     if batch.base.has_ended or has_ended:
         connection.execute(_FORGET_GOODPUT, {"run": run_id})
     if batch.is_last and has_ended:
