@@ -1,13 +1,17 @@
-"""Imports of native workers, run once per node by the fork server (``worker/groups/fork_server.py``)."""
+"""Imports of native workers and of the probe, made once per node by the fork server (``worker/groups``)."""
 
 import importlib
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from rlhf_core.errors import WorkerError
-from rlhf_core.training.trainers.engine import load_deepspeed
+
+PROBE_MODULES = ("rlhf_core.training.probes.node",)
+"""Modules of the probe, which needs nothing but torch."""
 
 NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation.evaluator")
 """Modules of the native targets. Their own imports are loaded with them."""
@@ -24,10 +28,33 @@ def import_libraries() -> None:
             CUDA could not be used after a fork.
         ImportError: a package is missing or broken.
     """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise querying GPUs would initialise the driver
-    for module in (*NATIVE_MODULES, *LATE_MODULES):
+    with _fit_for_forks():
+        _import((*NATIVE_MODULES, *LATE_MODULES))
+        from rlhf_core.training.trainers.engine import load_deepspeed
+
+        load_deepspeed(on_cpu=not torch.cuda.is_available())
+
+
+def import_probe() -> None:
+    """Import what a process of the probe needs; raises the same errors as :func:`import_libraries`."""
+    with _fit_for_forks():
+        _import(PROBE_MODULES)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
         importlib.import_module(module)
-    load_deepspeed(on_cpu=not torch.cuda.is_available())
+
+
+@contextmanager
+def _fit_for_forks() -> Iterator[None]:
+    """Check that the imports inside have left everything to the processes that will be forked.
+
+    Raises:
+        WorkerError: they have not.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise querying GPUs would initialise the driver
+    yield
     touched = [name for name, done in _initialised().items() if done]
     if touched:
         raise WorkerError(f"imports initialized {', '.join(touched)}")

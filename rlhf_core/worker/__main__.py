@@ -4,7 +4,7 @@
     role          one worker; started by an agent
     fork-server   preloads a worker's imports and forks workers; started by an agent
     check-import  reports whether a module:function can be imported here; one JSON line
-    probe         measures the node before training; started by an agent, one JSON line per step
+    probe         measures the node before training; started by an agent, writes one JSON line per step
     check-content checks the rows, tokenizer and rewards of a spec; one JSON line
 
 Heavy modules are imported only after the arguments are parsed.
@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
     probe = commands.add_parser("probe", help="measure this node together with all others; started by an agent")
     probe.add_argument("place", type=json.loads, help="state of this process as a JSON object")
+    probe.add_argument("--output", type=Path, required=True, help="file for the measurements, one JSON line per step")
+    probe.add_argument("--log", type=Path, required=True, help="file to which messages are appended")
     content = commands.add_parser("check-content", help="inspect rows, tokenizer and rewards of a spec; one JSON line")
     content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
     content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
@@ -142,10 +144,12 @@ def _check_import(parsed: argparse.Namespace) -> int:
 
 
 def _probe(parsed: argparse.Namespace) -> int:
-    from rlhf_core.worker.processes import die_with_parent
     from rlhf_core.worker.roles import PROBE, load
+    from rlhf_core.worker.worker_process import prepare_signals, write_output_to
 
-    die_with_parent()
+    prepare_signals()
+    write_output_to(parsed.output, [1])
+    write_output_to(parsed.log, [2])
     code = load(PROBE)(parsed.place)
     sys.stdout.flush()
     # Skip the teardown of process groups: their peers may be gone.

@@ -30,6 +30,8 @@ PROBE = "rlhf_core.training.probes.node:run"
 """Target that measures a node."""
 WARM = "rlhf_core.training.warm:import_libraries"
 """Target that preloads a native worker's imports."""
+WARM_PROBE = "rlhf_core.training.warm:import_probe"
+"""Target that preloads the imports of :data:`PROBE`."""
 CONTENT = "rlhf_core.training.probes.content:check_content"
 """Target that checks the data before a run."""
 

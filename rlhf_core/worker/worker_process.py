@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -75,7 +75,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     beside = arguments.generation
     folder = attempt_dir.restart(arguments.restart) if beside is None else attempt_dir.group(arguments.role, beside)
     local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("RANK", "0"))
-    _write_output_to(folder.log(arguments.role, arguments.node, local_rank))
+    write_output_to(folder.log(arguments.role, arguments.node, local_rank))
     faulthandler.enable(all_threads=True)
     faulthandler.register(STACK_SIGNAL, all_threads=True)
 
@@ -104,6 +104,25 @@ def prepare_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
 
+def write_output_to(path: Path, descriptors: Collection[int] = (1, 2)) -> None:
+    """Append standard output and error to a log, including those of C++ code and child processes.
+
+    Args:
+        path: The log.
+        descriptors: 1 for standard output, 2 for standard error.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        # Keep the agent's output: a full disk should be reported as such, not as a worker that cannot start.
+        _complain(f"{path} cannot be opened: {error}\n")
+        return
+    for descriptor in descriptors:
+        os.dup2(log, descriptor)
+    os.close(log)
+
+
 def spare_outcome(slots: Path, local_rank: int) -> Path:
     """Path of a worker's outcome if the run directory is full: next to the slot file, on the node."""
     return slots.with_name(f"{slots.name}.outcome-{local_rank}.json")
@@ -122,20 +141,6 @@ def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
         if slots:
             with contextlib.suppress(OSError):
                 write_model(spare_outcome(Path(slots), local_rank), outcome)
-
-
-def _write_output_to(path: Path) -> None:
-    """Redirect standard output and error to the log, including those of C++ code and child processes."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        # Keep the agent's output: a full disk should be reported as such, not as a worker that cannot start.
-        _complain(f"{path} cannot be opened: {error}\n")
-        return
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 def _take_slot(local_rank: int, rank: int, restart: int) -> Beat | None:

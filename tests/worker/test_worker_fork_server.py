@@ -25,9 +25,7 @@ PLENTY = (64 * GIB, 64 * GIB)
 FAKE_PACKAGE = """
 import json, os, random, sys, time
 import numpy
-from rlhf_core.worker import roles
 from rlhf_core.worker.groups import fork_server_process
-fork_server_process.WARM = "builtins:int"
 
 def become(arguments):
     path, *rest = arguments
@@ -45,7 +43,10 @@ def become(arguments):
 orders, answers = (int(text) for text in sys.argv[-3:-1])
 sys.exit(fork_server_process.serve(orders, answers, become))
 """
-"""A fork server without the imports of torch: what is tested here is the hand-over."""
+"""A fork server's process whose workers say what they are."""
+
+NOTHING = "builtins:int"
+"""Imports that are made already, in the place of torch: what is tested here is the hand-over."""
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def server(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[ForkSer
 
 def ready(server: ForkServer) -> int:
     """Wait until the server has made its imports; its process id."""
-    server.prepare()
+    server.prepare(NOTHING)
     until(lambda: not server.is_importing)
     (pid,) = server.pids
     return pid
@@ -141,7 +142,7 @@ fork_server.subprocess.Popen = lambda command, **options: popen(
 processes.adopt_orphans()
 os.environ["{AGENT_VARIABLE}"] = str(os.getpid())
 server = ForkServer(print)
-server.prepare()
+server.prepare(tools.NOTHING)
 while server.is_importing:
     time.sleep(0.01)
 worker = server.fork([{str(tmp_path / "said")!r}, "wait"], dict(os.environ))
@@ -269,7 +270,7 @@ def test_a_worker_that_lives_is_waited_for_no_longer_than_asked(server: ForkServ
 
 def test_no_server_is_started_into_memory_that_the_run_needs(said: list[str]) -> None:
     made = ForkServer(said.append, lambda: (3 * GIB, 24 * GIB))
-    made.prepare()
+    made.prepare(NOTHING)
     assert made.pids == frozenset()
     assert not made.is_importing
     assert made.fork([], {}) is None
@@ -287,7 +288,7 @@ def test_the_server_is_ended_when_memory_becomes_short(
     assert not Path(f"/proc/{pid}").exists()
     assert "memory is low (2.0 of 64.0 GiB are free)" in said[0]
     monkeypatch.setattr(server, "_memory", lambda: PLENTY)
-    server.prepare()
+    server.prepare(NOTHING)
     assert server.pids == frozenset(), "not again in this attempt: it would come and go"
 
 
@@ -295,7 +296,6 @@ THREADED_PACKAGE = """
 import sys, threading, time
 from rlhf_core.worker.groups import fork_server_process
 threading.Thread(target=time.sleep, args=(600,), name="of-a-library", daemon=True).start()
-fork_server_process.WARM = "builtins:int"
 fork_server_process.serve(int(sys.argv[-3]), int(sys.argv[-2]), None)
 """
 
@@ -307,10 +307,10 @@ def test_imports_that_cannot_be_forked_are_not_tried_again(
     server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch, package: str, code: int
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", package)
-    server.prepare()
+    server.prepare(NOTHING)
     until(lambda: not server.is_importing)
     assert f"it ended with exit code {code} during its imports" in said[0]
-    server.prepare()
+    server.prepare(NOTHING)
     assert server.pids == frozenset()
 
 
@@ -318,11 +318,55 @@ def test_imports_that_take_too_long_are_given_up(
     server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", "import time; time.sleep(600)")
-    server.prepare()
+    server.prepare(NOTHING)
     assert server.is_importing
     monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 0.0)
     assert not server.is_importing
     assert "it did not finish its imports within 0 s" in said[0]
+
+
+SLOW_IMPORTS = """
+import time
+def wait():
+    while not os.path.exists(os.environ["RLHF_TEST_GATE"]):
+        time.sleep(0.01)
+    open(os.environ["RLHF_TEST_GATE"] + ".passed", "a").write("once ")
+sys.modules["slow"] = sys.modules["__main__"]
+"""
+
+
+def test_imports_are_added_to_those_of_a_server_that_has_forked_already(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of the probe need torch alone; what workers need is imported after the measurement."""
+    package = FAKE_PACKAGE.replace("\ndef become", SLOW_IMPORTS + "\ndef become")
+    monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", package)
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("RLHF_TEST_GATE", str(gate))
+    pid = ready(server)
+    assert fork(server, tmp_path / "probe").wait(30) == 7
+    for _ in range(2):
+        server.prepare("slow:wait")
+        assert server.is_importing
+    assert server.fork([str(tmp_path / "early")], environment()) is None
+    gate.touch()
+    until(lambda: not server.is_importing)
+    assert fork(server, tmp_path / "worker").wait(30) == 7
+    assert server.pids == {pid}
+    assert Path(f"{gate}.passed").read_text() == "once "
+    assert not (tmp_path / "early").exists()
+
+
+def test_a_process_is_new_where_none_can_be_forked(server: ForkServer, tmp_path: Path) -> None:
+    command = ("-P", "-m", fork_server.PACKAGE, "check-import", "builtins:int")
+    started = server.start(command, environment())
+    assert not isinstance(started, ForkedWorker)
+    assert started.wait(60) == 0
+    pid = ready(server)
+    forked = server.start(("-P", "-m", fork_server.PACKAGE, str(tmp_path / "said")), environment())
+    assert isinstance(forked, ForkedWorker)
+    assert forked.wait(30) == 7
+    assert told(tmp_path / "said")["session"] == forked.pid != pid
 
 
 def test_real_imports_start_no_thread_and_touch_nothing() -> None:
@@ -358,8 +402,9 @@ def test_a_server_whose_imports_counted_gpus_through_the_driver_is_refused(monke
     """On a MIG slice torch counts so, without calling CUDA initialised; each forked worker would fail."""
     from rlhf_core.errors import WorkerError
     from rlhf_core.training import warm
+    from rlhf_core.training.trainers import engine
 
-    monkeypatch.setattr(warm, "load_deepspeed", lambda on_cpu: None)
+    monkeypatch.setattr(engine, "load_deepspeed", lambda on_cpu: None)
     monkeypatch.setattr(warm.torch.backends.cuda, "is_built", lambda: True)
     warm.import_libraries()
     monkeypatch.setattr(warm.torch.cuda, "_is_in_bad_fork", lambda: True)
@@ -370,8 +415,9 @@ def test_a_server_whose_imports_counted_gpus_through_the_driver_is_refused(monke
 def test_imports_that_touch_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_core.errors import WorkerError
     from rlhf_core.training import warm
+    from rlhf_core.training.trainers import engine
 
-    monkeypatch.setattr(warm, "load_deepspeed", lambda on_cpu: None)
+    monkeypatch.setattr(engine, "load_deepspeed", lambda on_cpu: None)
     monkeypatch.setattr(warm.dist, "is_initialized", lambda: True)
     with pytest.raises(WorkerError, match="imports initialized a process group"):
         warm.import_libraries()

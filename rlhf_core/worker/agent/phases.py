@@ -52,7 +52,7 @@ from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import interface_of
 from rlhf_core.worker.nodes.probe import FACTS_S, Probe, ProbePlace, in_a_sentence
-from rlhf_core.worker.roles import TARGETS
+from rlhf_core.worker.roles import TARGETS, WARM_PROBE
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 from rlhf_core.worker.supervision.supervisor import PeerTimeouts, Supervisor
@@ -143,9 +143,14 @@ class Agent:
         self._set_environment()
         probed = any(plan.role is Role.PROBE for plan in placement.groups)
         # Preload imports while the nodes rendezvous, but not during the probe, whose measurements it would distort.
-        if phases and any(map(self._is_forked_here, phases[0])) and not (probed and self._probe.measures):
+        if probed and self._probe.measures:
+            if self._job.spec.supervise.warm_workers:
+                self._fork_server.prepare(WARM_PROBE)
+        elif phases and any(map(self._is_forked_here, phases[0])):
             self._fork_server.prepare()
         ending = self._meet() or (self._check_nodes() if probed else None)
+        if not any(self._is_forked_here(plan) for phase in phases for plan in phase):
+            self._fork_server.close()  # it was for the probe
         if ending is not None:
             return ending
         if phases and placement.gpus_per_node > 0:
@@ -229,7 +234,7 @@ class Agent:
         step = self._agreement.complete(self._agreement.agree("facts", probe.facts(), NodeFacts, after_facts, FACTS_S))
         for look in (1, 2):
             if probe.measures and step.action in ("start", "again"):
-                speed = probe.measure(look, lambda: asked.to_end)
+                speed = probe.measure(look, self._fork_server, lambda: asked.to_end)
                 after = partial(after_speeds, look=look)
                 step = self._agreement.complete(
                     self._agreement.agree(f"speed-{look}", speed, NodeSpeed, after, probe.timeout_s)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,13 +26,14 @@ from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.worker import processes
 from rlhf_core.worker.groups.base import ELASTIC_VARIABLES
 from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
+from rlhf_core.worker.roles import WARM
 from rlhf_core.worker.signals import SAVING, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 PACKAGE = "rlhf_core.worker"
 """Module that a worker's command line runs; the worker's arguments follow it."""
 READY = b"ready\n"
-"""First answer of a fork server, sent once its imports are done."""
+"""Answer of a fork server to each order of imports, sent once they are done."""
 
 IMPORT_TIMEOUT_S = 300.0
 """Longest time for imports, in seconds; then workers start as new processes, within ``supervise.setup_floor_s``."""
@@ -103,8 +104,37 @@ class _Server:
     """File descriptor for reading answers."""
     fingerprint: str
     """Hash of the environment and code it was started with."""
-    started_s: float
-    is_ready: bool = False
+    imports: set[str] = field(default_factory=set)
+    """Imports ordered so far, as ``module:function``."""
+    num_unanswered: int = 0
+    """Orders of imports that it has not answered yet."""
+    ordered_s: float = 0.0
+    """Time of the last of them."""
+
+    def order(self, **content: object) -> None:
+        """Write an order.
+
+        Raises:
+            OSError: it no longer reads.
+        """
+        with os.fdopen(os.dup(self.orders), "wb") as pipe:
+            pipe.write(json.dumps(content).encode() + b"\n")
+
+    def order_imports(self, imports: str) -> None:
+        """Order imports unless they were ordered before. A server that has ended is noticed when it is used."""
+        if imports in self.imports:
+            return
+        self.imports.add(imports)
+        self.num_unanswered += 1
+        self.ordered_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            self.order(imports=imports)
+
+    def has_imported(self) -> bool:
+        """True once it has made all the imports it was ordered to make."""
+        if self.num_unanswered > 0:
+            self.num_unanswered -= self.read(0.0).count(READY)
+        return self.num_unanswered == 0
 
     def read(self, timeout_s: float) -> bytes:
         """The next answer; empty if none comes in time or the server has exited."""
@@ -148,16 +178,20 @@ class ForkServer:
     def is_importing(self) -> bool:
         """True while a server is importing, which is worth waiting for."""
         server = self._server
-        if server is None or self._has_imported(server):
+        if server is None or server.has_imported():
             return False
         if server.process.poll() is not None:
             self._turn_off(f"it ended with exit code {server.process.returncode} during its imports")
-        elif time.monotonic() - server.started_s > IMPORT_TIMEOUT_S:
+        elif time.monotonic() - server.ordered_s > IMPORT_TIMEOUT_S:
             self._turn_off(f"it did not finish its imports within {IMPORT_TIMEOUT_S:g} s")
         return self._server is not None
 
-    def prepare(self) -> None:
-        """Ensure that there is a usable or importing server, starting one if necessary."""
+    def prepare(self, imports: str = WARM) -> None:
+        """Ensure that there is a usable server that has made these imports or makes them, starting one if necessary.
+
+        Args:
+            imports: Function that imports what the processes to fork need, as ``module:function``.
+        """
         if self._is_off:
             return
         present = fingerprint()
@@ -165,13 +199,15 @@ class ForkServer:
             problem = self._problem(self._server)
             if not problem and self._server.fingerprint != present:
                 problem = "environment or code has changed since it started"
-            if not problem:
+            if problem:
+                self._say(f"fork server {self._server.process.pid} is not used: {problem}")
+                self._end()
+        if self._server is None:
+            free, total = self._memory()
+            if free - SERVER_BYTES < SHORT_OF_MEMORY * total:
                 return
-            self._say(f"fork server {self._server.process.pid} is not used: {problem}")
-            self._end()
-        free, total = self._memory()
-        if free - SERVER_BYTES >= SHORT_OF_MEMORY * total:
             self._server = self._start(present)
+        self._server.order_imports(imports)
 
     def watch_memory(self) -> None:
         """Kill the server if memory is short. Cheap, and called often."""
@@ -198,10 +234,9 @@ class ForkServer:
             return None
         problem = self._problem(server)
         if not problem:
-            if not self._has_imported(server):
+            if not server.has_imported():
                 return None
-            order = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode() + b"\n"
-            answer = self._asked(server, order)
+            answer = self._asked(server, arguments=list(arguments), environment=dict(environment))
             if answer.isdigit():
                 self.started.add(int(answer))
                 return ForkedWorker(int(answer))
@@ -210,14 +245,21 @@ class ForkServer:
         self._end()
         return None
 
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> "ForkedWorker | subprocess.Popen[bytes]":
+        """Fork a process, or start a new one if no server is usable.
+
+        Args:
+            command: Interpreter arguments that run this package.
+            environment: The complete environment of the process.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        return self.fork(arguments_of(command), environment) or start_new(command, environment)
+
     def close(self) -> None:
         """Kill the server; workers keep running."""
         self._end()
-
-    @staticmethod
-    def _has_imported(server: _Server) -> bool:
-        server.is_ready = server.is_ready or server.read(0.0).startswith(READY)
-        return server.is_ready
 
     @staticmethod
     def _problem(server: _Server) -> str:
@@ -227,10 +269,9 @@ class ForkServer:
         return f"it is in state {state}" if state in ("T", "t") else ""
 
     @staticmethod
-    def _asked(server: _Server, order: bytes) -> str:
+    def _asked(server: _Server, **order: object) -> str:
         try:
-            with os.fdopen(os.dup(server.orders), "wb") as pipe:
-                pipe.write(order)
+            server.order(**order)
         except OSError as error:
             return f"failed to send its order: {error}"
         return server.read(ANSWER_TIMEOUT_S).decode(errors="replace").strip()
@@ -249,7 +290,7 @@ class ForkServer:
         os.close(order_out)
         os.close(answer_in)
         self.started.add(process.pid)
-        return _Server(process, order_in, answer_out, mark, time.monotonic())
+        return _Server(process, order_in, answer_out, mark)
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True
@@ -260,6 +301,16 @@ class ForkServer:
         if self._server is not None:
             self._server.end()
             self._server = None
+
+
+def start_new(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start a new interpreter as the leader of a session of its own.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with held_back(SAVING):
+        return subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True)
 
 
 def arguments_of(command: Sequence[str]) -> Sequence[str]:

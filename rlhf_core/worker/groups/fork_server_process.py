@@ -1,4 +1,4 @@
-"""The fork server's process: preloads a worker's imports and forks one worker per order."""
+"""The fork server's process: makes imports in advance and forks workers and processes of the probe."""
 
 import ctypes
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_core.errors import WorkerError
 from rlhf_core.garbage import uncollected
 from rlhf_core.worker.groups.fork_server import PACKAGE, READY
-from rlhf_core.worker.roles import WARM, load
+from rlhf_core.worker.roles import load
 from rlhf_core.worker.worker_process import prepare_signals
 
 COMMAND = ("python", "-P", "-m", PACKAGE)
@@ -21,7 +21,7 @@ ADOPTION_INTERVAL_S = 0.001
 
 
 def serve(orders: int, answers: int, become: Callable[[list[str]], int]) -> int:
-    """Preload the imports, then fork a worker for each order until the agent is gone.
+    """Make the imports and fork the workers that are ordered, until the agent is gone.
 
     Args:
         orders: File descriptor for reading orders, one line of JSON each.
@@ -33,14 +33,12 @@ def serve(orders: int, answers: int, become: Callable[[list[str]], int]) -> int:
     """
     prepare_signals()
     show_command(["fork-server"])
-    with uncollected():
-        load(WARM)()
-    if threading.active_count() > 1:
-        names = ", ".join(thread.name for thread in threading.enumerate())
-        raise WorkerError(f"imports started threads ({names}), which a forked worker would lack")
-    os.write(answers, READY)
     while line := _next_line(orders):
         order = json.loads(line)
+        if "imports" in order:
+            _import(order["imports"])
+            os.write(answers, READY)
+            continue
         try:
             pid = _fork()
         except OSError as error:
@@ -53,6 +51,14 @@ def serve(orders: int, answers: int, become: Callable[[list[str]], int]) -> int:
             return become(order["arguments"])
         os.write(answers, f"{pid}\n".encode())
     return 0
+
+
+def _import(imports: str) -> None:
+    with uncollected():
+        load(imports)()
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise WorkerError(f"imports started threads ({names}), which a forked worker would lack")
 
 
 def show_command(arguments: list[str]) -> None:

@@ -2,17 +2,15 @@
 
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
-from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, arguments_of
+from rlhf_core.worker.groups.fork_server import ForkedWorker, ForkServer, start_new
 from rlhf_core.worker.groups.gpus import visible_gpus
 from rlhf_core.worker.processes import GROUP_VARIABLE
-from rlhf_core.worker.signals import SAVING, held_back
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 REAP_TIMEOUT_S = 5.0
@@ -115,16 +113,7 @@ class IndependentGroup(WorkerGroup):
             **visible_gpus(self.plan, self._gpus_per_node, local_rank),
         }
         started_ns = time.monotonic_ns()
-        process = self._process(self._command(self.generations[local_rank]), environment)
+        start = start_new if self._fork_server is None else self._fork_server.start
+        process = start(self._command(self.generations[local_rank]), environment)
         self._processes[local_rank] = process
         return Started(local_rank, rank, process.pid, started_ns)
-
-    def _process(
-        self, command: Sequence[str], environment: Mapping[str, str]
-    ) -> "subprocess.Popen[bytes] | ForkedWorker":
-        if self._fork_server is not None:
-            forked = self._fork_server.fork(arguments_of(command), environment)
-            if forked is not None:
-                return forked
-        with held_back(SAVING):
-            return subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True)

@@ -8,14 +8,12 @@ node ends the attempt, which records the node's name so that the next attempt ex
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 from rlhf_core.diagnosis.nodes import checks as node_checks
 from rlhf_core.diagnosis.nodes.checks import Plan, blocked, compare
@@ -37,6 +35,30 @@ FACTS_S = 60.0
 """Time that a node has to gather its facts, in seconds."""
 GRACE_S = 15.0
 """Time that agent 0 waits for measurements beyond the nodes' own limit, in seconds."""
+POLL_INTERVAL_S = 0.05
+
+
+class Process(Protocol):
+    """Part of a ``subprocess.Popen`` that leads its own process group."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it is alive."""
+
+    def wait(self) -> int:
+        """Wait for it to exit."""
+
+
+class Starter(Protocol):
+    """Starts processes of this package."""
+
+    @property
+    def is_importing(self) -> bool:
+        """True while it is worth waiting before the next start."""
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Process:
+        """Start a process with these interpreter arguments and this environment."""
 
 
 @dataclass(frozen=True)
@@ -101,30 +123,40 @@ class Probe:
             write_model(self._folder.node_facts(own.node), own, FILE_MODE)
         return own
 
-    def measure(self, look: int, is_over: Callable[[], bool]) -> NodeSpeed:
+    def measure(self, look: int, starter: Starter, is_over: Callable[[], bool]) -> NodeSpeed:
         """Measure this node, together with all others. Never takes longer than ``preflight.probe_s``.
 
         Args:
             look: 1, or 2 for the second measurement.
+            starter: Starts the processes that measure.
             is_over: Polled; returning True ends the measurement.
         """
+        deadline = time.monotonic() + self._place.spec.preflight.probe_s
+
+        def goes_on() -> bool:
+            return time.monotonic() < deadline and not is_over()
+
         place = self._place
         ranks = place.spec.resources.ranks_per_node
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-probe-"))
             store = str(Path(folder) / "store") if place.nodes.num == 1 else place.endpoint
-            outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]
-            started = [self._start(local, look, store, output) for local, output in enumerate(outputs)]
-            deadline = time.monotonic() + place.spec.preflight.probe_s
-            while any(one.poll() is None for one in started) and time.monotonic() < deadline and not is_over():
-                time.sleep(0.05)
+            outputs = [Path(folder) / f"{local}.jsonl" for local in range(ranks)]
+            while starter.is_importing and goes_on():
+                time.sleep(POLL_INTERVAL_S)
+            started = [
+                starter.start(self._command(local, look, store, output), os.environ)
+                for local, output in enumerate(outputs)
+            ]
+            while any(one.poll() is None for one in started) and goes_on():
+                time.sleep(POLL_INTERVAL_S)
             for process in started:
                 if process.poll() is None:
                     processes.kill_group(process.pid)
                 process.wait()
             return _digest(place.nodes.name, [_lines(output) for output in outputs])
 
-    def _start(self, local_rank: int, look: int, store: str, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    def _command(self, local_rank: int, look: int, store: str, output: Path) -> Sequence[str]:
         place = self._place
         timeout_s = place.spec.preflight.probe_s
         fields = {
@@ -140,12 +172,8 @@ class Probe:
             "timeout_s": timeout_s / 6,
         }
         log = self._folder.restart(0).log(Role.PROBE, place.nodes.name, local_rank)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-u", "-P", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
-        with log.open("ab") as complaints:
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, process_group=0
-            )
+        command = ["-u", "-P", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
+        return [*command, "--output", str(output), "--log", str(log)]
 
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
@@ -256,11 +284,10 @@ def _sentence(text: str) -> str:
 # What the measuring processes said
 
 
-def _lines(output: IO[bytes]) -> list[dict[str, Any]]:
-    """JSON lines of a process; truncated lines and other programs' output are skipped."""
-    output.seek(0)
+def _lines(output: Path) -> list[dict[str, Any]]:
+    """JSON lines of a process, none if it did not start; truncated lines and other programs' output are skipped."""
     found = []
-    for line in output.read().splitlines():
+    for line in output.read_bytes().splitlines() if output.exists() else ():
         with contextlib.suppress(ValueError):
             content = json.loads(line)
             if isinstance(content, dict):

@@ -1,0 +1,119 @@
+"""The start of the probe's processes: forked from a server that has imported torch, or new ones without a server."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from agent_runs import make_spec
+from made_reports import stored_spec
+
+from rlhf_core.files.whole import write_model
+from rlhf_core.run_dir.run import RunDir, new_run_id
+from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.resources import Placement
+from rlhf_core.worker import processes
+from rlhf_core.worker.groups.fork_server import ForkServer
+from rlhf_core.worker.nodes.membership import Nodes
+from rlhf_core.worker.nodes.probe import Probe, ProbePlace
+from rlhf_core.worker.roles import WARM_PROBE
+from rlhf_core.worker.worker_process import AGENT_VARIABLE
+
+NUM_RANKS = 2
+
+
+def make_probe(folder: Path, probe_s: float = 60.0) -> tuple[RunDir, Probe]:
+    """A probe of one node that has two ranks."""
+    run_dir = RunDir.of(folder, new_run_id("toy"))
+    spec = make_spec(preflight={"probe_s": probe_s}, resources={"ranks_per_node": NUM_RANKS})
+    write_model(run_dir.spec, stored_spec(run_dir.run_id, spec))
+    placement = Placement(attempt=1, num_nodes=1, phases=())
+    return run_dir, Probe(ProbePlace(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), spec, placement, ""))
+
+
+class Starter:
+    """Starts programs of the test after some time."""
+
+    def __init__(self, program: str, importing_s: float = 0.0) -> None:
+        self._program = program
+        self._until_s = time.monotonic() + importing_s
+        self.commands: list[Sequence[str]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.has_waited = True
+        """Whether no process was started during the imports."""
+
+    @property
+    def is_importing(self) -> bool:
+        return time.monotonic() < self._until_s
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        self.has_waited &= not self.is_importing
+        self.commands.append(command)
+        words = [sys.executable, "-c", self._program, *command]
+        self.processes.append(subprocess.Popen(words, env=environment, start_new_session=True))
+        return self.processes[-1]
+
+
+SAYS_ITS_SPEED = """
+import json, sys
+rank, output = json.loads(sys.argv[6])["local_rank"], sys.argv[sys.argv.index("--output") + 1]
+lines = [{"step": "started", "device": "a core"}, {"step": "done", "tflops": 2.0 + rank}]
+open(output, "w").write("".join(json.dumps(line) + chr(10) for line in lines))
+"""
+
+
+def never() -> bool:
+    return False
+
+
+def test_ranks_start_after_the_imports_and_are_heard(tmp_path: Path) -> None:
+    run_dir, probe = make_probe(tmp_path)
+    starter = Starter(SAYS_ITS_SPEED, importing_s=0.3)
+    speed = probe.measure(1, starter, never)
+    assert speed.reached == ("done", "done")
+    assert (speed.device, speed.matmul_tflops, speed.slowest_rank) == ("a core", 2.0, 0)
+    assert starter.has_waited
+    logs = [command[command.index("--log") + 1] for command in starter.commands]
+    folder = run_dir.attempt(1).restart(0)
+    assert logs == [str(folder.log(Role.PROBE, "n1", rank)) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("importing_s", "is_over"), [(60.0, never), (0.0, never), (60.0, lambda: True)], ids=["imports", "hangs", "ended"]
+)
+def test_a_measurement_ends_in_time(tmp_path: Path, importing_s: float, is_over: Callable[[], bool]) -> None:
+    """Imports that last as well as ranks that hang. Nothing is left behind."""
+    _, probe = make_probe(tmp_path, probe_s=0.5)
+    starter = Starter("import time; time.sleep(600)", importing_s)
+    speed = probe.measure(1, starter, is_over)
+    assert speed.reached == ("", "")
+    assert [process.returncode for process in starter.processes] == [-signal.SIGKILL] * NUM_RANKS
+    assert starter.has_waited == (importing_s == 0)
+
+
+def test_forked_ranks_measure_like_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real imports: they compute, and their collectives are right."""
+    monkeypatch.setenv(AGENT_VARIABLE, str(os.getpid()))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    processes.adopt_orphans()
+    run_dir, probe = make_probe(tmp_path)
+    server = ForkServer(print)
+    try:
+        server.prepare(WARM_PROBE)
+        speed = probe.measure(1, server, never)
+        assert server.started > server.pids, "the server and its ranks"
+        assert len(server.started - server.pids) == NUM_RANKS
+    finally:
+        server.close()
+        ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    assert speed.reached == ("done", "done")
+    assert speed.problems == ("", "")
+    assert speed.matmul_tflops > 0
+    assert run_dir.attempt(1).restart(0).log(Role.PROBE, "n1", 1).exists()
+    new = probe.measure(2, ForkServer(print), never)
+    assert (new.reached, new.problems) == (speed.reached, speed.problems), "the control: without a server"
