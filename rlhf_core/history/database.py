@@ -232,9 +232,10 @@ def _open_read_only(file: Path) -> sqlite3.Connection:
 def _postgres_engine(url: URL) -> Engine:
     try:
         # pre-ping: the first statement after a restart of the server must not fail. The encoding is otherwise that of
-        # the database, of its settings or of PGCLIENTENCODING.
+        # the database, of its settings or of PGCLIENTENCODING; the isolation is that of the server, and under a higher
+        # one, a writer fails if it has waited for another.
         settings = {"connect_timeout": 10, "client_encoding": "utf8"}
-        engine = create_engine(url, pool_pre_ping=True, connect_args=settings)
+        engine = create_engine(url, pool_pre_ping=True, isolation_level="READ COMMITTED", connect_args=settings)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise HistoryError(
             "RLHF_DATABASE_URL names a PostgreSQL server, but its driver is missing: pip install 'rlhf-flows[postgres]'"

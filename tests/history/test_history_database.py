@@ -302,6 +302,21 @@ def test_writers_take_turns(store: HistoryStore, database_url: str) -> None:
         connection.exec_driver_sql("DROP TABLE counter")
 
 
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_writer_does_not_fail_by_the_isolation_that_the_server_prefers(isolation: str, runs: Path) -> None:
+    url = postgres().empty_database(settings=(f"default_transaction_isolation = '{isolation}'",))
+    migrate.upgrade(database.parse_url(url))
+    with HistoryStore(url) as store, HistoryStore(url) as other:
+        synced(RunFiles(runs).created(), store)
+        with store.writing() as connection:
+            connection.exec_driver_sql("SELECT count(*) FROM runs")
+            with other.writing() as faster:
+                faster.exec_driver_sql("UPDATE runs SET ingest_stamp = 1")
+            connection.exec_driver_sql("UPDATE runs SET ingest_stamp = 2")
+        with store.reading() as connection:
+            assert connection.exec_driver_sql("SHOW transaction_isolation").scalar() == "repeatable read"
+
+
 def test_a_rebuild_and_an_ingester_do_not_wait_for_each_other(runs: Path) -> None:
     """Both begin with the row of the run; in another order, PostgreSQL would end one of them."""
     url = postgres().migrated_database()
