@@ -449,12 +449,18 @@ class PostgresServer:
         engine.dispose()
         return self._migrated
 
-    def empty_database(self) -> str:
-        """URL of a new database without tables."""
+    def empty_database(self, encoding: str = "UTF8", settings: Sequence[str] = ()) -> str:
+        """URL of a new database without tables.
+
+        Args:
+            settings: those of the server that differ in this database, as ``name = value``.
+        """
         self._count += 1
         engine = self._admin()
         with engine.connect() as connection:
-            connection.execute(text(f"CREATE DATABASE test_{self._count} TEMPLATE template0"))
+            connection.execute(text(f"CREATE DATABASE test_{self._count} TEMPLATE template0 ENCODING '{encoding}'"))
+            for setting in settings:
+                connection.execute(text(f"ALTER DATABASE test_{self._count} SET {setting}"))
         engine.dispose()
         return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
 

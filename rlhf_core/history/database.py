@@ -183,6 +183,25 @@ def reading_engine(url: URL) -> Engine:
     return engine
 
 
+def require_unicode(connection: Connection, url: URL) -> None:
+    """Verify that a database can store every text.
+
+    Raises:
+        HistoryError: a PostgreSQL database has another encoding than UTF-8; a run with a character outside it would be
+            missing.
+    """
+    if connection.dialect.name == "sqlite":
+        return
+    driver: Any = connection.connection.driver_connection
+    encoding = driver.info.parameter_status("server_encoding")
+    if encoding not in (None, "UTF8"):  # some connection pools do not report it
+        raise HistoryError(
+            f"the history {displayed(url)} has the encoding {encoding}, expected UTF8: it cannot store every "
+            "completion and message. Create another database (`createdb -E UTF8 --locale=C -T template0 NAME`), set "
+            "RLHF_DATABASE_URL to it, then run `rlhf db upgrade` and `rlhf db rebuild`."
+        )
+
+
 def require_whole(file: Path, revision: str) -> None:
     """Verify that a SQLite file, not open in any other process, is complete and synced to disk.
 
@@ -212,8 +231,11 @@ def _open_read_only(file: Path) -> sqlite3.Connection:
 
 def _postgres_engine(url: URL) -> Engine:
     try:
-        # pre-ping: the first statement after a restart of the server must not fail
-        engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 10})
+        # pre-ping: the first statement after a restart of the server must not fail. The encoding is otherwise that of
+        # the database, of its settings or of PGCLIENTENCODING; the isolation is that of the server, and under a higher
+        # one, a writer fails if it has waited for another.
+        settings = {"connect_timeout": 10, "client_encoding": "utf8"}
+        engine = create_engine(url, pool_pre_ping=True, isolation_level="READ COMMITTED", connect_args=settings)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise HistoryError(
             "RLHF_DATABASE_URL names a PostgreSQL server, but its driver is missing: pip install 'rlhf-flows[postgres]'"
@@ -221,9 +243,10 @@ def _postgres_engine(url: URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: object) -> None:
-        # Compiling the plan of a view takes longer than running it. Not a connection option, because connection pools
-        # (pgbouncer) reject those.
-        connection.execute("SET jit = off")
+        # Compiling the plan of a view takes longer than running it. Times and dates are in UTC, as on SQLite, whatever
+        # the time zone of the server, and in the only format that the driver reads. Not connection options, because
+        # connection pools (pgbouncer) reject those.
+        connection.execute("SET jit = off; SET timezone = 'UTC'; SET datestyle = 'ISO'")
         connection.commit()
 
     return engine

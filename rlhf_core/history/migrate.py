@@ -57,7 +57,7 @@ def upgrade(url: URL) -> Upgraded:
 
     Raises:
         SchemaOutOfDate: a newer program created it.
-        HistoryError: it is not a history.
+        HistoryError: it is not a history, or cannot store every text.
         DatabaseUnavailable: it cannot be reached or written.
     """
     file = database.sqlite_file(url)
@@ -112,6 +112,7 @@ def _migrate(url: URL) -> Upgraded:
     try:
         with database.translated_errors(url), engine.begin() as connection:
             if connection.dialect.name == "postgresql":
+                database.require_unicode(connection, url)
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
             before = revision(connection, url)
             if before != SCHEMA_REVISION:
@@ -126,9 +127,10 @@ def require_current(engine: Engine, url: URL) -> None:
 
     Raises:
         SchemaOutOfDate: it is older (advises ``rlhf db upgrade``) or newer.
-        HistoryError: it is not a history.
+        HistoryError: it is not a history, or cannot store every text.
     """
     with database.translated_errors(url), engine.connect() as connection:
+        database.require_unicode(connection, url)
         present = revision(connection, url)
     if present == SCHEMA_REVISION:
         return

@@ -271,14 +271,7 @@ class HistoryStore:
         The lease is kept, and so are rows of checkpoints removed by retention, because their files are gone.
         """
         with self.writing() as connection:
-            for table in reversed(metadata.sorted_tables):
-                if "run_id" in table.c and table.name not in _REMEMBERED | {"runs", "leases"}:
-                    connection.execute(delete(table).where(table.c.run_id == run_id))
-            connection.execute(
-                update(CHECKPOINTS)
-                .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.removed_at.is_(None))
-                .values(removed_at=self._now())  # reset for those that are found again
-            )
+            # The run first, as in a batch: otherwise a batch and this would wait for each other's rows.
             connection.execute(
                 update(RUNS)
                 .where(RUNS.c.run_id == run_id)
@@ -291,6 +284,14 @@ class HistoryStore:
                     journal_token=0,
                     ingest_stamp=secrets.randbits(62) + 1,
                 )
+            )
+            for table in reversed(metadata.sorted_tables):
+                if "run_id" in table.c and table.name not in _REMEMBERED | {"runs", "leases"}:
+                    connection.execute(delete(table).where(table.c.run_id == run_id))
+            connection.execute(
+                update(CHECKPOINTS)
+                .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.removed_at.is_(None))
+                .values(removed_at=self._now())  # reset for those that are found again
             )
 
     def clear(self) -> None:

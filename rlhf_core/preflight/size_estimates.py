@@ -102,7 +102,7 @@ def num_parameters(facts: Facts) -> int | None:
 def parameters_of(spec: RunSpec, config: Mapping[str, Any], folder: ModelFolder | None) -> int | None:
     """Number of parameters of a model, from the size of its weights if there are any, otherwise from its config; None
     if unknown."""
-    if folder is not None:
+    if folder is not None and folder.weight_bytes:
         return stored_parameters(config, folder.weight_bytes)
     return decoder_parameters({"vocab_size": vocabulary_size(spec), **config})
 
@@ -119,7 +119,10 @@ def vocabulary_size(spec: RunSpec) -> int:
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> int | None:
-    """Parameters of a decoder with gated feed-forward layers (Llama, Qwen and similar), from its config."""
+    """Parameters of a decoder with gated feed-forward layers (Llama, Qwen and similar), from its config; None without
+    its dimensions, and for a mixture of experts, whose configs name them differently."""
+    if any("experts" in name for name in config):
+        return None
     try:
         hidden = int(config["hidden_size"])
         layers = int(config["num_hidden_layers"])

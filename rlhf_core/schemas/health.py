@@ -44,8 +44,9 @@ class HealthSpec(Schema):
     """Steps over which reward, spread, entropy and truncation are judged. Healthy runs have dips of a few steps; a dip
     of twenty steps does not recover."""
     frozen_steps: Positive = 5
-    """Consecutive steps without a gradient although rewards differ, or without any change of the weights, after which
-    training is ended. One may be rounding; after five, nothing is being learned."""
+    """Consecutive steps without a gradient although rewards differ, or without any change of the weights at a tenth or
+    more of the peak learning rate, after which training is ended. One may be rounding; after five, nothing is being
+    learned."""
     min_completions: Positive = 4096
     """Completions without any difference in reward before this counts. By then, a task that is solved once in a
     thousand times has been solved with a probability above 98 %."""

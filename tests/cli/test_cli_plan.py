@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,20 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
         return code, json.loads(capsys.readouterr().out)
 
     return run
+
+
+def test_a_folder_with_nothing_but_the_config_of_a_model_is_enough(plan: Plan, tmp_path: Path) -> None:
+    """Before weights of many gigabytes are fetched."""
+    _, built = plan("qwen2.5-7b-gsm8k")
+    dense = dict(config.load("qwen2.5-7b-gsm8k").model.config)
+    told = []
+    for stored in (dense, dense | {"num_experts": 64}):
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        _, given = plan("qwen2.5-7b-gsm8k", f"model.path={tmp_path}", "model.config={}", 'model.tokenizer=""')
+        told.append(given.get("memory"))
+    assert told[0] == built["memory"]
+    assert built["memory"]
+    assert not told[1], "its experts are not counted, so a number would be far too low"
 
 
 def run_of(

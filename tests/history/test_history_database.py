@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from history_tools import dump, new_sqlite, postgres, synced, whole_run
+from history_tools import RunFiles, dump, new_sqlite, postgres, synced, whole_run
 from sqlalchemy import URL
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.watchdog.ingest import sync
 
 pytestmark = pytest.mark.usefixtures("real_migrations")
@@ -227,6 +228,28 @@ def test_a_lost_connection_is_made_anew(runs: Path) -> None:
         store.acquire_lease(run.run_id, "me", 60)
 
 
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_cannot_store_every_text_is_refused(encoding: str) -> None:
+    """SQL_ASCII is the encoding of a server that was set up without a locale."""
+    url = postgres().empty_database(encoding)
+    for use in (lambda: migrate.upgrade(database.parse_url(url)), lambda: HistoryStore(url)):
+        with pytest.raises(HistoryError, match=f"has the encoding {encoding}, expected UTF8.*createdb -E UTF8"):
+            use()
+
+
+def test_a_server_with_other_settings_gives_the_same_times_and_texts(runs: Path) -> None:
+    settings = ("timezone = 'America/New_York'", "datestyle = 'German, DMY'", "client_encoding = 'LATIN1'")
+    url = postgres().empty_database(settings=settings)
+    migrate.upgrade(database.parse_url(url))
+    with HistoryStore(url) as store:
+        run = RunFiles(runs, created=12 * 3600).created()  # midnight in UTC, still the day before in New York
+        run.moved(RunState.PREFLIGHT, 1, "再开始 ␀")
+        sync(run.dir, store)
+        asked = "SELECT created_at, CAST(created_at AS date), message FROM runs"
+        ((time, day, message),) = queries.run_sql(store, asked, shipped=True).rows
+    assert (time, day, message) == ("2026-03-02T00:00:00+00:00", "2026-03-02", "再开始 ␀")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Readers and writers
 
@@ -277,6 +300,37 @@ def test_writers_take_turns(store: HistoryStore, database_url: str) -> None:
     with store.writing() as connection:
         assert connection.exec_driver_sql("SELECT value FROM counter").scalar() == 80
         connection.exec_driver_sql("DROP TABLE counter")
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_writer_does_not_fail_by_the_isolation_that_the_server_prefers(isolation: str, runs: Path) -> None:
+    url = postgres().empty_database(settings=(f"default_transaction_isolation = '{isolation}'",))
+    migrate.upgrade(database.parse_url(url))
+    with HistoryStore(url) as store, HistoryStore(url) as other:
+        synced(RunFiles(runs).created(), store)
+        with store.writing() as connection:
+            connection.exec_driver_sql("SELECT count(*) FROM runs")
+            with other.writing() as faster:
+                faster.exec_driver_sql("UPDATE runs SET ingest_stamp = 1")
+            connection.exec_driver_sql("UPDATE runs SET ingest_stamp = 2")
+        with store.reading() as connection:
+            assert connection.exec_driver_sql("SHOW transaction_isolation").scalar() == "repeatable read"
+
+
+def test_a_rebuild_and_an_ingester_do_not_wait_for_each_other(runs: Path) -> None:
+    """Both begin with the row of the run; in another order, PostgreSQL would end one of them."""
+    url = postgres().migrated_database()
+    with HistoryStore(url) as ingester, HistoryStore(url) as rebuilder:
+        run = synced(whole_run(runs), ingester)
+        forgetting = threading.Thread(target=rebuilder.forget, args=[run.run_id])
+        with ingester.writing() as connection:
+            connection.exec_driver_sql("UPDATE runs SET ingest_stamp = 1")
+            forgetting.start()
+            while not connection.exec_driver_sql("SELECT count(*) FROM pg_locks WHERE NOT granted").scalar():
+                pass
+            connection.exec_driver_sql("UPDATE latest_metrics SET step = 1")
+        forgetting.join()
+        assert queries.run_sql(ingester, "SELECT count(*) FROM latest_metrics").rows == [[0]]
 
 
 def test_without_begin_immediate_a_writer_fails(tmp_path: Path) -> None:

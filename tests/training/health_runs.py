@@ -17,8 +17,8 @@ from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.run import RunSpec
 
 JUDGED = (
-    "train/grad_norm", "train/learning_rate", "train/changed_share", "reward/mean", "reward/max", "reward/min",
-    "rollout/zero_std_groups", "rollout/entropy", "rollout/truncated_share", "rollout/length_mean",
+    "train/grad_norm", "train/learning_rate", "train/changed_share", "train/num_tokens", "reward/mean", "reward/max",
+    "reward/min", "rollout/zero_std_groups", "rollout/entropy", "rollout/truncated_share", "rollout/length_mean",
     "rollout/train_gap", "rollout/seed_digest", "reward/length_correlation", "reward/length_slope", "policy/kl",
     "policy/clip_share",
 )  # fmt: skip
@@ -366,14 +366,16 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
     from rlhf_core.training.health.judge import Judge
     from rlhf_core.training.trainers.run import train_run
 
-    def look(self: Judge, step: int, samples: bool, metrics: dict[str, float], by_rank: dict[str, Any]) -> Any:
+    def look(
+        self: Judge, step: int, samples: bool, metrics: dict[str, float], by_rank: dict[str, Any], peak_rate: float
+    ) -> Any:
         if rank == 0:
             digits = {"rollout/seed_digest": 17}
             kept = {name: float(f"{metrics[name]:.{digits.get(name, 6)}g}") for name in JUDGED if name in metrics}
             seen = {"step": step, "samples": samples, "metrics": kept, "by_rank": by_rank}
             with judged(Path(folder), name).open("a") as file:
                 file.write(json.dumps(seen) + "\n")
-        return real(self, step, samples, metrics, by_rank)
+        return real(self, step, samples, metrics, by_rank, peak_rate)
 
     ranks = init_process_group(make_context(folder, with_settings({}), rank, num_ranks))
     real = Judge.look

@@ -41,6 +41,7 @@ def seen(step: int, *, samples: bool = True, ranks: int = 8, **changes: Any) -> 
         "train/grad_norm": 0.5,
         "train/learning_rate": 1e-6,
         "train/changed_share": 1.0,
+        "train/num_tokens": 3584.0,
         "reward/mean": 0.5,
         "reward/max": 1.0,
         "reward/min": 0.0,
@@ -197,6 +198,16 @@ def test_a_schedule_that_ends_at_zero_is_not_frozen() -> None:
     assert first_finding(curve((30, {}), (30, last))) is None
 
 
+@pytest.mark.parametrize(("rate", "is_found"), [(5e-8, False), (2e-7, True)])
+def test_bfloat16_weights_that_small_updates_do_not_reach_are_not_frozen(rate: float, is_found: bool) -> None:
+    """The last 20 of 1,000 steps of a cosine schedule: no bfloat16 weight changes, only its float32 copy does."""
+    at_peak, at_end = {"learning_rate": 1e-6}, {"learning_rate": rate, "changed_share": 0.0}
+    steps = [{**one, "peak_rate": 1e-6} for one in curve((30, at_peak), (20, at_end))]
+    found = first_finding(steps)
+    assert (found is not None) == is_found
+    assert found is None or found[:2] == (35, "frozen")
+
+
 def test_supervised_steps_are_judged_by_gradient_and_weights_alone() -> None:
     line = {"train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/changed_share": 1.0, "train/loss": 0.7}
     steps = [{"step": step, "samples": False, "metrics": line, "by_rank": {}} for step in range(1, 60)]
@@ -305,6 +316,26 @@ def test_weights_that_do_not_change_are_found_after_five_steps() -> None:
     assert found is not None
     assert found[:2] == (15, "frozen")
     assert "since step 11 (frozen): no weight changes although there is a gradient, 5 steps in a row" in found[2]
+
+
+def test_completions_that_are_all_cut_off_and_left_out_are_named_as_the_cause_of_no_gradient() -> None:
+    masked = {"grad_norm": 0.0, "num_tokens": 0.0, "truncated_share": 1.0}
+    found = first_finding(curve((10, {}), (20, masked)))
+    assert found is not None
+    assert found[:2] == (15, "frozen")
+    assert "cut off at rollout.max_new_tokens, and the loss leaves such completions out" in found[2]
+    assert "requires_grad" not in found[2]
+
+
+def test_single_completions_are_compared_over_all_ranks() -> None:
+    """Without groups, a rank may have one completion, whose reward is equal to itself."""
+    single = Batch(8, 1, ("node1",) * 8)
+    healthy = {"zero_std_groups": 1.0, "mean": 0.5}
+    assert first_finding(curve((600, healthy)), batch=single) is None
+    found = first_finding(curve((10, healthy), (20, healthy | {"grad_norm": 0.0})), batch=single)
+    assert found is not None
+    assert found[:2] == (15, "frozen")
+    assert first_finding(curve((600, healthy | GONE | {"max": 0.0})), batch=single) is not None
 
 
 def test_a_reward_that_never_varies_is_said_to() -> None:

@@ -140,7 +140,7 @@ def _notes(found: "RunPlan") -> Iterator[str]:
     """Sentences on what the figures rest on."""
     spec, measured = found.spec, found.measured
     if not found.memory:
-        yield "The model's config lacks its dimensions: memory and step time are not predicted."
+        yield "The size of the model is unknown (no weights, and no dimensions in its config): nothing is predicted."
     elif found.limit is None:
         yield "The GPU type is unknown: set slurm.gpu_type to compare with its memory."
     if found.step is None and found.memory:

@@ -33,11 +33,15 @@ def plain_value(value: Any) -> Any:
     match value:
         case datetime() | date() | time():
             return value.isoformat()
+        case Decimal() if not value.is_finite():
+            return float(value)
         case Decimal():
             return int(value) if value == value.to_integral_value() else float(value)
         case bytes():
             return value.hex()
-        case None | bool() | int() | float() | str() | list() | dict():
+        case list():  # JSON, or an array of PostgreSQL, which may hold any of these types
+            return [plain_value(item) for item in value]
+        case None | bool() | int() | float() | str() | dict():
             return value
         case _:
             return str(value)

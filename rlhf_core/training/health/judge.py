@@ -55,10 +55,19 @@ class Judge:
         self.state = state or HealthState()
 
     def look(
-        self, step: int, samples: bool, metrics: Mapping[str, float], by_rank: Mapping[str, Sequence[float]]
+        self,
+        step: int,
+        samples: bool,
+        metrics: Mapping[str, float],
+        by_rank: Mapping[str, Sequence[float]],
+        peak_rate: float = 0.0,
     ) -> list[HealthFinding]:
-        """Observe one step. Returns the current findings, the most conclusive first; empty if all is well."""
-        self.state = observe(self.state, self._spec, self._batch, step, samples, metrics, by_rank)
+        """Observe one step (``state.observe``).
+
+        Returns:
+            The current findings, the most conclusive first; empty if all is well.
+        """
+        self.state = observe(self.state, self._spec, self._batch, step, samples, metrics, by_rank, peak_rate)
         return findings(self.state, self._spec, self._batch)
 
     def verdict(self, found: Sequence[HealthFinding], step: int) -> HealthVerdict:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rlhf_core.schemas.health import HealthRule, HealthSpec
-from rlhf_core.training.health.state import Batch, HealthState, Level, Repetition, block_steps, mean_reward
+from rlhf_core.training.health.state import (
+    ALL_MASKED,
+    Batch,
+    HealthState,
+    Level,
+    Repetition,
+    block_steps,
+    mean_reward,
+)
 
 SURE_GAIN = 3.0
 """Number of standard errors by which a mean must exceed another to count as higher."""
@@ -99,9 +107,17 @@ def _frozen(state: HealthState, spec: HealthSpec) -> HealthFinding | None:
     return HealthFinding(
         "frozen",
         state.frozen_since,
-        f"{state.frozen_why}, {num_steps} steps in a row. Expected trained weights (requires_grad) with a gradient "
-        "from the loss, and a learning rate that their number format does not round to zero",
+        f"{state.frozen_why}, {num_steps} steps in a row. {_UNMASK if state.frozen_why == ALL_MASKED else _UNFREEZE}",
     )
+
+
+_UNFREEZE = (
+    "Expected trained weights (requires_grad) with a gradient from the loss, and a learning rate that their number "
+    "format does not round to zero"
+)
+_UNMASK = (
+    "Expected completions that end: raise rollout.max_new_tokens, or find out why the model does not emit its end token"
+)
 
 
 def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding | None]:

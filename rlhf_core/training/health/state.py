@@ -17,6 +17,11 @@ NATS_PER_CHANCE = 25.0
 By Fano's inequality h is at most e (1 + ln(1/e) + ln(V)) for a chance e and V tokens; with e no smaller than 1e-5 and
 a vocabulary of 160,000 the bracket is 25. So n repeated completions of s nats each have a chance of exp(-n s / 25)."""
 
+LEAST_RATE_SHARE = 0.1
+"""Share of a loop's highest learning rate from which weights must change. At the end of a schedule, or the beginning of
+a warm-up, updates are so small that bfloat16 weights stay the same for many steps, and only their float32 copies in the
+optimizer change."""
+
 FINGERPRINT = "rollout/fingerprint"
 SAME_GROUPS = "rollout/same_groups"
 NUM_DISTINCT = "rollout/num_distinct"
@@ -30,6 +35,14 @@ SEEDS_ACROSS_PROMPTS = "rollout/seeds_across_prompts"
 LENGTH_CORRELATION = "reward/length_correlation"
 LENGTH_SLOPE = "reward/length_slope"
 """Metrics of the completions of a prompt: correlation of reward and length, and reward for each further token."""
+
+NO_GRADIENT = "the gradient is exactly 0 although there is something to learn from"
+NO_CHANGE = "no weight changes although there is a gradient"
+ALL_MASKED = (
+    "every completion trained on is cut off at rollout.max_new_tokens, and the loss leaves such completions out "
+    "(loops.main.algorithm.mask_truncated)"
+)
+"""Reasons for which a step changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Seen(Schema):
     step: int
     reward: float
     has_spread: bool
-    """At least one group had different rewards."""
+    """At least one group had different rewards; without groups, at least one completion of the step."""
     entropy: float
     truncated: float
     length: float = 0.0
@@ -167,6 +180,7 @@ def observe(
     samples: bool,
     metrics: Mapping[str, float],
     by_rank: Mapping[str, Sequence[float]],
+    peak_rate: float = 0.0,
 ) -> HealthState:
     """Return the state after one more step.
 
@@ -174,14 +188,18 @@ def observe(
         samples: whether the loop samples completions; otherwise only gradient and weights are judged.
         metrics: as in ``metrics.jsonl``.
         by_rank: per-rank metrics.
+        peak_rate: highest learning rate of the loop; 0 judges every step as if it were trained at that rate.
     """
-    state = _observe_weights(state, step, samples, metrics)
+    has_spread = samples and _has_spread(batch, metrics)
+    # A loss of exactly 0 is one with a margin (hinge) that every pair has reached.
+    has_signal = has_spread if samples else metrics.get("train/loss") != 0
+    state = _observe_weights(state, step, metrics, has_signal=has_signal, peak_rate=peak_rate)
     if not samples:
         return state
     seen = Seen(
         step=step,
         reward=metrics["reward/mean"],
-        has_spread=metrics["rollout/zero_std_groups"] < 1,
+        has_spread=has_spread,
         entropy=metrics["rollout/entropy"],
         truncated=metrics["rollout/truncated_share"],
         length=metrics["rollout/length_mean"],
@@ -206,15 +224,27 @@ def observe(
     return _observe_blocks(state, spec, batch)
 
 
-def _observe_weights(state: HealthState, step: int, samples: bool, metrics: Mapping[str, float]) -> HealthState:
-    why = ""
-    # Equal rewards give no gradient, and are judged separately. A loss of exactly 0 is one with a margin (hinge) that
-    # every pair has reached.
-    has_signal = metrics["rollout/zero_std_groups"] < 1 if samples else metrics.get("train/loss") != 0
+def _has_spread(batch: Batch, metrics: Mapping[str, float]) -> bool:
+    """True if rewards differ that the algorithm compares: those of a group, or those of the whole step without groups.
+
+    Without groups, ``rollout/zero_std_groups`` compares the completions of each rank, of which there may be only one.
+    """
+    if batch.samples_per_prompt == 1:
+        return metrics["reward/max"] > metrics["reward/min"]
+    return metrics["rollout/zero_std_groups"] < 1
+
+
+def _observe_weights(
+    state: HealthState, step: int, metrics: Mapping[str, float], *, has_signal: bool, peak_rate: float
+) -> HealthState:
+    """Update the consecutive steps that changed nothing. Equal rewards (no signal) are judged separately."""
+    why, rate = "", metrics["train/learning_rate"]
     if metrics["train/grad_norm"] == 0:
-        why = "the gradient is exactly 0 although there is something to learn from" if has_signal else ""
-    elif metrics["train/learning_rate"] > 0 and metrics.get("train/changed_share", 1.0) == 0:
-        why = "no weight changes although there is a gradient"
+        if has_signal:
+            # At a rate of 0, PPO trains its value model alone, which counts no tokens.
+            why = ALL_MASKED if rate > 0 and metrics.get("train/num_tokens") == 0 else NO_GRADIENT
+    elif rate > 0 and rate >= LEAST_RATE_SHARE * peak_rate and metrics.get("train/changed_share", 1.0) == 0:
+        why = NO_CHANGE
     since = (state.frozen_since or step) if why else 0
     return state.model_copy(update={"frozen_since": since, "frozen_why": why, "last_step": step})
 

@@ -355,7 +355,13 @@ class TrainingContext:
         if reduced.save_failed:
             self._saving.finish()
         refuse_non_finite(step.number, reduced.values)
-        found = self._judge.look(step.number, loop.algorithm.samples, reduced.values, reduced.by_rank)
+        found = self._judge.look(
+            step.number,
+            loop.algorithm.samples,
+            reduced.values,
+            reduced.by_rank,
+            loop.spec.optimizer.learning_rate,
+        )
         verdict = self._judge.verdict(found, step.number)
         if self.ranks.is_first:
             for rule, warning in verdict.warnings:
