@@ -66,7 +66,7 @@ _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 @flow(name="rlhf-reconcile", description=DESCRIPTION, retries=0, persist_result=False)
 def rlhf_reconcile() -> State[None]:
-    """Compares database, Prefect and scheduler, and mends what disagrees."""
+    """Compares database, Prefect and scheduler, and repairs disagreements."""
     turn = _turn.get()
     if turn is None:
         # Returned, because Prefect would log the traceback of a raised error.

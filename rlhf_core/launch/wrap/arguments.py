@@ -268,7 +268,7 @@ def _read_others(draft: Draft) -> None:
 
 
 def _own_placeholders(draft: Draft) -> None:
-    """Report the user's own words that a run fills in."""
+    """Report placeholders in the user's own words, which a run fills in."""
     for index, item in enumerate(draft.line.items):
         if draft.words[index] == draft.line.argv[item.start : item.stop]:
             for word in draft.words[index]:
