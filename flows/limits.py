@@ -62,7 +62,7 @@ def _wait(controller: Controller, slot: "_Slot") -> None:
         while not slot.decided.is_set() and (slot.full or controller.clock() < until):
             if slot.full and not logged:
                 logged = True
-                controller.observer.log(f"waits for a slot: the limit {LIMIT} of Prefect is reached")
+                controller.observer.log(f"waits for a place: the limit {LIMIT} of Prefect is reached")
             controller.wait(0.2)
     except CancelRequested:
         return

@@ -262,7 +262,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "gres": slurm.gres or None,
         "exclude": ",".join(dict.fromkeys(filter(is_node_name, (*placement.excluded_nodes, *slurm.exclude)))) or None,
         "stderr_to_stdout": True,
-        "setup": [*_exports(request), *_must_have_come(request), *_NODES_LINES, *slurm.setup],
+        "setup": [*_exports(request), *_require_passed(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),
         "additional_parameters": further,
     }
@@ -281,7 +281,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
             yield exported(name, value)
 
 
-def _must_have_come(request: JobRequest) -> Iterator[str]:
+def _require_passed(request: JobRequest) -> Iterator[str]:
     for name in request.passed.names:
         why = "named in slurm.pass_environment, but the job did not receive it; does the cluster filter variables?"
         yield f': "${{{name}:?{why}}}"'
@@ -291,10 +291,10 @@ def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[
     """Names that sbatch must export if the job does not export everything; it takes the values from its own
     environment."""
     options = {**dict(_further_options(request.slurm.extra))}
-    told = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
-    if not request.passed.names or "ALL" in told.upper().split(","):
+    exported_names = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
+    if not request.passed.names or "ALL" in exported_names.upper().split(","):
         return []
-    kept = [] if told.upper() in ("NONE", "NIL") else [told]
+    kept = [] if exported_names.upper() in ("NONE", "NIL") else [exported_names]
     return [f"--export={','.join([*kept, *request.passed.names])}"]
 
 

@@ -271,7 +271,7 @@ class IngestReader:
             except ValueError as error:
                 num_skipped += 1
                 if len(skipped) < _NAMED_LINES:
-                    skipped.append(SkippedLine(name, begin, _in_words(error)))
+                    skipped.append(SkippedLine(name, begin, _reason(error)))
             else:
                 self.report.lines += 1
                 yield begin + beyond, parsed
@@ -329,7 +329,7 @@ class IngestReader:
         return storable_text(path.relative_to(self._run_dir.root).as_posix())
 
 
-def _in_words(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     """Reason why a line does not match its schema, without quoting its content."""
     if not isinstance(error, ValidationError):
         return str(error)
