@@ -142,7 +142,7 @@ class IndependentRun:
         topic = f"step/phase/{self._phase}/{self._group.role}"
         if not self._channel.leads:
             if serves_others:
-                return None  # the code that ends the phase also hears when the attempt ends
+                return None  # the code that ends the phase also learns of the end of the attempt
             return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
         step = self._decide_about_exits(supervised)
         if step is None and not serves_others:

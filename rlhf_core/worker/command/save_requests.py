@@ -41,7 +41,7 @@ class SaveRequests:
     def is_stopping(self) -> bool:
         """True once the program was asked to stop and has saved its state.
 
-        Looks again: a checkpoint is published some time after it was saved, and the program may have exited since.
+        Checks again: a checkpoint is published some time after it was saved, and the program may have exited since.
         """
         return self.is_asked_to_stop and self.newest_step > self._newest_before
 
