@@ -46,7 +46,7 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
         LeaseLost: another controller has the run.
     """
     completed = controller.journal.record.state is RunState.COMPLETED
-    slot = _Slot() if not completed and server_answers() else None
+    slot = _RunSlot() if not completed and server_answers() else None
     with ExitStack() as stack:
         if slot is not None:
             stack.callback(slot.give_back)
@@ -54,7 +54,7 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
         yield stack.close
 
 
-def _wait(controller: Controller, slot: "_Slot") -> None:
+def _wait(controller: Controller, slot: "_RunSlot") -> None:
     """Wait for a slot. A request to end the run stops the wait: the first step starts at once and handles it."""
     until = controller.clock() + ANSWER_TIMEOUT_S
     logged = False
@@ -74,7 +74,7 @@ def _wait(controller: Controller, slot: "_Slot") -> None:
         controller.observer.log(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
 
 
-class _Slot:
+class _RunSlot:
     """Thread that gets, holds and releases a slot, so that a server that never answers cannot block a run."""
 
     def __init__(self) -> None:
