@@ -157,7 +157,7 @@ def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
     """Prefect's answer; None if there is none, in which case the round goes ahead without a flow run."""
     if not server_answers():
         return None
-    with Survived():  # the deployment may not be registered, say; whatever the client raises, the round goes ahead
+    with Survived():  # the deployment may not be registered, for example; on any error the round goes ahead
         return ask()
     return None
 

@@ -262,9 +262,9 @@ def _number(node: str) -> int:
 
 def _free_subnet() -> ipaddress.IPv4Network:
     """A private subnet that overlaps with no route and no address of this machine."""
-    said = _run("ip", "-4", "-oneline", "address") + " " + _run("ip", "-4", "route", "show", "table", "all")
+    output = _run("ip", "-4", "-oneline", "address") + " " + _run("ip", "-4", "route", "show", "table", "all")
     taken = []
-    for word in said.split():
+    for word in output.split():
         with contextlib.suppress(ValueError):
             taken.append(ipaddress.IPv4Interface(word).network)
     free = [ipaddress.IPv4Network(f"10.{second}.{third}.0/24") for second in range(200, 250) for third in range(250)]

@@ -391,7 +391,7 @@ def opened(
 
 
 def _require_writable(run_dir: RunDir) -> None:
-    """Make sure that the run can be driven, before its lease is taken from those who can.
+    """Make sure that this process can drive the run, before it takes the lease from one that can.
 
     Raises:
         RunDirError: this process cannot write its files.

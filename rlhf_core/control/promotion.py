@@ -61,8 +61,8 @@ class Question:
 
     @property
     def _question(self) -> str:
-        asked = f"May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?"
-        return f"**{asked}** {markdown(self.reason)}."
+        question = f"May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?"
+        return f"**{question}** {markdown(self.reason)}."
 
     @property
     def form_text(self) -> str:

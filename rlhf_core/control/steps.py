@@ -98,10 +98,10 @@ def steps(controller: Controller) -> Iterator[Step]:
     try:
         try:
             yield from _steps(controller)
-        except CancelRequested as asked:
-            cancel(controller, str(asked), save=asked.save)
+        except CancelRequested as request:
+            cancel(controller, str(request), save=request.save)
             if controller.journal.record.state is not RunState.COMPLETED:
-                raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {asked}") from None
+                raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {request}") from None
     except LeaseLost:
         controller.lease_lost = True
         raise

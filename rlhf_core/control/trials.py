@@ -169,8 +169,8 @@ class _TrialObserver:
         """
         try:
             self._session.check()
-        except CancelRequested as asked:
-            raise CancelRequested(str(asked)) from None
+        except CancelRequested as request:
+            raise CancelRequested(str(request)) from None
         except LeaseLost:
             self._session.lease_lost = True
             raise

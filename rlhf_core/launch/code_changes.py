@@ -39,10 +39,10 @@ def copy_code_again(run_dir: RunDir, stored: StoredSpec) -> int:
     """
     folder = code_folder(stored)
     present = {source.name for source in code_sources(stored.spec, folder) if source.exists()}
-    gone = sorted(path.name for path in (run_dir.code / "snapshot").iterdir() if path.name not in present)
-    if gone:
+    missing = sorted(path.name for path in (run_dir.code / "snapshot").iterdir() if path.name not in present)
+    if missing:
         raise BadInput(
-            f"{', '.join(gone)} of this run's code is no longer in {folder}. Put it back, or resume without --code"
+            f"{', '.join(missing)} of this run's code is no longer in {folder}. Put it back, or resume without --code"
         )
     copy = run_dir.newest_code_copy() + 1
     unfinished = run_dir.root / ".code.new"
@@ -53,13 +53,13 @@ def copy_code_again(run_dir: RunDir, stored: StoredSpec) -> int:
 
 
 def _changes(source: Path, copy: Path) -> Iterator[str]:
-    now, then = dict(_files(source)), dict(_files(copy))
-    for name in sorted({*now, *then}):
-        if name not in then:
+    current, copied = dict(_files(source)), dict(_files(copy))
+    for name in sorted({*current, *copied}):
+        if name not in copied:
             yield f"{name} (new)"
-        elif name not in now:
+        elif name not in current:
             yield f"{name} (removed)"
-        elif not filecmp.cmp(now[name], then[name]):
+        elif not filecmp.cmp(current[name], copied[name]):
             yield name
 
 

@@ -135,7 +135,7 @@ class HeldLease:
         self._renewed = self._used = clock()
         self._lost: LeaseLost | None = None
         self._turn = threading.Lock()
-        self._over = threading.Event()
+        self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -190,7 +190,7 @@ class HeldLease:
 
     def release(self) -> None:
         """Release the lease, so that the next controller need not wait. If this fails, it expires by itself."""
-        self._over.set()
+        self._released.set()
         if self._thread is not None:
             self._thread.join(timeout=RELEASE_TIMEOUT_S)
         try:
@@ -229,14 +229,14 @@ class HeldLease:
         return True
 
     def _keep_renewing(self) -> None:
-        while not self._over.wait(self._every_s / 4):
+        while not self._released.wait(self._every_s / 4):
             now = self._clock()
             if now - self._used > HANG_S:
                 continue  # a hung controller must not keep its run forever
             if now - self._renewed < self._every_s:
                 continue
             with self._turn:
-                if self._over.is_set():
+                if self._released.is_set():
                     return
                 try:
                     self._renew()

@@ -74,8 +74,8 @@ def _from_accounting(job_id: str) -> JobStatus:
     word = state.partition(" ")[0]
     if word not in _ENDED:
         return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
-    told = state if _is_by_root(state) else word
-    return JobStatus(JobState.ENDED, f"Slurm's accounting reports {told}", scheduler_state=told)
+    reported = state if _is_by_root(state) else word
+    return JobStatus(JobState.ENDED, f"Slurm's accounting reports {reported}", scheduler_state=reported)
 
 
 def _accounted_state(job_id: str) -> str:

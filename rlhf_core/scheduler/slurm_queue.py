@@ -81,8 +81,8 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{words[0]} did not respond within {seconds:.0f} s") from None
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SchedulerError(f"{words[0]}: {said}")
+        output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise SchedulerError(f"{words[0]}: {output}")
     return done.stdout
 
 

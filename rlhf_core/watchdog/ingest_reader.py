@@ -300,11 +300,11 @@ class IngestReader:
         self._batch.offsets[name] = mark
         content = read_model(path, schema)
         if content is None or attempt not in (None, getattr(content, "attempt", None)):
-            said = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
-            skipped = SkippedLine(name, 0, said)
+            problem = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
+            skipped = SkippedLine(name, 0, problem)
             self.report.skipped.append(skipped)
             self.report.num_skipped += 1
-            self._set_aside(skipped, 0, f"it was skipped: {said}")
+            self._set_aside(skipped, 0, f"it was skipped: {problem}")
             return
         found.append(content)
         self._bytes += path.stat().st_size

@@ -188,8 +188,8 @@ class Watcher:
         They notice over the network within seconds. An agent 0 that was only suspended may wake up when Slurm ends the
         job, and write an outcome that ignores this.
         """
-        said = self._progress.leader_lost_at
-        if not job.nodes[1:] or not set(job.nodes[1:]) <= said.keys():
+        lost_at = self._progress.leader_lost_at
+        if not job.nodes[1:] or not set(job.nodes[1:]) <= lost_at.keys():
             self._deserted_since = None
             return None
         now = self._clock()
@@ -198,8 +198,8 @@ class Watcher:
         if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S and not is_over:
             return None
         if outcome is not None:
-            came_first = outcome.time + OUTCOME_LEAD < min(said[node] for node in job.nodes[1:])
-            if came_first or outcome.state is AttemptState.COMPLETED:
+            is_earlier = outcome.time + OUTCOME_LEAD < min(lost_at[node] for node in job.nodes[1:])
+            if is_earlier or outcome.state is AttemptState.COMPLETED:
                 return None
         first, others = job.nodes[0], job.nodes[1:]
         if len(others) == 1 and self._progress.given_up.get(first) == others[0]:
@@ -209,14 +209,14 @@ class Watcher:
         return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
     def _not_met(self, outcome: AttemptOutcome | None) -> AttemptVerdict | None:
-        """Verdict if an agent reported that agent 0 did not come in time; otherwise None.
+        """Verdict if an agent reported that agent 0 did not appear in time; otherwise None.
 
-        That agent leaves, and the job ends with it. If agent 0 comes after all, it only knows that it was ended.
+        That agent exits, and the job ends with it. If agent 0 appears after all, it only knows that it was ended.
         """
-        said = self._progress.not_met
-        if said is None or (outcome is not None and outcome.time < said.time):
+        report = self._progress.not_met
+        if report is None or (outcome is not None and outcome.time < report.time):
             return None
-        return AttemptVerdict(AttemptState.LOST, said.message, FailureKind.RENDEZVOUS, said.nodes)
+        return AttemptVerdict(AttemptState.LOST, report.message, FailureKind.RENDEZVOUS, report.nodes)
 
     def _silent(self, job: JobStatus) -> Silence | None:
         """Return the agents that have been silent for too long while their job ran and this process was reading.

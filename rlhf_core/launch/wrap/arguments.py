@@ -61,7 +61,7 @@ _STAYS = "stays in the launch line"
 
 
 def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
-    """Read the program's options, and put placeholders where the run decides.
+    """Read the program's options, and put placeholders in place of values that the run decides.
 
     Args:
         steps: Optimizer steps, if the user gave them separately from the line.

@@ -220,7 +220,7 @@ def _frozen(logged: _LoggedStep) -> str | None:
     norm = logged.metrics.get(GRADIENT)
     if norm is None:
         return None
-    # Equal rewards give no gradient and have a rule of their own.
+    # Equal rewards give no gradient and are covered by their own rule.
     if norm != 0 or _has_spread(logged) is False:
         return ""
     return (

@@ -112,7 +112,7 @@ class SlotFile:
         try:
             os.ftruncate(descriptor, size)
             self._words = _words(descriptor, size)
-            # The map keeps a descriptor of its own, so the lock lasts until this process exits, in whatever way.
+            # The map keeps its own descriptor, so the lock lasts until this process exits, for whatever reason.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # Not seen before it is locked: without a lock, the agents of other runs remove it.
             self.path.hardlink_to(unlocked)
