@@ -1,1 +1,1 @@
-"""Prefect, which lives here: the flow of a run (``run``), deployments, publishing, and the services of a site."""
+"""Everything that uses Prefect: the flow of a run (``run``), deployments, publishing, and the services of a site."""

@@ -1,4 +1,4 @@
-"""Poll for cancelled flow runs, so that a worker still hears of cancellations after a server outage.
+"""Polling for cancelled flow runs, so that a worker still learns of cancellations after a server outage.
 
 Prefect 3.7.7's worker learns of cancellations over a websocket. When the server is gone, it tries ten times to
 reconnect, then falls back to polling every ten seconds, and gives up for good after three failed polls: it logs that,
@@ -46,7 +46,7 @@ class Cancellations:
         self._runner = runner
         self._say = say
         self._asked_at = time.monotonic()
-        self._said = ""
+        self._reported = ""
         self._ending: dict[UUID, asyncio.Task[None]] = {}
         observer = runner._cancelling_observer
         assert observer is not None, "the runner has begun"
@@ -60,15 +60,15 @@ class Cancellations:
     async def watch(self) -> None:
         """Poll until cancelled."""
         while True:
-            with Survived() as failed:  # whatever Prefect's client raises, the next poll tries again
-                await self._ask()
-                self._said = ""
+            with Survived() as failed:  # whatever Prefect's client raises, the next poll retries
+                await self._poll()
+                self._reported = ""
             if failed.error is not None:
                 self._say_once(f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}")
             self._asked_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _ask(self) -> None:
+    async def _poll(self) -> None:
         here: dict[UUID, Any] = self._runner._flow_run_process_map
         wanted = [flow_run_id for flow_run_id in here if flow_run_id not in self._ending]
         if not wanted:
@@ -82,8 +82,8 @@ class Cancellations:
 
     def _say_once(self, text: str) -> None:
         """Report a failure once per outage."""
-        if text != self._said:
-            self._said = text
+        if text != self._reported:
+            self._reported = text
             self._say(text)
 
     async def _end(self, flow_run: FlowRun) -> None:

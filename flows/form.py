@@ -1,8 +1,8 @@
-"""The form in which a run is asked for in Prefect: flat, with the values of a config filled in, and what is made of it.
+"""The form for requesting a run in Prefect: flat, pre-filled from a config, with the differences applied as overrides.
 
-Only texts and numbers: the form and the schedule dialog of Prefect's UI cannot handle anything else. They write objects
-of their own for tables, alternatives and empty values, and lose the last entry of a list. What differs from the config
-becomes an override, so that the history shows what was changed.
+It has only texts and numbers, because the form and the schedule dialog of Prefect's UI handle nothing else: for tables,
+alternatives and empty values they produce objects of their own, and of a list they lose the last entry. A value that
+differs from the config becomes an override, so that the history shows the change.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _split_at_lines(given: Any) -> Any:
 
 
 def _entries(given: Any) -> Any:
-    """Without what is empty. Programs may give a list instead of a text."""
+    """Remove empty entries. Programs may pass a list instead of a text."""
     if not isinstance(given, list | tuple):
         return given
     stripped = [one.strip() if isinstance(one, str) else one for one in given]
@@ -55,11 +55,11 @@ def _is_a_label(given: str) -> str:
 
 
 UserLabel = Annotated[str, AfterValidator(_is_a_label)]
-"""A name that is given in the form."""
+"""A name entered in the form."""
 
 _MAX_OVERRIDES = 1_000
 MAX_SEED = 2**53 - 1
-"""Largest seed of the form: browsers lose digits of larger numbers. `seed=` among the overrides takes them all."""
+"""Largest seed of the form: browsers lose digits of larger numbers. `seed=` among the overrides has no such limit."""
 
 SETTINGS = {
     "name": "name",
@@ -69,16 +69,16 @@ SETTINGS = {
     "learning_rate": "loops.main.optimizer.learning_rate",
     "seed": "seed",
 }
-"""Fields of the form that stand for a setting of the config."""
+"""Fields of the form that correspond to a setting of the config."""
 COMMAND_SETTINGS = {
     **{field: setting for field, setting in SETTINGS.items() if field != "learning_rate"},
     "steps": "trainer.num_steps",
 }
-"""The same of a config whose trainer is another program. Its learning rate is in its own arguments."""
+"""The same for a config whose trainer is another program. Its learning rate is among its own arguments."""
 
 
 class Form(Schema):
-    """The fields of the form. A value that no setting can have stands for "as in the config"."""
+    """The fields of the form. A value that no setting can have means "as in the config"."""
 
     config: str = ""
     """Path of a TOML config on the machine of the worker, or the name of a preset."""
@@ -113,11 +113,11 @@ BOUNDS: dict[str, dict[str, float]] = {
     "learning_rate": {"exclusiveMinimum": 0},
     "seed": {"minimum": 0},
 }
-"""Bounds in the form of a deployment, whose config gives every value: none stands for "as in the config" there."""
+"""Bounds in the form of a deployment, whose config gives every value: no value there means "as in the config"."""
 
 
 def meanings() -> dict[str, str]:
-    """The meaning of each field and its setting, in one plain line each: forms show no Markdown."""
+    """The meaning of each field and its setting, each in one line of plain text, because forms render no Markdown."""
     texts = {}
     for name, text in field_docs(Form).items():
         texts[name] = f"{text} Setting: {SETTINGS[name]}." if name in SETTINGS else text
@@ -129,7 +129,7 @@ def meanings() -> dict[str, str]:
 def settings_text() -> str:
     """Every setting with its type, default and meaning, as a Markdown list.
 
-    A table would be wider than the column that Prefect has for it, and is printed over the one beside it.
+    A table would be wider than Prefect's column for it, and would overlap the next column.
     """
     return "\n".join(
         f"- `{field.name}` ({field.type.replace(' | ', ' or ')}; "
@@ -139,10 +139,10 @@ def settings_text() -> str:
 
 
 def read_form(given: Mapping[str, Any]) -> Form:
-    """The form as it was filled in.
+    """Parse a form that was filled in.
 
     Raises:
-        BadInput: with every field that has a value that cannot be.
+        BadInput: lists every field with an invalid value.
     """
     objects = [name for name, value in given.items() if isinstance(value, Mapping)]
     if objects:
@@ -171,7 +171,7 @@ def _explain(detail: Any) -> str:
 
 
 def prefilled(spec: RunSpec) -> dict[str, Any]:
-    """The fields that stand for settings, with the values of a config."""
+    """The fields that correspond to settings, with the values of a config."""
     return {
         "name": spec.name,
         "nodes": spec.resources.num_nodes,
@@ -188,7 +188,7 @@ def _of_the_trainer(spec: RunSpec) -> dict[str, Any]:
 
 
 def without_setting(spec: RunSpec) -> tuple[str, ...]:
-    """Fields of the form that mean nothing to a config, because its trainer is another program."""
+    """Fields of the form without a meaning for a config, because its trainer is another program."""
     known = COMMAND_SETTINGS if isinstance(spec.trainer, CommandTrainer) else SETTINGS
     return tuple(field for field in SETTINGS if field not in known)
 
@@ -197,15 +197,15 @@ OVERRIDES = "the field overrides of the form"
 
 
 def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
-    """The changes that a filled-in form makes to its config: its overrides, then each field that differs from it.
+    """The changes that a form makes to its config: its overrides, then each field that differs from the config.
 
     Args:
         form: The form.
-        given_as: Where its overrides come from; a message says so.
+        given_as: Source of its overrides, for error messages.
 
     Raises:
         BadConfig: config or overrides cannot be used.
-        BadInput: there is no config, or the form says two things about one setting.
+        BadInput: there is no config, or the form gives two values for one setting.
     """
     if not form.config:
         raise BadInput("give either config (and what is to be changed) for a new run, or run_id to go on with one")
@@ -220,7 +220,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
     try:
         before = prefilled(config.load(form.config))
     except BadConfig:
-        before = after  # only the overrides make it whole
+        before = after  # the config is complete only with the overrides
     named = [setting_of(text) for text in form.overrides]
     changed: list[str] = []
     for field, setting in settings.items():

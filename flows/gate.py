@@ -88,33 +88,33 @@ def asked_in_prefect(controller: Controller, question: Question) -> Iterator[Non
 
 
 class _GateThread:
-    """Thread that talks to Prefect."""
+    """Thread that handles the approval in Prefect."""
 
     def __init__(self, controller: Controller, question: Question, flow_run_id: UUID) -> None:
         self._say = controller.observer.log
         self._question = question
         self._run_dir = question.run_dir
         self._flow_run_id = flow_run_id
-        self._asked: Keyset | None = None
+        self._shown_keys: Keyset | None = None
         """Keys of the form on display; None before it is shown."""
         self._shown = False
         self._silent = False
-        self._over = threading.Event()
+        self._stop = threading.Event()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefect-thread", daemon=True)
 
     def start(self) -> None:
-        """Start asking."""
+        """Start requesting approval."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop asking: the question is answered, or no controller is waiting any more."""
-        self._over.set()
+        """Stop requesting approval: the question is answered, or no controller is waiting any more."""
+        self._stop.set()
         self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
 
     def _run(self) -> None:
-        while not self._over.is_set():
-            self._over.wait(POLL_INTERVAL_S if self._tried(self._poll) else RETRY_INTERVAL_S)
+        while not self._stop.is_set():
+            self._stop.wait(POLL_INTERVAL_S if self._tried(self._poll) else RETRY_INTERVAL_S)
         self._tried(self._resume)
 
     def _tried(self, action: Callable[[SyncPrefectClient], None]) -> bool:
@@ -141,14 +141,14 @@ class _GateThread:
         state = flow_run.state
         if state is None or state.is_paused():
             return
-        if self._asked is not None:
-            answer = _form(client, self._flow_run_id, self._asked)
+        if self._shown_keys is not None:
+            answer = _form(client, self._flow_run_id, self._shown_keys)
             if answer is not None:
-                self._give(answer)
-                self._over.set()
+                self._record_answer(answer)
+                self._stop.set()
                 return
         if state.is_running():
-            self._ask(client)  # the first time, or again after the flow run was resumed without the form
+            self._pause(client)  # the first time, or after the flow run was resumed without the form
 
     def _show(self) -> None:
         text = self._question.text
@@ -156,7 +156,7 @@ class _GateThread:
         create_markdown_artifact(text, key=key, description=f"{self._run_dir.run_id}: to be approved")
         self._shown = True
 
-    def _ask(self, client: SyncPrefectClient) -> None:
+    def _pause(self, client: SyncPrefectClient) -> None:
         key = f"{_KEY_PREFIX}-{uuid4().hex[:8]}"
         keys = keyset_from_base_key(key)
         form = Approval.with_initial_data(description=self._question.form_text)
@@ -166,9 +166,9 @@ class _GateThread:
         )
         state.state_details.run_input_keyset = {str(name): value for name, value in keys.items()}
         client.set_flow_run_state(self._flow_run_id, state)
-        self._asked = keys
+        self._shown_keys = keys
 
-    def _give(self, form: Approval) -> None:
+    def _record_answer(self, form: Approval) -> None:
         if give_answer(self._run_dir, form.as_answer()):
             return
         first = read_answer(self._run_dir)
@@ -181,12 +181,12 @@ class _GateThread:
     def _resume(self, client: SyncPrefectClient) -> None:
         """Resume the flow run with the recorded answer; without one it stays paused, like the question itself."""
         answer = read_answer(self._run_dir)
-        if answer is None or self._asked is None:
+        if answer is None or self._shown_keys is None:
             return
         client.resume_flow_run(self._flow_run_id, run_input=_as_form(answer))  # refused if it has already resumed
-        late = _form(client, self._flow_run_id, self._asked)
-        if late is not None and late != Approval.model_validate(_as_form(answer)):
-            self._give(late)  # submitted at the same moment: reports that it does not count
+        submitted = _form(client, self._flow_run_id, self._shown_keys)
+        if submitted is not None and submitted != Approval.model_validate(_as_form(answer)):
+            self._record_answer(submitted)  # submitted at the same moment: reports that it does not count
 
 
 def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> None:

@@ -46,22 +46,22 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
         LeaseLost: another controller has the run.
     """
     completed = controller.journal.record.state is RunState.COMPLETED
-    place = _Place() if not completed and server_answers() else None
+    slot = _RunSlot() if not completed and server_answers() else None
     with ExitStack() as stack:
-        if place is not None:
-            stack.callback(place.give_back)
-            _wait(controller, place)
+        if slot is not None:
+            stack.callback(slot.give_back)
+            _wait(controller, slot)
         yield stack.close
 
 
-def _wait(controller: Controller, place: "_Place") -> None:
+def _wait(controller: Controller, slot: "_RunSlot") -> None:
     """Wait for a slot. A request to end the run stops the wait: the first step starts at once and handles it."""
     until = controller.clock() + ANSWER_TIMEOUT_S
-    told = False
+    logged = False
     try:
-        while not place.decided.is_set() and (place.full or controller.clock() < until):
-            if place.full and not told:
-                told = True
+        while not slot.decided.is_set() and (slot.full or controller.clock() < until):
+            if slot.full and not logged:
+                logged = True
                 controller.observer.log(f"waits for a place: the limit {LIMIT} of Prefect is reached")
             controller.wait(0.2)
     except CancelRequested:
@@ -69,12 +69,12 @@ def _wait(controller: Controller, place: "_Place") -> None:
     except LeaseLost:
         controller.lease_lost = True
         raise
-    if place.failure or not place.decided.is_set():
-        why = place.failure or f"no answer within {ANSWER_TIMEOUT_S:g} s"
+    if slot.failure or not slot.decided.is_set():
+        why = slot.failure or f"no answer within {ANSWER_TIMEOUT_S:g} s"
         controller.observer.log(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
 
 
-class _Place:
+class _RunSlot:
     """Thread that gets, holds and releases a slot, so that a server that never answers cannot block a run."""
 
     def __init__(self) -> None:
@@ -82,14 +82,14 @@ class _Place:
         """Set once a slot is held, is not needed, or cannot be had."""
         self.full = False
         self.failure = ""
-        self._over = threading.Event()
+        self._released = threading.Event()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="run-slot", daemon=True)
         self._thread.start()
 
     def give_back(self) -> None:
         """Release the slot."""
-        self._over.set()
+        self._released.set()
         self._thread.join(timeout=ANSWER_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -102,19 +102,19 @@ class _Place:
             self.decided.set()
 
     def _hold(self) -> None:
-        while not self._over.is_set():
+        while not self._released.is_set():
             try:
                 with concurrency(
                     LIMIT, max_retries=0, lease_duration=PLACE_TTL_S, strict=False, raise_on_lease_renewal_failure=False
                 ):
                     self.decided.set()
-                    self._over.wait()
+                    self._released.wait()
                 return
             except Exception as error:
                 if not _is_full(error):
                     raise
             self.full = True
-            self._over.wait(RETRY_INTERVAL_S)
+            self._released.wait(RETRY_INTERVAL_S)
 
 
 def _limit_is_there() -> bool:

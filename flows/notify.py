@@ -62,7 +62,7 @@ _FIELDS = ("run_id", "name", "owner", "state", "failure_kind", "phase", "step", 
 def register(site: Site) -> list[str]:
     """Make the automations on the Prefect server match the site's notification settings.
 
-    Idempotent; changed settings are applied. An automation that was paused by hand stays paused.
+    Idempotent; changed settings are applied. An automation that a user paused stays paused.
 
     Returns:
         The names of the automations.
@@ -136,8 +136,8 @@ def _judged(outcome: Mapping[str, Any], url: str) -> str:
             f"the message was not sent: {_without_secret(payload.get('reason', 'no reason'), url)}"
         )
     if not 200 <= status < 300:
-        said = _without_secret(str(payload.get("response_body", "")), url).strip()[:200]
-        raise PrefectUnavailable(f"the message was refused with HTTP status {status}" + f": {said}" * bool(said))
+        body = _without_secret(str(payload.get("response_body", "")), url).strip()[:200]
+        raise PrefectUnavailable(f"the message was refused with HTTP status {status}" + f": {body}" * bool(body))
     return f"HTTP status {status}"
 
 

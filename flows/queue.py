@@ -144,11 +144,11 @@ def _full(flow_run: FlowRun, place: QueuePlace) -> QueueWait | None:
 
 
 def _late(flow_run: FlowRun, place: QueuePlace, due: datetime, now: datetime) -> QueueWait:
-    who = ", ".join(sorted(worker.name for worker in place.workers if is_alive(worker, now)))
+    online = ", ".join(sorted(worker.name for worker in place.workers if is_alive(worker, now)))
     if now - due < PROMPT:
-        return QueueWait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({who})")
+        return QueueWait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({online})")
     return QueueWait(
-        f"it is late: due at {due:%H:%M:%S} UTC, and no worker has taken it, though {who} is online. The log of the "
+        f"it is late: due at {due:%H:%M:%S} UTC, and no worker has taken it, though {online} is online. The log of the "
         f"worker says more (logs/worker.log of RLHF_HOME on its machine)"
     )
 
@@ -158,10 +158,10 @@ def _require_open(flow_run: FlowRun) -> None:
     state = flow_run.state
     if state is None or not state.is_final():
         return
-    said = f": {state.message}" if state.message else ""
+    message = f": {state.message}" if state.message else ""
     if state.is_cancelled():
-        raise RunCancelled(f"it was cancelled in Prefect before the run began{said}")
-    raise RunFailed(f"its flow run is {state.name} before the run began{said}")
+        raise RunCancelled(f"it was cancelled in Prefect before the run began{message}")
+    raise RunFailed(f"its flow run is {state.name} before the run began{message}")
 
 
 def _place(client: SyncPrefectClient, flow_run: FlowRun) -> QueuePlace:
@@ -177,7 +177,7 @@ def _place(client: SyncPrefectClient, flow_run: FlowRun) -> QueuePlace:
         if flow_run.work_queue_name:
             queue = client.read_work_queue_by_name(flow_run.work_queue_name, work_pool_name=pool_name)
     except ObjectNotFound:
-        pass  # what is missing is said
+        pass  # the explanation mentions what is missing
     limit = None
     if flow_run.deployment_id is not None and flow_run.state is not None and flow_run.state.name == _SLOT:
         found = client.read_deployment(flow_run.deployment_id).global_concurrency_limit
@@ -191,9 +191,9 @@ def withdraw(run_id: str, reason: str) -> bool:
     If a worker has just picked it up, that worker cancels it and ends the process.
     """
     waiting = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
-    asked = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
+    waiting_run = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
     with api_client() as client:
-        found = client.read_flow_runs(flow_run_filter=asked)
+        found = client.read_flow_runs(flow_run_filter=waiting_run)
         for flow_run in found:
             taken = flow_run.state is not None and flow_run.state.type is StateType.PENDING
             client.set_flow_run_state(flow_run.id, Cancelling(message=reason) if taken else Cancelled(message=reason))

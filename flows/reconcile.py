@@ -66,7 +66,7 @@ _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 @flow(name="rlhf-reconcile", description=DESCRIPTION, retries=0, persist_result=False)
 def rlhf_reconcile() -> State[None]:
-    """Compares database, Prefect and scheduler, and mends what disagrees."""
+    """Compares database, Prefect and scheduler, and repairs disagreements."""
     turn = _turn.get()
     if turn is None:
         # Returned, because Prefect would log the traceback of a raised error.
@@ -157,7 +157,7 @@ def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
     """Prefect's answer; None if there is none, in which case the round goes ahead without a flow run."""
     if not server_answers():
         return None
-    with Survived():  # the deployment may not be registered, say; whatever the client raises, the round goes ahead
+    with Survived():  # the deployment may not be registered, for example; on any error the round goes ahead
         return ask()
     return None
 

@@ -19,8 +19,8 @@ def configs() -> Iterator[str]:
 
     Raises Prefect's own errors if the server does not answer.
     """
-    begun_again = [one for one in StateType if one is not StateType.COMPLETED]
-    open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=begun_again)))
+    restartable = [one for one in StateType if one is not StateType.COMPLETED]
+    open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=restartable)))
     with api_client() as client:
         for page in _overlapping(lambda offset: client.read_deployments(limit=_PAGE, offset=offset)):
             yield from (str(one.parameters.get("config") or "") for one in page)

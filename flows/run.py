@@ -49,7 +49,7 @@ def carry_out(controller: Controller) -> None:
     what :func:`rlhf_core.control.steps.steps` raises."""
     tasks = TaskRunner(controller.observer.log)
     with run_slot(controller) as give_back:
-        controller.show_question = _asking(controller, give_back)
+        controller.show_question = _with_slot_released(controller, give_back)
         for step in steps(controller):
             tasks.run(step)
 
@@ -99,8 +99,8 @@ def rlhf_run(
 
 def ended_well(run_dir: RunDir, promoted: str = "") -> State[None]:
     """Final state of the flow run of a completed run; Prefect's lists show only its message."""
-    said = ["completed", regression_text(regressed(run_dir)), promoted]
-    return Completed(message=f"run {run_dir.run_id} " + "; ".join(part for part in said if part))
+    parts = ["completed", regression_text(regressed(run_dir)), promoted]
+    return Completed(message=f"run {run_dir.run_id} " + "; ".join(part for part in parts if part))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _whole_run(controller: Controller) -> Step:
     return Step("run", controller.run_dir.run_id, work)
 
 
-def _asking(controller: Controller, give_back: Callable[[], None]) -> Callable[[Question], _Shown]:
+def _with_slot_released(controller: Controller, give_back: Callable[[], None]) -> Callable[[Question], _Shown]:
     def ask(question: Question) -> _Shown:
         give_back()  # a run that waits for an approval must not block other runs
         return asked_in_prefect(controller, question)

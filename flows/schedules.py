@@ -129,7 +129,7 @@ def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
 
 
 def tell(flow_run: FlowRun, why: str) -> None:
-    """Emit a Prefect event, for automations, that a scheduled flow run was skipped."""
+    """Emit a Prefect event, for automations, about a scheduled flow run that was skipped."""
     emit_event(
         EVENT,
         resource={

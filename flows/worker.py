@@ -60,7 +60,7 @@ async def _work(site: Site, beat: Heartbeat) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # Set on the instance: the worker looks up the work of its two loops when it starts them.
+    # Set on the instance: the worker looks up the functions of its two loops when it starts them.
     for name in ("get_and_submit_flow_runs", "sync_with_backend"):
         setattr(worker, name, _forgiving(getattr(worker, name), stop))
     working = asyncio.create_task(worker.start(printer=say))

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The main job, end to end, on this machine: what `make demo` runs once the environment is there.
+# The main job, end to end, on this machine: what `make demo` runs once the environment exists.
 # usage: demo.sh BIN    (the folder of the rlhf command)
 set -eu
 bin=$1

@@ -1,6 +1,6 @@
--- Creates the role that reads the history and can do nothing else: `rlhf sql` runs statements as it, Grafana and other
--- tools log in as it. Run it as a superuser, in the database of the history, after `rlhf db upgrade`; it may be run
--- again. OWNER is the user of RLHF_DATABASE_URL, who owns the tables and should be no superuser himself:
+-- Creates the role that can only read the history: `rlhf sql` runs statements as this role, Grafana and other tools log
+-- in as it. Run it as a superuser, in the database of the history, after `rlhf db upgrade`; it may be run
+-- again. OWNER is the user of RLHF_DATABASE_URL, which owns the tables and should not be a superuser:
 --
 --     rlhf db reader | psql -d DATABASE                    prints this file, with the user of RLHF_DATABASE_URL as OWNER
 --     psql -d DATABASE -v owner=OWNER -f infra/reader.sql  the same from a checkout
@@ -10,16 +10,16 @@
 
 SELECT 'CREATE ROLE rlhf_reader LOGIN' WHERE NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = 'rlhf_reader') \gexec
 
--- A query that a dashboard makes every minute must not run for an hour.
+-- A query that a dashboard repeats every minute must not run for an hour.
 ALTER ROLE rlhf_reader SET default_transaction_read_only = on;
 ALTER ROLE rlhf_reader SET statement_timeout = '30s';
 
 GRANT USAGE ON SCHEMA public TO rlhf_reader;
 GRANT SELECT ON ALL TABLES IN SCHEMA public TO rlhf_reader;
--- What later migrations add is then readable too.
+-- Makes tables of later migrations readable too.
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner" IN SCHEMA public GRANT SELECT ON TABLES TO rlhf_reader;
 GRANT rlhf_reader TO :"owner";
 
--- With this function a query could give itself the owner's rights back. The owner's own programs (pg_dump) need it.
+-- With this function a query could regain the owner's rights. The owner's own programs (pg_dump) need it.
 REVOKE EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) TO :"owner";

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes sure of one group of system packages: installs with apt where this user is root, says what is missing otherwise.
+# Ensures one group of system packages: installs them with apt if this user is root, otherwise lists what is missing.
 # usage: system_packages.sh python|compiler|postgresql|slurm|browser PYTHON
 set -eu
 group=$1
@@ -27,7 +27,7 @@ python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null || install "virtual environments" python3-venv
     ;;
 compiler)
-    # For tests only: the clock of a throw-away Slurm's node, and a compiler that a fault of the campaign keeps at work.
+    # For tests only: the clock of a throw-away Slurm's node, and a compiler that one fault of the campaign keeps busy.
     { command -v cc && command -v g++; } >/dev/null || install "the clock of a throw-away Slurm's node" g++ || true
     ;;
 postgresql)
@@ -35,7 +35,7 @@ postgresql)
     ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || install "history tests on a real PostgreSQL" postgresql || true
     ;;
 slurm)
-    # Only the programs are wanted: the daemons of the packages themselves stay as they are, without a configuration.
+    # Only the programs are needed: the packages' own daemons are left without a configuration.
     { command -v slurmctld && command -v slurmd && command -v sbatch && command -v munged; } >/dev/null \
         || install "a throw-away Slurm cluster (infra/slurm)" slurmctld slurmd slurm-client munge
     ;;

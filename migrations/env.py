@@ -14,7 +14,7 @@ def _run(connection: Connection) -> None:
         connection=connection,
         target_metadata=metadata,
         compare_type=True,
-        render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by making it again
+        render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by recreating it
     )
     with context.begin_transaction():
         context.run_migrations()

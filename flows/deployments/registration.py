@@ -303,11 +303,11 @@ def page(site: Site, kind: str, id: UUID) -> str:
 
 def environment(site: Site) -> dict[str, str]:
     """Site settings for flow-run processes, without any that may hold a password."""
-    told = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
+    passed = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
     database = os.environ.get("RLHF_DATABASE_URL", "")
     if database and not carries_secret(database):
-        told["RLHF_DATABASE_URL"] = database
-    return {"RLHF_HOME": str(site.home), **told}
+        passed["RLHF_DATABASE_URL"] = database
+    return {"RLHF_HOME": str(site.home), **passed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,8 +434,8 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
     try:
         return CronSchedule(cron=cron, timezone=timezone or "UTC")
     except ValidationError as error:
-        said = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+        cause = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
     raise BadInput(
-        f"--cron {cron!r}{f' in {timezone!r}' if timezone else ''} is no schedule: {said}. Expected minute, hour, day "
+        f"--cron {cron!r}{f' in {timezone!r}' if timezone else ''} is no schedule: {cause}. Expected minute, hour, day "
         f'of the month, month, day of the week, for instance "0 2 * * *" for two o\'clock every night'
     )

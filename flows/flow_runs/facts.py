@@ -169,7 +169,7 @@ def _all_facts(
     Args:
         controllers: run and controller of each flow run in the history.
         pool: work pool whose worker is visible here (:func:`_worker_is_visible`); empty if it is not.
-        now: the present.
+        now: the current time.
     """
     return [_facts(one, seen, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
 
@@ -200,8 +200,8 @@ def _facts(
 
 
 def _named_run(flow_run: FlowRun) -> str:
-    asked = str((flow_run.parameters or {}).get("run_id") or "")
-    return next((one for one in (asked, flow_run.name or "") if is_run_id(one)), "")
+    requested = str((flow_run.parameters or {}).get("run_id") or "")
+    return next((one for one in (requested, flow_run.name or "") if is_run_id(one)), "")
 
 
 def _process(flow_run: FlowRun, is_here: bool, controller: str, pool: str) -> ProcessState:

@@ -2,7 +2,7 @@
 
 Each event id is derived from the event's subject, and the server is asked for the ids it already has, so any controller
 may publish the same event without duplicating it. Events are posted and acknowledged; Prefect's own sender only queues
-them, and loses those that a server that is down does not take.
+and loses those that an unavailable server does not accept.
 """
 
 import uuid
@@ -68,7 +68,7 @@ def events_of(
 def unpublished(client: SyncPrefectClient, events: Sequence[PrefectEvent]) -> list[PrefectEvent]:
     """Events that the server does not have yet."""
     known: set[str] = set()
-    # By default the server's query ends at its own present, and a controller's clock may be ahead of it.
+    # By default the server's query ends at the server's current time, and a controller's clock may be ahead of it.
     until = (utc_now() + timedelta(days=1)).isoformat()
     for start in range(0, len(events), _PAGE_SIZE):
         ids = [str(one.id) for one in events[start : start + _PAGE_SIZE]]

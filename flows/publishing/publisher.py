@@ -188,8 +188,8 @@ class Publisher:
 class _PublishingObserver:
     """Forwards everything to the wrapped observer, logs messages, and keeps the publisher current."""
 
-    def __init__(self, behind: Observer, publisher: Publisher, spec: RunSpec, log: RunLog) -> None:
-        self._behind = behind
+    def __init__(self, wrapped: Observer, publisher: Publisher, spec: RunSpec, log: RunLog) -> None:
+        self._wrapped = wrapped
         self._publisher = publisher
         self._run_spec = self._spec = spec
         self._timer = StepTimer()
@@ -198,14 +198,14 @@ class _PublishingObserver:
     def follow(self, spec: RunSpec) -> None:
         """Switch to another spec: a trial, or the run itself again."""
         self._spec, self._timer, self._publisher.progress = spec, StepTimer(), None
-        self._behind.follow(spec)
+        self._wrapped.follow(spec)
 
     def stage_started(self, title: str) -> None:
         """Log the start of a stage."""
         self._publisher.title = title
         self._log.info("begins: %s", terminal(title))
         self._publisher.wake()
-        self._behind.stage_started(title)
+        self._wrapped.stage_started(title)
 
     def polled(self, look: AttemptSnapshot) -> None:
         """Store the progress of a poll, and log its events."""
@@ -214,17 +214,17 @@ class _PublishingObserver:
         for event in look.events:
             if event.kind in _LOGGED_EVENTS:
                 self._log.warning("%s", terminal(f"{event.node}: {event.message}"))
-        self._behind.polled(look)
+        self._wrapped.polled(look)
 
     def log(self, text: str) -> None:
         """Log a message."""
         self._log.log(logging.WARNING if text.startswith("warning ") else logging.INFO, "%s", terminal(text))
         self._publisher.wake()
-        self._behind.log(text)
+        self._wrapped.log(text)
 
     def stop_requested(self) -> bool:
         """True if the user asked to end the run."""
-        return self._behind.stop_requested()
+        return self._wrapped.stop_requested()
 
 
 def _drawing_interval_s(snapshot: RunSnapshot) -> float:

@@ -57,19 +57,20 @@ POLICY = "; ".join(
 
 
 BUSY_TIMEOUT_S = 20.0
-"""Time for which a request that SQLite was too busy for is retried."""
+"""Time for which a request is retried while SQLite is busy."""
 RETRY_INTERVAL_S = 0.1
 """Pause before each retry."""
 
 RETRYING_LOGGERS = ("docket.dependencies", "prefect.server.utilities.worker_channel")
-"""Loggers of what is retried after a busy SQLite: services, and workers, which connect again and use REST meanwhile."""
+"""Loggers of components that retry after a busy SQLite: services, and workers, which reconnect and use REST
+meanwhile."""
 
 _WRITING_PATH = "/csrf-token"
 """Path suffix of a GET request that writes: each client gets a token that the server stores."""
 
 
 class RetriedWhenBusy:
-    """ASGI wrapper that retries requests that SQLite was too busy for.
+    """ASGI wrapper that retries requests that failed because SQLite was busy.
 
     Most transactions of Prefect 3.7 read before they write. If another client writes in between, SQLite refuses at once
     ("database is locked"), the transaction is rolled back, and Prefect answers 503. Its own client then retries, but
@@ -81,7 +82,7 @@ class RetriedWhenBusy:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; repeat a writing request while the answer is 503, up to ``BUSY_TIMEOUT_S``."""
+        """Pass everything on; retry a writing request while the answer is 503, up to ``BUSY_TIMEOUT_S``."""
         if scope["type"] != "http" or (scope["method"] in READING and not scope["path"].endswith(_WRITING_PATH)):
             await self._app(scope, receive, send)
             return
@@ -93,7 +94,7 @@ class RetriedWhenBusy:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _is_refused(self, scope: Scope, receive: Receive, send: Send, *, is_last: bool) -> bool:
-        """Make one try; True if it was refused and nothing was sent."""
+        """Make one attempt; True if it was refused and nothing was sent."""
         refused = False
 
         async def unless_refused(message: Message) -> None:

@@ -23,10 +23,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 16 << 20
-"""Longest request body. The largest that Prefect's own clients send, a batch of log lines, has 4 MB."""
+"""Longest request body. The longest one that Prefect's own clients send, a batch of log lines, has 4 MB."""
 
 MAX_SOCKET_BYTES = 4 << 20
-"""Longest websocket message; the sender is only authenticated by the first one. An event has 1.5 MB at most."""
+"""Longest websocket message; only the first one authenticates the sender. An event has 1.5 MB at most."""
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing and whose body is not read."""
@@ -43,7 +43,7 @@ class Names:
     origins: frozenset[str] = frozenset()
     """Further origins whose pages may write, for instance ``https://runs.example.com`` of a proxy."""
     any_address: bool = False
-    """True to accept every numeric address: a page cannot make its own name one."""
+    """True to accept every numeric address: a page cannot give itself one as its name."""
 
     def serves(self, host: str) -> bool:
         """True if a ``Host`` header names this server."""
@@ -61,8 +61,8 @@ class Names:
             return False
         if f"{parts.scheme}://{parts.netloc.lower()}" in self.origins:
             return True
-        asked, asked_port = _host_name(host), _port(host, _PORTS[parts.scheme])
-        return (_host_name(parts.netloc), port) == (asked, asked_port)
+        named, asked_port = _host_name(host), _port(host, _PORTS[parts.scheme])
+        return (_host_name(parts.netloc), port) == (named, asked_port)
 
 
 class Known:

@@ -1,8 +1,8 @@
-"""Requests to a Prefect server on this machine, which no proxy of the environment may intercept.
+"""Requests to a Prefect server on this machine, which must bypass any proxy set in the environment.
 
 Clusters commonly set ``http_proxy``, and neither urllib nor Prefect's clients exempt even loopback from it. The proxy
-would look for the server on its own machine, and would be sent the password. Servers elsewhere are reached as the user
-has set it up.
+would look for the server on its own machine, and would receive the password. Servers elsewhere are reached as the user
+has configured it.
 """
 
 import ipaddress
@@ -21,22 +21,22 @@ def opened(url: str, timeout_s: float) -> HTTPResponse:
     """Response to a GET request, without a proxy if the server is on this machine.
 
     Raises:
-        OSError: the server does not answer, or with an error (``urllib.error.HTTPError``).
-        ValueError: this is no address.
+        OSError: the server does not answer, or answers with an error (``urllib.error.HTTPError``).
+        ValueError: the URL is invalid.
     """
     direct = [urllib.request.ProxyHandler({})] if is_here(url) else []
     return cast(HTTPResponse, urllib.request.build_opener(*direct).open(url, timeout=timeout_s))
 
 
 def exemption(url: str) -> dict[str, str]:
-    """Variable that exempts a server on this machine from the proxies of the environment, for Prefect's own clients.
+    """Environment variable that exempts a server on this machine from proxies, for Prefect's own clients.
 
     Empty if there is nothing to exempt.
     """
-    # The lower-case variable hides the other, also where it is empty.
+    # The lower-case variable overrides the other one, even if it is empty.
     name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
     exempt = [host for one in os.environ.get(name, "").split(",") if (host := one.strip())]
-    # urllib reads * as everything only if nothing stands beside it.
+    # urllib interprets * as all hosts only if it is the only entry.
     if exempt == ["*"] or _host(url) in exempt or not urllib.request.getproxies() or not is_here(url):
         return {}
     return {name: ",".join([*exempt, _host(url)])}
@@ -67,5 +67,5 @@ def _own_names() -> frozenset[str]:
 
 def _own_addresses() -> set[str]:
     interfaces = psutil.net_if_addrs().values()
-    # Link-local addresses have the name of their interface behind a %.
+    # Link-local addresses end with % and the name of their interface.
     return {entry.address.partition("%")[0] for entries in interfaces for entry in entries}

@@ -47,7 +47,7 @@ SILENCE = {
     "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
 }
-"""All settings by which Prefect would report its use to others."""
+"""All settings by which Prefect would send usage data to others."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def quiet_settings(home: Path) -> None:
         quiet["PREFECT_HOME"] = str(home / "prefect")
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    # The terminal need not see that a log line could not be sent: flows.tasks reports the lost server.
+    # The terminal need not show that a log line could not be sent: flows.tasks reports the lost server.
     logging.raiseExceptions = False
 
 

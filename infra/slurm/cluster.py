@@ -2,26 +2,26 @@
 """A throw-away Slurm cluster in one folder: real munged, slurmctld and one slurmd per node, all on this machine.
 
     cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2] [--namespaces]     prints `export SLURM_CONF=...`
-    cluster.py up FOLDER        of one that is up: leaves it as it is, and prints the same
+    cluster.py up FOLDER        for one that is running: leaves it as it is, and prints the same
     cluster.py down FOLDER
 
-and, while it runs, what disturbs one node, or ends that:
+and, while it runs, commands that disturb one node or end the disturbance:
 
     cluster.py slow-link FOLDER NODE RATE_MBIT [--latency-ms 5]     cluster.py mend-link FOLDER NODE
-    cluster.py cut-link FOLDER NODE                                 the same ends it
+    cluster.py cut-link FOLDER NODE                                 mend-link ends it
     cluster.py slow-cpu FOLDER NODE CORES                           cluster.py mend-cpu FOLDER NODE
-    cluster.py variables FOLDER NODE [NAME=VALUE ...] [NAME ...]    a bare NAME is unset; none at all ends it
+    cluster.py variables FOLDER NODE [NAME=VALUE ...] [NAME ...]    a bare NAME is unset; no variables end it
     cluster.py clock FOLDER NODE OFFSET_S                           0 ends it
 
 Nothing is written outside the folder, nothing listens on a port that another cluster uses, and every daemon is ended by
-its process id, so that several clusters live side by side and beside a real one. Needs the packages slurmctld, slurmd,
-slurm-client and munge, and nothing of Python beyond its standard library.
+its process id, so that several clusters can run side by side and next to a real one. Needs the packages slurmctld,
+slurmd, slurm-client and munge, and only Python's standard library.
 
-With --namespaces, for which one has to be root, every node has its own network, address, host name and control group;
-`down` removes them. The links and processors of nodes can be slowed only then.
+With --namespaces, which requires root, every node has its own network, address, host name and control group; `down`
+removes them. Only then can the links and processors of nodes be slowed down.
 
-The cluster has two partitions over all nodes: ``main``, and ``first``, whose jobs end those of ``main`` (preemption
-with a grace of some seconds, which Slurm announces with SIGTERM).
+The cluster has two partitions over all nodes: ``main``, and ``first``, whose jobs preempt those of ``main`` (with a
+grace period of some seconds, which Slurm announces with SIGTERM).
 """
 
 import argparse
@@ -44,15 +44,15 @@ from pathlib import Path
 from node_space import ClusterError, Network, Processor, program_path, search_path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "squeue", "scancel", "sinfo")
-# A unix socket's path is at most 107 bytes long; the longest here is that of a job's step, /spool/node4/node4_JOB.STEP
+# The path of a unix socket has at most 107 bytes; the longest here is that of a job step, /spool/node4/node4_JOB.STEP
 LONGEST_FOLDER = 66
-# Below the range from which Linux hands out ports to clients.
+# Below the range from which Linux assigns ephemeral ports.
 PORTS = range(11000, 31000)
 _ENDED = {
     *("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"),
     *("BOOT_FAIL", "DEADLINE", "REVOKED"),
 }
-# Devices that every user may name as GPUs; root makes as many as are asked for.
+# Devices that every user may name as GPUs; root creates as many as requested.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 CONFIG = """\
@@ -104,8 +104,8 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=60 Sta
 PartitionName=first Nodes={names} MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
-# Slurm puts into the environment of a task what this prints. A batch script is left alone: its environment would go to
-# the steps on all nodes.
+# Slurm puts the output of this script into the environment of a task. It does nothing for a batch script, whose
+# environment would be passed on to the steps on all nodes.
 TASK_PROLOG = """\
 #!/bin/sh
 [ -n "$SLURM_STEP_ID" ] || exit 0
@@ -119,19 +119,19 @@ cd {disturbed} || exit 0
 
 
 class Cluster:
-    """One cluster; :meth:`up` starts it, :meth:`down` ends all of it.
+    """One cluster; :meth:`up` starts it, :meth:`down` ends it completely.
 
     Args:
-        folder: All its files. An existing cluster in it is found again, also from another process.
+        folder: All its files. An existing cluster in it is found again, even by another process.
         nodes: Number of nodes, named ``node1``, ``node2`` ...
         cpus: Cores that each node claims to have, whatever the machine has.
-        gpus: GPUs that each node claims to have; jobs get ``CUDA_VISIBLE_DEVICES``, but there is nothing behind it.
+        gpus: GPUs that each node claims to have; jobs get ``CUDA_VISIBLE_DEVICES``, but the GPUs do not exist.
         memory_mb: Main memory that each node claims to have, in MiB.
-        node_timeout_s: Silence of a slurmd after which the controller takes its node for dead, in seconds.
+        node_timeout_s: Silence of a slurmd after which the controller considers its node dead, in seconds.
         kill_wait_s: Time between SIGTERM and SIGKILL when a job is cancelled, in seconds.
         grace_s: Time that a preempted job has to save, in seconds.
         forget_s: Time for which ended jobs are remembered, in seconds.
-        namespaces: Give every node its own network, address, host name and control group; only root may.
+        namespaces: Give every node its own network, address, host name and control group; requires root.
 
     Raises:
         ClusterError: a program is missing, or the folder's path is too long for a unix socket.
@@ -172,22 +172,22 @@ class Cluster:
 
     @property
     def conf(self) -> Path:
-        """The configuration; ``SLURM_CONF`` for everyone who speaks with this cluster."""
+        """The configuration: ``SLURM_CONF`` for every program that uses this cluster."""
         return self.folder / "etc" / "slurm.conf"
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What every command that speaks with this cluster needs in its environment."""
+        """Environment variables for every command that uses this cluster."""
         return {"SLURM_CONF": str(self.conf)}
 
     # -----------------------------------------------------------------------------------------------------------------
-    # All of it
+    # The whole cluster
 
     def up(self) -> None:
-        """Start every daemon, and wait until all nodes are idle; 1 to 2 seconds on an idle machine.
+        """Start every daemon, and wait until all nodes are idle; takes 1 to 2 seconds on an idle machine.
 
         Raises:
-            ClusterError: it did not come up, and nothing is left running; or one runs there, which is left alone.
+            ClusterError: it did not start, and nothing is left running; or one is running there, which is left alone.
         """
         if self.is_there():
             raise ClusterError(f"a cluster already runs in {self.folder}; end it with `cluster.py down {self.folder}`")
@@ -201,15 +201,15 @@ class Cluster:
             raise
 
     def is_there(self) -> bool:
-        """Whether any daemon of it runs."""
+        """True if any of its daemons is running."""
         return any(self.pid(path.stem) for path in (self.folder / "run").glob("*.pid"))
 
     def answers(self) -> bool:
-        """Whether its controller does."""
+        """True if its controller answers."""
         return self.conf.exists() and " UP" in self.command("scontrol", "ping", check=False)
 
     def down(self) -> None:
-        """End all jobs and daemons; harmless where nothing runs. The files stay."""
+        """End all jobs and daemons; harmless if nothing is running. The files stay."""
         if self.answers():
             with contextlib.suppress(subprocess.SubprocessError):
                 self.command("scancel", f"--user={getpass.getuser()}", check=False)
@@ -251,7 +251,7 @@ class Cluster:
                 self._processor.add(node, pid)
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
-        """End one daemon with a signal, and wait until it is gone; harmless if it is not there."""
+        """End one daemon with a signal, and wait until it is gone; harmless if it is not running."""
         pid = self.pid(name)
         file = self._pid_file(name)
         if pid is None:
@@ -259,7 +259,7 @@ class Cluster:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            # slurmctld has its state to save; a slurmd that still thinks of an ended job may sleep for long.
+            # slurmctld has to save its state; a slurmd that still remembers an ended job may sleep for a long time.
             deadline = time.monotonic() + (10 if name == "slurmctld" else 2)
             while _lives(pid):
                 if time.monotonic() > deadline:
@@ -268,19 +268,19 @@ class Cluster:
         file.unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
-        """Process id of a daemon that this cluster started and that lives; None otherwise."""
+        """Process id of a daemon that this cluster started, if it is alive; None otherwise."""
         try:
             pid, born = self._pid_file(name).read_text().split()
         except (FileNotFoundError, ValueError):
             return None
-        # The time of birth tells it from a later process with the same id.
+        # The start time distinguishes it from a later process with the same id.
         return int(pid) if _lives(int(pid)) and _born(int(pid)) == born else None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Disturbances of one node
 
     def slow_link(self, node: str, rate_mbit: float, latency_ms: float = 0) -> None:
-        """Let each direction of the node's cable pass ``rate_mbit`` megabits per second, ``latency_ms`` late.
+        """Limit each direction of the node's cable to ``rate_mbit`` megabits per second, delayed by ``latency_ms``.
 
         Raises:
             ClusterError: the cluster has no namespaces, or the kernel cannot delay packets.
@@ -288,7 +288,7 @@ class Cluster:
         self._network.slow(self._known(node), rate_mbit, latency_ms)
 
     def cut_link(self, node: str) -> None:
-        """Have the node's cable swallow everything in both directions: nothing is refused, and nothing arrives.
+        """Make the node's cable drop everything in both directions: nothing is refused, and nothing arrives.
 
         Raises:
             ClusterError: the cluster has no namespaces.
@@ -296,7 +296,7 @@ class Cluster:
         self._network.cut(self._known(node))
 
     def mend_link(self, node: str) -> None:
-        """Let the node's cable pass everything again; harmless where it does.
+        """Let the node's cable pass everything again; harmless if it does already.
 
         Raises:
             ClusterError: the cluster has no namespaces.
@@ -304,7 +304,8 @@ class Cluster:
         self._network.mend(self._known(node))
 
     def slow_cpu(self, node: str, share: float) -> None:
-        """Give all that runs on the node, now and later, ``share`` cores together: 0.25 is a quarter of one core.
+        """Limit everything that runs on the node, now and later, to ``share`` cores in total: 0.25 is a quarter of a
+        core.
 
         Raises:
             ClusterError: the cluster has no namespaces or no control groups, or the share is below 0.01.
@@ -312,7 +313,7 @@ class Cluster:
         self._processor.slow(self._known(node), share)
 
     def mend_cpu(self, node: str) -> None:
-        """Give the node all it can get again; harmless where it does.
+        """Remove the limit on the node's processor time; harmless if there is none.
 
         Raises:
             ClusterError: the cluster has no namespaces or no control groups.
@@ -320,20 +321,20 @@ class Cluster:
         self._processor.mend(self._known(node))
 
     def prioritize_cpu(self, weight: int) -> None:
-        """Let each node weigh as much as ``weight`` processes outside of the cluster; 1 is what the nodes start with.
+        """Give each node the weight of ``weight`` processes outside the cluster; nodes start with 1.
 
-        All nodes share the processors of one machine: beside other work a healthy node may get as little as one that
-        :meth:`slow_cpu` has slowed. Harmless where no control groups can be made.
+        All nodes share the processors of one machine: next to other work a healthy node may get as little as one that
+        :meth:`slow_cpu` has slowed down. Harmless if control groups cannot be created.
         """
         self._processor.prioritize(weight)
 
     def variables(self, node: str, /, **values: str | int | float | None) -> None:
-        """Let the tasks that later steps start on the node have these variables, and lack those that are None.
+        """Set variables for the tasks that later steps start on the node, and unset those that are None.
 
-        They take the place of what an earlier call gave; without values the node is like the others again.
+        They replace those of an earlier call; without values the node is like the others again.
 
         Raises:
-            ClusterError: a value has more than one line, which Slurm cannot pass on.
+            ClusterError: a value has several lines, which Slurm cannot pass on.
         """
         lines = []
         for name, value in values.items():
@@ -343,12 +344,12 @@ class Cluster:
         self._disturb(node, "variables", "".join(lines))
 
     def clock(self, node: str, offset_s: float) -> None:
-        """Let the tasks that later steps start on the node see a wall clock that is ``offset_s`` ahead; 0 ends it.
+        """Move the wall clock that tasks of later steps on the node see ahead by ``offset_s``; 0 ends it.
 
-        Only programs that ask the C library see it. Times of files, and the time since start, stay right.
+        Only programs that query the C library see it. File times, and the time since boot, stay correct.
 
         Raises:
-            ClusterError: there is no C compiler, or it said no.
+            ClusterError: there is no C compiler, or it failed.
         """
         library = self.folder / "disturbed" / "clock.so"
         if offset_s and not library.exists():
@@ -360,7 +361,7 @@ class Cluster:
         if not text:
             file.unlink(missing_ok=True)
             return
-        # A task may start at this moment: it finds all of the text or none.
+        # A task may start at this moment: it must find either the whole text or none.
         draft = file.with_suffix(".draft")
         draft.write_text(text)
         draft.replace(file)
@@ -370,7 +371,7 @@ class Cluster:
         if compiler is None:
             raise ClusterError("missing: cc, which makes the library that shifts the clock; install gcc")
         draft = library.with_suffix(".draft")
-        # After the source, or the linker leaves the library of mathematics out.
+        # After the source, or the linker would leave out the mathematics library.
         self.command(compiler, "-O2", "-shared", "-fPIC", "-o", str(draft), str(source), "-lm")
         draft.replace(library)
 
@@ -381,13 +382,13 @@ class Cluster:
         return node
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Questions
+    # Queries
 
     def command(self, *words: str, check: bool = True, timeout_s: float = 60) -> str:
-        """Run a Slurm command against this cluster; what it prints, without space at the ends.
+        """Run a Slurm command against this cluster, and return its output without surrounding white space.
 
         Raises:
-            ClusterError: it failed, with what it said.
+            ClusterError: it failed; the message includes its output.
         """
         done = subprocess.run(
             words, env=self._full_environment(), capture_output=True, text=True, timeout=timeout_s, check=False
@@ -402,7 +403,7 @@ class Cluster:
         return set(self.command("sinfo", "--noheader", "--Node", "--format=%T", check=False).split())
 
     # -----------------------------------------------------------------------------------------------------------------
-    # How it is made
+    # Files and processes
 
     def _write(self) -> None:
         for path in (
@@ -449,16 +450,16 @@ class Cluster:
             (self.folder / "etc" / "gres.conf").write_text("".join(lines))
 
     def _is_at_work(self) -> bool:
-        """True if a job has not ended, or a step of one lives.
+        """True if a job has not ended, or a step of one is alive.
 
-        A job of which nothing lives may be called completing for a minute more: a slurmd looks at it ever more rarely.
+        A job without any process may be reported as completing for another minute: slurmd checks it ever more rarely.
         """
         jobs = self.command("squeue", "--noheader", "--states=all", "--format=%T", check=False).split()
         return not _ENDED.issuperset(jobs) or any(self._steps())
 
     def _steps(self) -> Iterator[int]:
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # gone, or of another user
+            with contextlib.suppress(OSError):  # gone, or belongs to another user
                 if (process / "comm").read_text().strip() != "slurmstepd":
                     continue
                 if f"SLURM_CONF={self.conf}".encode() in (process / "environ").read_bytes().split(b"\0"):
@@ -528,7 +529,7 @@ class Cluster:
 
 
 def missing_programs() -> list[str]:
-    """Programs of Slurm and munge that this machine lacks."""
+    """Programs of Slurm and munge that are missing on this machine."""
     return [program for program in PROGRAMS if program_path(program) is None]
 
 
@@ -537,7 +538,7 @@ def _nodes_of(conf: Path) -> list[str]:
 
 
 def _born(pid: int) -> str:
-    """Clock ticks from the machine's start to the process's, field 22 of proc(5)'s ``stat``; empty if it is gone."""
+    """Start time of a process in clock ticks since boot, field 22 of proc(5)'s ``stat``; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -546,7 +547,7 @@ def _born(pid: int) -> str:
 
 def _lives(pid: int) -> bool:
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # where it is a child of ours, so that it does not stay as a zombie
+        os.waitpid(pid, os.WNOHANG)  # if it is a child of this process, so that it does not stay as a zombie
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -554,7 +555,7 @@ def _lives(pid: int) -> bool:
 
 
 def _free_ports(number: int) -> range:
-    """A row of ports on which nobody listens."""
+    """Consecutive ports on which no process listens."""
     for _ in range(100):
         first = random.randrange(PORTS.start, PORTS.stop - number)
         with contextlib.ExitStack() as taken:
@@ -623,7 +624,7 @@ def _do(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The command line; its exit code."""
+    """Run the command line, and return its exit code."""
     try:
         _do(_parser().parse_args())
     except ClusterError as error:

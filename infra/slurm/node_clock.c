@@ -1,7 +1,7 @@
 /* A wall clock that is wrong by RLHF_TEST_CLOCK_OFFSET_S seconds, for the program that preloads this library.
  *
- * A deadline that a program computed from the wrong clock is moved back before the kernel sees it, as on a machine whose
- * whole clock is wrong; otherwise a wait of one second would last as long as the clock is wrong.
+ * A deadline that a program computed from the wrong clock is corrected before the kernel sees it, as on a machine whose
+ * own clock is wrong; otherwise a wait of one second would be longer by the whole offset.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 static const long SECOND_NS = 1000000000;
-/* A condition is waited for by either clock. Time since the machine's start never gets that large, the date always is. */
+/* Waits on a condition use either clock. Time since boot never gets that large; a date is always larger. */
 static const time_t EARLIEST_DATE_S = 1000000000;
 
 static struct timespec moved(struct timespec when, double by_s) {

@@ -1,8 +1,8 @@
-"""Where a node of the throw-away cluster lives when it is to be disturbed alone: own network, own processor time.
+"""Isolation of a node of the throw-away cluster, so that it can be disturbed alone: own network, own processor time.
 
-A node gets a network namespace with one cable (a veth pair) to a bridge that stands for the switch, a host name, and a
-control group. The names come from the cluster's folder alone: whoever knows the folder finds everything again, and
-removes it, also after a start that was killed half-way.
+A node gets a network namespace with one cable (a veth pair) to a bridge that acts as the switch, a host name, and a
+control group. The names are derived from the cluster's folder alone, so any process that knows the folder can find and
+remove everything, even after a start that was killed halfway.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROGRAMS = ("ip", "tc", "nsenter", "unshare", "mount")
-# Bit numbers of capabilities(7): links and queues need the first, namespaces and mounts the second.
+# Bit numbers in capabilities(7): links and queues need the first, namespaces and mounts the second.
 CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 NAMESPACES = Path("/run/netns")
-# The cable's end in the node. Every node has one of that name, as on a real cluster.
+# The node's end of the cable. It has the same name on every node, as on a real cluster.
 INNER = "eth0"
 MOST_NODES = 250
 PERIOD_US = 100_000
-# The host name and the way to look up all nodes are the node's own; everything else of the file system is shared.
+# The host name and /etc/hosts are the node's own; the rest of the file system is shared.
 ENTER = 'echo "$1" >/proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
 class ClusterError(Exception):
-    """The cluster could not do it; the message says what is missing or which log says why."""
+    """The cluster cannot do it; the message says what is missing or which log has the reason."""
 
 
 def why_not() -> str:
-    """Why nodes cannot have namespaces here; empty where they can."""
+    """Reason why nodes cannot have namespaces here; empty if they can."""
     missing = [program for program in PROGRAMS if program_path(program) is None]
     if missing:
         return f"missing: {', '.join(missing)}; install iproute2, util-linux and mount"
@@ -47,17 +47,17 @@ def why_not() -> str:
 
 
 def search_path() -> str:
-    """PATH with the folder of the daemons, which is not on the PATH of a user who is not root."""
+    """PATH with the folder of the daemons, which is not on the PATH of ordinary users."""
     return os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 
 
 def program_path(name: str) -> str | None:
-    """Where a program lies; None if this machine lacks it."""
+    """Path of a program; None if it is missing on this machine."""
     return shutil.which(name, path=search_path())
 
 
 def short_name(folder: Path) -> str:
-    """What the names of a cluster's namespaces, links and groups start with; a link's may have 15 letters."""
+    """Prefix of the names of a cluster's namespaces, links and groups; the name of a link may have 15 characters."""
     return "rl" + hashlib.sha256(str(folder).encode()).hexdigest()[:8]
 
 
@@ -70,10 +70,11 @@ class Network:
         self._hosts = folder / "etc" / "hosts"
 
     def make(self, nodes: Sequence[str]) -> tuple[str, dict[str, str]]:
-        """Lay the cables; the address of the bridge, on which the controller is reached, and that of each node.
+        """Create the cables. Returns the address of the bridge, at which the controller is reached, and that of each
+        node.
 
         Raises:
-            ClusterError: it is not allowed here, or no subnet is free.
+            ClusterError: it is not permitted here, or no subnet is free.
         """
         if reason := why_not():
             raise ClusterError(f"found {reason}, or go without --namespaces")
@@ -102,7 +103,7 @@ class Network:
         _run("ip", "-n", space, "link", "set", INNER, "up")
 
     def remove(self) -> None:
-        """Remove all of it, also half of it, and end what still runs on the nodes; harmless where there is nothing."""
+        """Remove everything, even if incomplete, and end what still runs on the nodes; harmless if there is nothing."""
         spaces = [path.name for path in NAMESPACES.glob(f"{self._name}-*")]
         deadline = time.monotonic() + 10
         while pids := [int(pid) for space in spaces for pid in _run("ip", "netns", "pids", space).split()]:
@@ -112,7 +113,7 @@ class Network:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        # A pair goes with one of its ends; with the namespace alone it would go a little later.
+        # Removing one end removes the pair at once; removing only the namespace does so a little later.
         for _, link in socket.if_nameindex():
             if link.startswith(f"{self._name}-"):
                 _run("ip", "link", "delete", link)
@@ -120,26 +121,27 @@ class Network:
             _run("ip", "netns", "delete", space)
 
     def inside(self, node: str, words: list[str]) -> list[str]:
-        """The command that runs ``words`` on the node, as the same process; ``words`` where it has no namespace."""
+        """The command that runs ``words`` on the node, as the same process; ``words`` if it has no namespace."""
         if not self.has(node):
             return words
         enter = ["nsenter", f"--net={NAMESPACES / self._space(node)}", "--", "unshare", "--uts", "--mount", "--"]
         return [*enter, "sh", "-c", ENTER, "sh", node, str(self._hosts), *words]
 
     def has(self, node: str) -> bool:
-        """Whether the node has a namespace."""
+        """True if the node has a namespace."""
         return (NAMESPACES / self._space(node)).exists()
 
     def slow(self, node: str, rate_mbit: float, latency_ms: float = 0) -> None:
-        """Let each direction of the node's cable pass ``rate_mbit``, ``latency_ms`` late.
+        """Limit each direction of the node's cable to ``rate_mbit``, delayed by ``latency_ms``.
 
         Raises:
-            ClusterError: the node has no cable, or the kernel lacks what delays packets.
+            ClusterError: the node has no cable, or the kernel lacks the module that delays packets.
         """
         if latency_ms:
             queue = ["netem", "delay", f"{latency_ms}ms", "rate", f"{rate_mbit}mbit"]
         else:
-            # Enough for the bytes of one tick of the slowest kernel clock (100 Hz), and for one packet not yet cut up.
+            # Enough for the bytes of one tick of the slowest kernel clock (100 Hz), and for one packet before
+            # segmentation.
             burst = max(65_536, int(rate_mbit * 1e6 / 8 / 100))
             queue = ["tbf", "rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", "50ms"]
         try:
@@ -150,7 +152,7 @@ class Network:
             raise
 
     def cut(self, node: str) -> None:
-        """Have the switch swallow all that the node sends, and all that is sent to it, without a word to anybody.
+        """Make the switch silently drop all packets from and to the node.
 
         Raises:
             ClusterError: the node has no cable.
@@ -159,7 +161,7 @@ class Network:
         _run("ip", "link", "set", self._outer(node), "nomaster")
 
     def mend(self, node: str) -> None:
-        """Let the node's cable pass everything again; harmless where it does."""
+        """Let the node's cable pass everything again; harmless if it does already."""
         self._queue(node, "noqueue")
         _run("ip", "link", "set", self._outer(node), "master", self._bridge)
 
@@ -180,7 +182,7 @@ class Network:
 
 
 class Processor:
-    """The processor time of each node of one cluster: a control group per node, of either version of the kernel's."""
+    """The processor time of each node of one cluster: a control group per node, version 1 or 2."""
 
     def __init__(self, folder: Path, mounted: Path = Path("/sys/fs/cgroup")) -> None:
         self._name = short_name(folder)
@@ -188,9 +190,9 @@ class Processor:
         self._root = mounted / "cpu" if self._old else mounted
 
     def add(self, node: str, pid: int) -> None:
-        """Let a process and all its later children live on the node's processor time, where groups can be made.
+        """Put a process and all its later children into the node's control group, if groups can be created.
 
-        Where they cannot, the node works all the same, and only :meth:`slow` has nothing to act on.
+        If they cannot, the node works all the same, but :meth:`slow` has no effect.
         """
         group = self._group(node)
         try:
@@ -203,7 +205,7 @@ class Processor:
                 group.rmdir()
 
     def slow(self, node: str, share: float) -> None:
-        """Give everything on the node ``share`` cores together: 0.25 is a quarter of one core, 2 is two cores.
+        """Limit everything on the node to ``share`` cores in total: 0.25 is a quarter of one core, 2 is two cores.
 
         Raises:
             ClusterError: the share is too small for the kernel, or the node has no control group.
@@ -213,11 +215,11 @@ class Processor:
         self._set(node, int(share * PERIOD_US))
 
     def mend(self, node: str) -> None:
-        """Give the node all it can get; harmless where it does."""
+        """Remove the limit of the node; harmless if there is none."""
         self._set(node, None)
 
     def prioritize(self, weight: int) -> None:
-        """Let each node weigh as much as ``weight`` processes outside of the cluster; 1 is the kernel's default."""
+        """Give each node the weight of ``weight`` processes outside the cluster; 1 is the kernel's default."""
         for group in self._root.glob(f"{self._name}-*"):
             if self._old:
                 (group / "cpu.shares").write_text(str(1024 * weight))
@@ -232,7 +234,7 @@ class Processor:
                 try:
                     group.rmdir()
                     break
-                except OSError:  # what was killed is not gone at once
+                except OSError:  # killed processes do not disappear at once
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.05)
@@ -259,10 +261,10 @@ def _number(node: str) -> int:
 
 
 def _free_subnet() -> ipaddress.IPv4Network:
-    """A private subnet that no route and no address of this machine touches."""
-    said = _run("ip", "-4", "-oneline", "address") + " " + _run("ip", "-4", "route", "show", "table", "all")
+    """A private subnet that overlaps with no route and no address of this machine."""
+    output = _run("ip", "-4", "-oneline", "address") + " " + _run("ip", "-4", "route", "show", "table", "all")
     taken = []
-    for word in said.split():
+    for word in output.split():
         with contextlib.suppress(ValueError):
             taken.append(ipaddress.IPv4Interface(word).network)
     free = [ipaddress.IPv4Network(f"10.{second}.{third}.0/24") for second in range(200, 250) for third in range(250)]

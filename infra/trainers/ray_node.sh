@@ -4,14 +4,14 @@
 #
 #   ray_node.sh NODE_RANK NUM_NODES HEAD_ADDRESS HEAD_PORT GPUS_PER_NODE FOLDER COMMAND [ARGUMENT ...]
 #
-# FOLDER is seen by all nodes and belongs to this start alone; the exit code of the program is left in it.
+# FOLDER is visible to all nodes and belongs to this start alone; the program's exit code is stored in it.
 set -u
 node_rank=$1 num_nodes=$2 address=$3 port=$4 gpus=$5 folder=$6
 shift 6
 mkdir -p "$folder"
 result=$folder/exit_code
 
-# Ray stays in the foreground of a process of ours: `ray stop` would end that of every job on the node.
+# Ray runs in the foreground of our own process, because `ray stop` would end the Ray of every job on the node.
 node=""
 end_node() { [ -n "$node" ] && kill "$node" 2>/dev/null && wait "$node"; }
 trap end_node EXIT

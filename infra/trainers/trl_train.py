@@ -1,9 +1,9 @@
-"""GRPO, CPO and ORPO of TRL 1.16 from data files. Copy it and change it where it does not fit.
+"""GRPO, CPO and ORPO of TRL 1.16 from data files. Copy it, and change it if it does not fit.
 
     torchrun ... trl_train.py cpo --model_name_or_path MODEL --train_file TRAIN --output_dir FOLDER ...
 
-TRL's own script for GRPO takes a data set of the hub or a folder; for CPO and ORPO, which are in `trl.experimental`,
-TRL has none. Arguments are those of the algorithm's config, which include all of `transformers.TrainingArguments`, and
+TRL's own script for GRPO takes a data set from the hub or a folder; for CPO and ORPO, which are in `trl.experimental`,
+TRL has none. The arguments are those of the algorithm's config, including all of `transformers.TrainingArguments`, and
 of TRL's `ModelConfig`.
 """
 
@@ -35,7 +35,7 @@ class Data:
 
 
 def reward_function(name: str):
-    """The function behind a name in `trl.rewards`, or behind a dotted path."""
+    """The function with a name in `trl.rewards`, or at a dotted path."""
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(module or "trl.rewards"), function)
 
@@ -47,7 +47,7 @@ def main() -> None:
     name = sys.argv.pop(1)
     config_class, trainer_class = ALGORITHMS[name]
     parser = TrlParser((Data, config_class, ModelConfig))
-    # Without GPUs TRL's bf16 stops, and without use_cpu accelerate trains every rank by itself, and says nothing.
+    # Without GPUs, TRL's bf16 fails, and without use_cpu accelerate silently trains every rank on its own.
     parser.set_defaults(bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available())
     data, arguments, model = parser.parse_args_and_config()
     files = {"train": data.train_file} | ({"eval": data.eval_file} if data.eval_file else {})
@@ -68,8 +68,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_model(arguments.output_dir)
     trainer.accelerator.end_training()
-    # All is saved. Taking the trainer down can wait for ever with gloo: torch joins its threads with the interpreter's
-    # lock held, and they want it (pytorch #56297, seen in 3 of 17 runs with torch 2.13).
+    # Everything is saved. Shutting the trainer down can block forever with gloo: torch joins its threads while it holds
+    # the interpreter's lock, which they need (pytorch #56297, seen in 3 of 17 runs with torch 2.13).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

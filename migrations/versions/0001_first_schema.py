@@ -19,14 +19,14 @@ JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Views. The databases differ in two things: the seconds between two times, and a time some seconds before another.
+# Views. The databases differ in two things: the seconds between two times, and a time some seconds before another one.
 
 SqlFunction = Callable[[str, str], str]
 
 TIME_FUNCTIONS: dict[str, tuple[SqlFunction, SqlFunction]] = {
     "sqlite": (
         lambda start, end: f"((julianday({end}) - julianday({start})) * 86400.0)",
-        # In the form in which times are stored, so that they compare as text.
+        # In the form in which times are stored, so that they can be compared as text.
         lambda time, seconds: f"strftime('%Y-%m-%d %H:%M:%f000', {time}, printf('-%.6f seconds', COALESCE({seconds}, 0)))",
     ),
     "postgresql": (
@@ -37,7 +37,7 @@ TIME_FUNCTIONS: dict[str, tuple[SqlFunction, SqlFunction]] = {
 
 
 def extreme(function: str, *times: str) -> str:
-    """The earliest (``MIN``) or latest (``MAX``) of some times, leaving out those that are null."""
+    """The earliest (``MIN``) or latest (``MAX``) of several times, ignoring nulls."""
     return f"(SELECT {function}(t) FROM ({' UNION ALL '.join(f'SELECT {time} AS t' for time in times)}) times)"
 
 
@@ -45,8 +45,8 @@ LATER_RESTART = "(r.attempt > m.attempt OR (r.attempt = m.attempt AND r.restart 
 SUPERSEDED = f"""EXISTS (
     SELECT 1 FROM restarts r WHERE r.run_id = m.run_id AND r.first_step <= m.step AND {LATER_RESTART}
 )"""
-"""A restart goes back to before the first step it makes. Whatever earlier restarts have from that step on was made on
-weights that no longer exist, also where the new one has not come that far yet."""
+"""A restart goes back to before its first step. Everything that earlier restarts recorded from that step on was made
+with weights that no longer exist, even if the new restart has not come that far yet."""
 
 STEP_SECONDS = "SELECT key_id FROM metric_keys WHERE name = 'time/step_s'"
 
@@ -59,13 +59,12 @@ WHERE NOT {SUPERSEDED}
 
 
 def run_lost_time(seconds: SqlFunction, before: SqlFunction) -> str:
-    """Time lost per kind of failure. What is counted for one incident never overlaps with what is counted for another.
+    """Time lost per kind of failure. Times counted for different incidents never overlap.
 
-    ``downtime_s``: from the last step finished before the incident to the beginning of the first step of a later
-    restart, the wait for a new attempt included; or to the next incident, or to the end of the run, whichever came
-    first. Where no step was finished since the incident before, it begins at the incident: the time up to there
-    belongs to the one before. ``repeated_s``: ``time/step_s`` of those steps of its restart that were made again
-    later.
+    ``downtime_s``: from the last step finished before the incident to the start of the first step of a later restart,
+    including the wait for a new attempt; or to the next incident, or to the end of the run, whichever came first. If no
+    step was finished since the previous incident, it starts at this incident: the time up to there belongs to the
+    previous one. ``repeated_s``: ``time/step_s`` of those steps of its restart that were repeated later.
     """
     return f"""
 CREATE VIEW run_lost_time AS
@@ -114,11 +113,11 @@ GROUP BY run_id, failure_kind
 
 
 def run_goodput(seconds: SqlFunction, _before: SqlFunction) -> str:
-    """Where the time of a run went.
+    """Breakdown of the time of a run.
 
-    ``wall_s``: from being asked for to the end (while it runs: to the newest sign of it), without the time between an
-    end and a resume. ``queue_s``: from submission to start, over all attempts. ``productive_s``: ``time/step_s`` of
-    the steps that count. ``repeated_s``: the same of steps that were made again. ``ettr``: productive_s / (wall_s -
+    ``wall_s``: from the request to the end (while it runs: to the newest sign of life), without the time between an end
+    and a resume. ``queue_s``: from submission to start, over all attempts. ``productive_s``: ``time/step_s`` of the
+    steps that count. ``repeated_s``: the same for steps that were repeated. ``ettr``: productive_s / (wall_s -
     queue_s); preflight, setup, back-off and evaluation lower it too.
     """
     return f"""

@@ -1,6 +1,6 @@
-"""What runs of a shape teach each other, and the collective of an incident.
+"""Facts that runs of the same shape share, and the collective of an incident.
 
-Revision: 0002, after 0001. Rows that are there get empty values: ``rlhf db rebuild`` fills them from the run directories.
+Revision: 0002, after 0001. Existing rows get empty values: ``rlhf db rebuild`` fills them from the run directories.
 """
 
 import sqlalchemy as sa

@@ -1,6 +1,6 @@
-"""What the nodes of an attempt measured before training, and which attempt a finding is about.
+"""Measurements of the nodes of an attempt before training, and the attempt that a finding is about.
 
-Revision: 0003, after 0002. Findings that are there are preflight's: attempt 0.
+Revision: 0003, after 0002. Existing findings are those of preflight: attempt 0.
 """
 
 import sqlalchemy as sa

@@ -1,6 +1,6 @@
-"""Which run a trial was made for.
+"""The run that a trial was made for.
 
-Revision: 0004, after 0003. Runs that are there are no trials.
+Revision: 0004, after 0003. Existing runs are not trials.
 """
 
 import sqlalchemy as sa

@@ -1,6 +1,6 @@
-"""Which controllers drove a run (and so which Prefect flow runs), where its promotion stands, and its tags.
+"""The controllers that drove a run (and so its Prefect flow runs), the state of its promotion, and its tags.
 
-Revision: 0005, after 0004. Nothing is known of these for runs that are there.
+Revision: 0005, after 0004. For existing runs, none of these is known.
 """
 
 import sqlalchemy as sa

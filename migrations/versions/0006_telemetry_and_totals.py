@@ -1,11 +1,11 @@
-"""Telemetry of the nodes over time, tags to search by, goodput kept of runs that are over; and views of what findings
-there were, where the time of a step goes, and how long recoveries took.
+"""Telemetry of the nodes over time, tags to search by, cached goodput of ended runs; and views of the findings, of the
+breakdown of a step's time, and of the duration of recoveries.
 
-Revision: 0006, after 0005. Tags and goodput of the runs that are there are carried over; their telemetry was never kept.
+Revision: 0006, after 0005. Tags and goodput of existing runs are carried over; their telemetry was never stored.
 
 ``metrics`` loses its foreign keys: checking them was half of the cost of every row on PostgreSQL. The transaction that
 writes a row has claimed the row of its run and has written the names; no name is ever removed; and a trigger removes
-the metrics of a run that is removed. SQLite can drop foreign keys only by making the table again.
+the metrics of a removed run. SQLite can drop foreign keys only by recreating the table.
 """
 
 import runpy
@@ -24,7 +24,7 @@ TIME = sa.DateTime(timezone=True)
 JSON = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
 
 FIRST = runpy.run_path(str(Path(__file__).with_name("0001_first_schema.py")))
-"""The first schema, whose views are made anew here."""
+"""The first schema, whose views are recreated here."""
 
 EARLIER = "b.run_id = i.run_id AND (b.seen_at < i.seen_at OR (b.seen_at = i.seen_at AND b.incident_id < i.incident_id))"
 AFTER = "b.run_id = i.run_id AND (b.seen_at > i.seen_at OR (b.seen_at = i.seen_at AND b.incident_id > i.incident_id))"
@@ -38,7 +38,7 @@ WITH ordered AS (
     FROM incidents i
 ),
 seen AS ("""
-"""In place of window functions, through which SQLite does not look for one run: it went through the incidents of all
+"""Replacement for window functions, with which SQLite cannot restrict a query to one run: it read the incidents of all
 runs to answer about one."""
 
 ENDED = "('completed', 'failed', 'cancelled')"
@@ -75,11 +75,11 @@ def seconds(dialect: str, start: str, end: str) -> str:
 def views(dialect: str) -> dict[str, str]:
     words = DIALECTS[dialect]
     return {
-        # One row per figure of a reading; the table keeps a reading in one row, which takes several times less room.
+        # One row per figure of a reading; the table stores a reading in one row, which takes several times less space.
         "node_figures": f"""
 SELECT t.run_id, t.attempt, t.restart, t.node, t.time, t.seconds, f.key, {words["figure"]} AS value
 FROM node_telemetry t, {words["figures"]} f""",
-        # What stood out among the nodes, from when to when; without an end it lasted as long as its restart.
+        # Anomalies among the nodes, with start and end; without an end, one lasted as long as its restart.
         "node_imbalance": f"""
 SELECT b.run_id, b.attempt, b.restart, b.message AS finding, b.time AS began_at,
        (SELECT MIN(e.time) FROM events e
@@ -87,7 +87,7 @@ SELECT b.run_id, b.attempt, b.restart, b.message AS finding, b.time AS began_at,
            AND e.kind = 'telemetry' AND e.message = 'no longer: ' || b.message) AS ended_at
 FROM events b
 WHERE b.kind = 'telemetry' AND {words["finding"]} = 'begins'""",
-        # Where the time of the steps that count went; ``share`` is of the whole steps.
+        # Breakdown of the time of the steps that count; ``share`` is relative to whole steps.
         "run_step_time": f"""
 SELECT run_id, key, num_steps, total_s, mean_s,
        total_s / NULLIF(MAX(CASE WHEN key = 'time/step_s' THEN total_s END) OVER (PARTITION BY run_id), 0) AS share
@@ -96,7 +96,7 @@ FROM (
     FROM metrics m JOIN metric_keys k ON k.key_id = m.key_id
     WHERE k.name LIKE 'time/%' AND m.value IS NOT NULL AND NOT {SUPERSEDED}
     GROUP BY m.run_id, k.name) t""",
-        # From an incident to the end of the first step of a later restart, and of the first step that is new.
+        # From an incident to the end of the first step of a later restart, and to that of the first new step.
         "run_recoveries": f"""
 SELECT run_id, incident_id, attempt, restart, failure_kind, detected_after_s, seen_at,
        first_step_at, {seconds(dialect, "seen_at", "first_step_at")} AS recovery_s,
@@ -107,7 +107,8 @@ FROM (
            (SELECT MIN(m.time) FROM metrics m WHERE {STEPS} AND {LATER} AND m.step > COALESCE(
                (SELECT MAX(m.step) FROM metrics m WHERE {STEPS} AND NOT {LATER}), 0)) AS new_step_at
     FROM incidents i) t""",
-        # run_goodput, for the runs that are over as it was kept: a row that is not of the newest batch does not count.
+        # run_goodput, with the cached values for ended runs: a row that does not belong to the newest batch does not
+        # count.
         "all_goodput": f"""
 SELECT n.run_id, n.name, n.state, n.created_at, {GOODPUT}
 FROM runs n JOIN kept_goodput k ON k.run_id = n.run_id AND k.ingest_stamp = n.ingest_stamp
@@ -119,8 +120,8 @@ WHERE NOT EXISTS (SELECT 1 FROM kept_goodput k WHERE k.run_id = n.run_id AND k.i
 
 
 def lost_time_views(dialect: str) -> dict[str, str]:
-    """``run_lost_time`` and ``run_goodput`` with the same answers, from a view that has a row per incident: into that
-    one a question about one run finds its way."""
+    """``run_lost_time`` and ``run_goodput`` with the same answers, from a view with one row per incident, which
+    databases can restrict to one run."""
     functions = FIRST["TIME_FUNCTIONS"][dialect]
     lost = FIRST["run_lost_time"](*functions)
     tail = lost[lost.index("\nseen AS (") + len("\nseen AS (") : lost.index("\nSELECT run_id, failure_kind, COUNT(*)")]
@@ -141,7 +142,7 @@ GROUP BY run_id, failure_kind""",
 
 
 def first_lost_time_views(dialect: str) -> dict[str, str]:
-    """The same as the first schema had them."""
+    """The same views as in the first schema."""
     functions = FIRST["TIME_FUNCTIONS"][dialect]
     return {
         name: FIRST[name](*functions).replace(f"CREATE VIEW {name} AS", "") for name in ("run_lost_time", "run_goodput")
@@ -152,7 +153,7 @@ def replace_views(dialect: str, questions: dict[str, str]) -> None:
     for name, question in questions.items():
         if dialect == "sqlite":
             op.execute(f"DROP VIEW IF EXISTS {name}")
-        # PostgreSQL keeps the views that read it.
+        # PostgreSQL keeps the views that depend on it.
         create = "CREATE VIEW" if dialect == "sqlite" else "CREATE OR REPLACE VIEW"
         op.execute(sa.text(f"{create} {name} AS {question}".replace(":", "\\:")))
 
@@ -231,7 +232,7 @@ UNFOLLOW = {
 
 
 def make_metrics_again(references: str) -> None:
-    """Make the table again, with or without the references, and the views that read it as they were."""
+    """Recreate the table, with or without the references, and the views that read it, unchanged."""
     master = "SELECT name, sql FROM sqlite_master WHERE type = 'view'"
     made = [] if op.get_context().as_sql else op.get_bind().exec_driver_sql(master).all()
     for name, _ in made:

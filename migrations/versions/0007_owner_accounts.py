@@ -1,6 +1,6 @@
-"""The operating system's user beside the name of who asked for a run.
+"""The operating system's user, next to the name of the user who requested a run.
 
-Revision: 0007, after 0006. Of runs that are there it is not known, and stays empty.
+Revision: 0007, after 0006. For existing runs it is unknown, and stays empty.
 """
 
 import sqlalchemy as sa

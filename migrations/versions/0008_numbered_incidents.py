@@ -1,6 +1,6 @@
 """Numbers of incidents within their attempt, the decisions about them, and the role of the group they happened in.
 
-Revision: 0008, after 0007. Those that are there have no number; the role of theirs is not known.
+Revision: 0008, after 0007. Existing incidents have no number; the role of their group is unknown.
 """
 
 import sqlalchemy as sa

@@ -1,9 +1,9 @@
 """One word for one meaning: columns and a table whose names were pictures or meant two things.
 
-Revision: 0009, after 0008. Every row is carried over. ``rlhf_core.history.renamed`` has the same names for the advice
-that saved SQL with an old one is answered with.
+Revision: 0009, after 0008. Every row is carried over. ``rlhf_core.history.renamed`` has the same names, for the advice
+that answers saved SQL with an old name.
 
-Both databases rename a column in the views, triggers and references that use it, so that nothing has to be made again.
+Both databases rename a column in the views, triggers and references that use it, so nothing has to be recreated.
 """
 
 import sqlalchemy as sa
@@ -25,7 +25,7 @@ COLUMNS = (
 )
 TABLE, CONSTRAINTS = ("kept_goodput", "goodput_cache"), ("pk_{}", "fk_{}_run_id")
 EVENTS = ("keeper_", "reconcile_")
-"""Beginning of the kind of events that the daemon of a site writes."""
+"""Prefixes of the kinds of events that the site daemon writes."""
 
 
 def upgrade() -> None:
@@ -44,7 +44,7 @@ def downgrade() -> None:
 
 def rename_table(before: str, after: str) -> None:
     op.rename_table(before, after)
-    if op.get_context().dialect.name == "postgresql":  # SQLite cannot rename constraints, and nothing asks for them
+    if op.get_context().dialect.name == "postgresql":  # SQLite cannot rename constraints, and nothing needs that
         for name in CONSTRAINTS:
             op.execute(f"ALTER TABLE {after} RENAME CONSTRAINT {name.format(before)} TO {name.format(after)}")
 

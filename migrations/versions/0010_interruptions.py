@@ -1,6 +1,6 @@
-"""Time lost and recoveries by interruption: incidents that the run outlived cost it no time and need no recovery.
+"""Time lost and recoveries by interruption: incidents that the run survived cost it no time and need no recovery.
 
-Revision: 0010, after 0009. The views keep their columns; answers about runs of version 0.1 stay as they were, for each
+Revision: 0010, after 0009. The views keep their columns; answers about runs of version 0.1 stay the same, because each
 of their incidents ended all workers.
 """
 
@@ -15,7 +15,7 @@ branch_labels = None
 depends_on = None
 
 TELEMETRY = runpy.run_path(str(Path(__file__).with_name("0006_telemetry_and_totals.py")))
-"""The revision that made the views last."""
+"""The revision that last created the views."""
 
 replace_views = TELEMETRY["replace_views"]
 

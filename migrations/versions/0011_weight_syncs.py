@@ -1,6 +1,6 @@
 """Syncs of weights into rollout engines: bytes, seconds, rate, and the engines that acknowledged.
 
-Revision: 0011, after 0010. Runs that are there have none.
+Revision: 0011, after 0010. Existing runs have none.
 """
 
 import sqlalchemy as sa

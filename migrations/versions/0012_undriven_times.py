@@ -1,6 +1,6 @@
-"""Times in which nothing drove a run, which count neither for the run nor for its recoveries and what it lost.
+"""Times in which nothing drove a run, which count neither for the run nor for its recoveries and lost time.
 
-Revision: 0012, after 0011. Rows stay as they are; totals kept of runs that such times belong to are made anew.
+Revision: 0012, after 0011. Rows stay as they are; the cached totals of runs with such times are computed again.
 """
 
 import runpy
@@ -16,7 +16,7 @@ depends_on = None
 
 TELEMETRY = runpy.run_path(str(Path(__file__).with_name("0006_telemetry_and_totals.py")))
 INTERRUPTIONS = runpy.run_path(str(Path(__file__).with_name("0010_interruptions.py")))
-"""The revisions that made the views last."""
+"""The revisions that last created the views."""
 
 seconds, replace_views = TELEMETRY["seconds"], TELEMETRY["replace_views"]
 ENDED, GOODPUT = TELEMETRY["ENDED"], TELEMETRY["GOODPUT"]
@@ -29,10 +29,10 @@ STEPS = "m.run_id = e.run_id AND m.time < e.time"
 
 def undriven_times(dialect: str) -> str:
     """From the end of a run to its resume; and, for a run whose controller died, from the last sign of life to the next
-    controller. Signs are the events of controllers and agents and the steps, or all metrics of a trainer that has no
-    time of a step. No time in which a job waits in a queue is among these times: that is ``queue_s``.
+    controller. Signs of life are the events of controllers and agents and the steps, or all metrics of a trainer that
+    does not report step times. Time in which a job waits in a queue is never included: that is ``queue_s``.
 
-    Not a UNION: through one, SQLite does not look for one run."""
+    Not a UNION, because SQLite cannot restrict one to a single run."""
     return f"""
 SELECT run_id, began_at, ended_at, {seconds(dialect, "began_at", "ended_at")} AS seconds
 FROM (
@@ -61,7 +61,7 @@ WHERE ended_at IS NOT NULL AND began_at IS NOT NULL"""
 
 
 def during(of: str, since: str, until: str) -> str:
-    """Seconds of the undriven times of a run between two moments. None of them reaches beyond such a moment."""
+    """Seconds of the undriven times of a run between two moments. No undriven time extends beyond such a moment."""
     return f"""COALESCE((
                SELECT SUM(u.seconds) FROM undriven_times u
                 WHERE u.run_id = {of}.run_id AND u.began_at >= {since} AND u.ended_at <= {until}), 0)"""
@@ -98,7 +98,7 @@ def replaced(sql: str, before: str, after: str) -> str:
 
 
 def renew_goodput() -> None:
-    """Make the cached totals anew where undriven times belong to a run."""
+    """Compute the cached totals of runs with undriven times again."""
     undriven = "run_id IN (SELECT run_id FROM undriven_times)"
     op.execute(f"DELETE FROM goodput_cache WHERE {undriven}")
     op.execute(

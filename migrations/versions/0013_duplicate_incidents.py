@@ -1,7 +1,7 @@
-"""Incidents that agents and the controller have both found: views count them once.
+"""Incidents found by both the agents and the controller: views count them once.
 
 Revision: 0013, after 0012. The rows stay as they are. Cached totals of runs with such incidents are dropped: the view
-answers for them until the run is written again.
+computes them until the run is written again.
 """
 
 import runpy
@@ -18,7 +18,7 @@ FIRST, TELEMETRY, BEFORE = (
     runpy.run_path(str(Path(__file__).with_name(name)))
     for name in ("0001_first_schema.py", "0006_telemetry_and_totals.py", "0010_interruptions.py")
 )
-"""The revisions that made the views, and the function that replaces them."""
+"""The revisions that created the views, and the function that replaces them."""
 
 DUPLICATES = """
 CREATE VIEW duplicate_incidents AS

@@ -1,4 +1,4 @@
-"""Layouts of trainer ranks and rollout engines: which ones divide, and the nearest that do. Pure arithmetic."""
+"""Layouts of trainer ranks and rollout engines: the valid ones, and the nearest to an invalid one. Pure arithmetic."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_core.schemas.rollouts import EVEN_HEADS, uneven_heads
 
 _NAMED = 3
-"""Layouts that are named beside one that does not divide."""
+"""Number of valid layouts that are named next to an invalid one."""
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class Layout:
 
     trainers: int
     engines: int = 0
-    """Engines in processes of their own; 0 where the trainers sample."""
+    """Engines in separate processes; 0 if the trainers sample."""
     tensor_parallel: int = 1
-    """GPUs of each engine, or of each trainer rank's engine where these sample."""
+    """GPUs of each engine, or of each trainer rank's engine if the trainers sample."""
     engine_nodes: int = 0
-    """Nodes with engines alone (``rollout.nodes``); 0 where engines lie beside the trainers."""
+    """Nodes that have only engines (``rollout.nodes``); 0 if engines share the nodes of the trainers."""
 
     def __str__(self) -> str:
         split = f" of {self.tensor_parallel} GPUs each" if self.tensor_parallel > 1 else ""
@@ -32,17 +32,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of an attempt, and what a layout must divide."""
+    """Nodes of an attempt, and the numbers that a layout must divide."""
 
     num_nodes: int
     gpus_per_node: int
-    """0 on CPU, where as many processes fit as are asked for."""
+    """0 on CPU, where any number of processes fits."""
     rows: Mapping[str, int]
-    """Rows of a step by loop; each is dealt evenly to the trainers."""
+    """Rows of a step by loop; each loop's rows are distributed evenly among the trainers."""
     num_heads: int | None = None
-    """Attention heads of the model; None where they are not known."""
+    """Attention heads of the model; None if unknown."""
     num_kv_heads: int | None = None
-    """Key-value heads, likewise."""
+    """Key-value heads; None if unknown."""
 
     @property
     def num_gpus(self) -> int:
@@ -63,7 +63,7 @@ class Problem:
 
 
 def problems(layout: Layout, cluster: Cluster) -> list[Problem]:
-    """Reasons against a layout; empty if it divides."""
+    """Reasons against a layout; empty if it is valid."""
     if cluster.trainer_nodes(layout) < 1:
         return [Problem(f"{layout} of {_counted(cluster.num_nodes, 'node')}", "at least one training node")]
     return [
@@ -76,7 +76,7 @@ def problems(layout: Layout, cluster: Cluster) -> list[Problem]:
 
 
 def nearest(layout: Layout, cluster: Cluster) -> list[Layout]:
-    """Layouts that divide, nearest first: as few ranks, engines and GPUs of an engine changed as possible."""
+    """Valid layouts, nearest first: those that change the numbers of ranks, engines and GPUs per engine the least."""
 
     def distance(other: Layout) -> tuple[int, int]:
         changed = abs(other.trainers - layout.trainers) + abs(other.engines - layout.engines)
@@ -92,10 +92,10 @@ def nearest(layout: Layout, cluster: Cluster) -> list[Layout]:
 
 
 def layouts(cluster: Cluster, most: int = 0) -> Iterator[Layout]:
-    """Every layout that divides, and uses all GPUs or fewer.
+    """Every valid layout that uses all GPUs or fewer.
 
     Args:
-        most: processes at most where there are no GPUs to count.
+        most: maximum number of processes if there are no GPUs to count.
     """
     room, gpus = cluster.num_gpus or most, cluster.gpus_per_node
     splits = [width for width in (1, 2, 4, 8) if width <= (gpus or 1)]
@@ -103,7 +103,7 @@ def layouts(cluster: Cluster, most: int = 0) -> Iterator[Layout]:
         training = cluster.num_nodes - alone
         for trainers in range(training, (training * gpus or room) + 1, training):
             if any(rows % trainers for rows in cluster.rows.values()):
-                continue  # whatever the engines: most of a large cluster's layouts need not be looked at
+                continue  # invalid for any number of engines: this skips most layouts of a large cluster
             left = alone * gpus or room - trainers
             found = [] if alone else [Layout(trainers)]
             found += [
@@ -165,8 +165,8 @@ def _too_few_gpus(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
     on_a_node = {f"{of_trainers} and {of_engines}": trainers + engines * layout.tensor_parallel}
     if layout.engine_nodes:
         on_a_node = {of_trainers: trainers, of_engines: engines * layout.tensor_parallel}
-    for processes, asked in on_a_node.items():
-        if asked > cluster.gpus_per_node:
+    for processes, requested in on_a_node.items():
+        if requested > cluster.gpus_per_node:
             yield Problem(
                 f"{processes} on a node with {cluster.gpus_per_node}",
                 "a GPU for every trainer and every part of an engine",

@@ -1,4 +1,4 @@
-"""Request and inventory -> :class:`Placement`."""
+"""Placement of an attempt: request and inventory -> :class:`Placement`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,24 +25,24 @@ def plan(
     usual_speeds: Mapping[str, dict[str, dict[str, float]]] | None = None,
     size_reason: str = "",
 ) -> Placement:
-    """Place one attempt: a probe, the trainer's ranks on every node, then as many of the evaluator in the same places.
+    """Place one attempt: a probe, the trainer's ranks on every node, then as many evaluator ranks in the same places.
 
-    Rollout engines of their own lie beside the trainers, on the GPUs that come after those of the ranks; or, with
-    ``rollout.nodes``, alone on so many nodes, the last ones, and the ranks alone on the others. Agent 0, on the first
-    node, is among trainer ranks either way.
+    Separate rollout engines run next to the trainers, on the GPUs that follow those of the ranks. With
+    ``rollout.nodes``, that many nodes, the last ones, run engines alone, and the ranks run on the others. Agent 0, on
+    the first node, shares it with trainer ranks in both cases.
 
     Args:
         attempt: its number, from 1.
-        slurm: options of its job, those of the site included; by default those of the run alone.
-        resume_from: the checkpoint to go on from; None starts from the beginning.
-        excluded_nodes: nodes that it must not get, and why.
-        config_diff: settings that it and earlier attempts change.
-        longest_gaps_s: longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
-        usual_speeds: what earlier probes measured: node to device to reading.
-        size_reason: why it has fewer nodes than the run asks for.
+        slurm: options of its job, those of the site included; default: those of the run alone.
+        resume_from: the checkpoint to resume from; None starts from the beginning.
+        excluded_nodes: nodes to exclude, with the reasons.
+        config_diff: settings changed by this attempt and earlier ones.
+        longest_gaps_s: longest silences in earlier runs of the same shape: ``role/phase`` to seconds.
+        usual_speeds: measurements of earlier probes: node to device to reading.
+        size_reason: reason for fewer nodes than the run requests.
 
     Raises:
-        BadInput: the inventory cannot hold it, now or later; the message says by how much.
+        BadInput: the inventory can never hold it; the message states what is missing.
     """
     excluded = dict(excluded_nodes or {})
     shortage = shortages(spec.resources, slurm or spec.slurm, inventory, tuple(excluded))
@@ -80,10 +80,10 @@ def _phases(spec: RunSpec) -> Phases:
 
 
 def _with_engines(spec: RunSpec, workers: GroupPlan) -> tuple[GroupPlan, ...]:
-    """Trainers or evaluators, and the rollout engines beside them or on nodes of their own.
+    """Trainers or evaluators, and the rollout engines next to them or on separate nodes.
 
     Raises:
-        BadInput: the engines cannot be spread evenly, or there are too few GPUs for them.
+        BadInput: the engines cannot be distributed evenly, or there are too few GPUs for them.
     """
     if not spec.rollout.engines:
         return (workers,)
@@ -112,10 +112,10 @@ def shortages(
 ) -> list[str]:
     """List the resources that the inventory lacks for the request, one sentence each; empty if it fits.
 
-    Nodes that are out of service count as there: a job waits for them, while one that could never have enough nodes is
+    Nodes that are out of service are counted: a job waits for them, whereas a job that could never have enough nodes is
     refused.
 
-    Processor cores are not counted here: sharing them is slow, not impossible (a preflight warning says so).
+    Processor cores are not counted: sharing them is slow, not impossible (a preflight warning says so).
     """
     found = []
     if resources.gpus_per_node > inventory.gpus_per_node:

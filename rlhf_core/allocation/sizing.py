@@ -1,7 +1,7 @@
-"""Number of nodes of an attempt: as many as the run asks for, or as many as the cluster has (``resources.min_nodes``).
+"""Number of nodes of an attempt: as many as the run requests, or as many as the cluster has (``resources.min_nodes``).
 
-Nodes that are busy count as there: a job waits for them. Nodes that are out of service or excluded do not. Nodes that
-the cluster does not have are not excluded either: Slurm refuses a job that names one.
+Busy nodes are counted, because a job waits for them. Nodes that are out of service or excluded are not. Nodes that the
+cluster does not have are dropped from the exclusions: Slurm refuses a job that names one.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,26 +19,26 @@ class Size:
 
     num_nodes: int
     excluded: Mapping[str, str]
-    """Nodes that it must not get, and why."""
+    """Nodes to exclude, with the reasons."""
     spared: Sequence[str] = ()
-    """Nodes that are suspect but not excluded: without them there would be too few."""
+    """Suspect nodes that are not excluded, because too few nodes would be left."""
     reason: str = ""
-    """Reason for fewer nodes than the run asks for; empty if it is as many."""
+    """Reason for fewer nodes than the run requests; empty if it gets all of them."""
 
 
 def size_of(
     spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, excluded: Mapping[str, str], new_suspects: Collection[str]
 ) -> Size:
-    """Choose the number of nodes of the next attempt, and the suspects that it goes without.
+    """Choose the number of nodes of the next attempt, and the suspects to exclude.
 
-    A node is left out of one attempt at least. After that it is taken again where the attempt would be smaller without
-    it: it may have been repaired. Where even the fewest nodes are not there, all of them are waited for, as without
-    ``resources.min_nodes``, and the oldest suspects are used again.
+    A new suspect is excluded from at least one attempt. After that it is used again if the attempt would be smaller
+    without it: it may have been repaired. If not even the minimum number of nodes is available, the job waits for all
+    of them, as without ``resources.min_nodes``, and the oldest suspects are used again.
 
     Args:
         slurm: options of its job, those of the site included.
-        excluded: nodes to go without, and why, oldest suspects first.
-        new_suspects: those of them that no attempt has gone without yet.
+        excluded: nodes to exclude, with the reasons, oldest suspects first.
+        new_suspects: those of them that no attempt has excluded yet.
     """
     excluded = {node: why for node, why in excluded.items() if node in inventory.node_names}
     possible = spec.possible_nodes
@@ -56,13 +56,13 @@ def size_of(
 
 
 def usable_nodes(spec: RunSpec, slurm: SlurmSpec, inventory: Inventory, excluded: Collection[str]) -> list[str]:
-    """Nodes that a job of the run may get now or when they are no longer busy."""
+    """Nodes that a job of the run may get, now or once they are no longer busy."""
     fitting = inventory.nodes_for(slurm, spec.resources.gpus_per_node)
     return [name for name in fitting if name not in excluded and name not in inventory.out_of_service]
 
 
 def _ever_fewer(excluded: Mapping[str, str], new_suspects: Collection[str]) -> Iterator[dict[str, str]]:
-    """The exclusions, then without one more each time, oldest first; new suspects stay."""
+    """The exclusions, then with one fewer each time, dropping the oldest first; new suspects stay excluded."""
     kept = dict(excluded)
     yield dict(kept)
     for node in [node for node in excluded if node not in new_suspects]:
@@ -70,9 +70,9 @@ def _ever_fewer(excluded: Mapping[str, str], new_suspects: Collection[str]) -> I
         yield dict(kept)
 
 
-def _largest(possible: Sequence[int], there: int) -> int:
-    """The largest possible number of nodes among those that are there; 0 if there is none."""
-    return next((number for number in possible if number <= there), 0)
+def _largest(possible: Sequence[int], available: int) -> int:
+    """The largest possible number of nodes that is available; 0 if there is none."""
+    return next((number for number in possible if number <= available), 0)
 
 
 def _reason(spec: RunSpec, inventory: Inventory, excluded: Mapping[str, str], size: int) -> str:

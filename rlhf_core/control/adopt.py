@@ -1,4 +1,4 @@
-"""``python -m rlhf_core.control.adopt RUN``: takes over a run whose controller died, without Prefect.
+"""``python -m rlhf_core.control.adopt RUN``: take over a run whose controller died, without Prefect.
 
 The site daemon starts this as a separate process when Prefect cannot start a flow run. The controller is the same as
 any other: the lease lets only one drive the run, and a second one exits at once. Since no user asked to resume the run,

@@ -64,7 +64,7 @@ def answer_promotion(
     present = read_record(run_dir).promotion
     given = present is not None and present.state is PromotionState.WAITING
     if given:
-        _give(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
+        _record(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -125,7 +125,7 @@ def _require_open(run_dir: RunDir, verdict: Verdict) -> None:
         raise BadInput(f"too late: {describe(record.promotion)}")
 
 
-def _give(run_dir: RunDir, answer: PromotionAnswer) -> None:
+def _record(run_dir: RunDir, answer: PromotionAnswer) -> None:
     if give_answer(run_dir, answer):
         return
     first = read_answer(run_dir)

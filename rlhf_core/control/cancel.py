@@ -58,7 +58,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
         save: write a checkpoint first, if the workers manage to within ``SAVE_TIMEOUT_S``.
 
     Raises:
-        SchedulerError: something of the job is still there.
+        SchedulerError: part of the job is still running.
     """
     journal = controller.journal
     if journal.record.ended:
@@ -115,7 +115,7 @@ def cancel_run(
         timeout_s: time for the controller to respond; with ``save``, the time for writing the checkpoint is added.
 
     Raises:
-        SchedulerError: something of the job is still there, or the scheduler does not answer about a job that was not
+        SchedulerError: part of the job is still running, or the scheduler does not answer about a job that was not
             recorded.
     """
     run_id = run_dir.run_id
@@ -212,7 +212,7 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
     """End every job named in the files of a run. The state of the run is unknown and left as it is.
 
     Raises:
-        SchedulerError: something of a job is still there.
+        SchedulerError: part of a job is still running.
     """
     with suppress(OSError):  # the scheduler ends the jobs without it
         write_model(run_dir.cancel_request, order_to_end(reason, save=False))
@@ -230,7 +230,7 @@ def _ended_without_writing(run_dir: RunDir, site: Site, error: OSError) -> Cance
     """End the job of a run whose directory cannot be written, so that neither a request nor its end can be recorded.
 
     Raises:
-        SchedulerError: something of the job is still there.
+        SchedulerError: part of the job is still running.
     """
     _end_last_job(run_dir, site)
     message = (
@@ -272,7 +272,7 @@ def _end(scheduler: Scheduler, submission: Submission) -> None:
     """End a job.
 
     Raises:
-        SchedulerError: something of it is still there.
+        SchedulerError: part of it is still running.
     """
     if not scheduler.cancel(submission):
         raise SchedulerError(f"job {submission.job_id} could not be ended: part of it is still running")

@@ -158,7 +158,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.presence = Presence(self.run_dir, lambda: self.clock())
-        """Tells if the run directory exists."""
+        """Shows whether the run directory exists."""
 
     @property
     def spec(self) -> RunSpec:
@@ -195,13 +195,13 @@ class Controller:
             LeaseLost: another controller has the run.
             CancelRequested: a user asked to end the run during that wait.
         """
-        told = False
+        logged = False
         while True:
             try:
                 self.lease.require()
             except DatabaseUnavailable as error:
-                if not told:
-                    told = True
+                if not logged:
+                    logged = True
                     self.observer.log(
                         f"waiting for the database to confirm that this controller still owns the run: {error}"
                     )
@@ -391,7 +391,7 @@ def opened(
 
 
 def _require_writable(run_dir: RunDir) -> None:
-    """Make sure that the run can be driven, before its lease is taken from those who can.
+    """Make sure that this process can drive the run, before it takes the lease from one that can.
 
     Raises:
         RunDirError: this process cannot write its files.
@@ -408,10 +408,10 @@ def close(controller: Controller) -> None:
     """Release the run: bring the history up to date, close the journal, return the lease."""
     lost = controller.lease_lost or controller.lease.lost
     if not lost:
-        behind = controller.record()
-        if behind:
+        problem = controller.record()
+        if problem:
             controller.observer.log(
-                f"the history is out of date: {behind.rstrip('.')}. Nothing is lost; "
+                f"the history is out of date: {problem.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` restores it from the run directories"
             )
     controller.lease.release()

@@ -27,7 +27,7 @@ def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
         return RunDirGone(f"the directory of run {run_id}, which had ended, is gone: {found}")
     cause = f"the run directory is gone: {found}. {_end_job(controller)}"
     _clear_remains(controller.run_dir)
-    _write_down(controller.journal, cause)
+    _record_end(controller.journal, cause)
     try:
         close_missing(run_id, controller.store, cause, utc_now())
     except HistoryError as error:
@@ -39,7 +39,7 @@ def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
     )
 
 
-def _write_down(journal: Journal, cause: str) -> None:
+def _record_end(journal: Journal, cause: str) -> None:
     """Close the run in the journal, whose file is still open. If the directory was moved, the journal moved with it and
     will say why the run ended; if it was deleted, the entry is lost."""
     stage, attempt = journal.record.open_stage(), journal.record.last_attempt

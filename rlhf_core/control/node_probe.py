@@ -1,4 +1,4 @@
-"""``rlhf check --probe``: takes the allocation that a run would get, checks its nodes, and releases it."""
+"""Implementation of ``rlhf check --probe``: take the allocation that a run would get, check its nodes, release it."""
 
 import time
 from collections.abc import Callable
@@ -64,14 +64,14 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
         if not gone:
             say(f"job {submission.job_id} may still be running; the scheduler did not confirm that it ended")
     say(f"nodes checked in {report.seconds:.1f} s")
-    _tidy_up(run_dir, report, say)
+    _clean_up(run_dir, report, say)
     return report.results
 
 
 def _await_report(
     attempt: AttemptDir, submission: Submission, scheduler: Scheduler, say: Callable[[str], None]
 ) -> ProbeReport:
-    said, ended_at_s = "", None
+    reported, ended_at_s = "", None
     while True:
         status = scheduler.status([submission]).get(submission.job_id, JobStatus(JobState.UNKNOWN))
         outcome = read_model(attempt.outcome, AttemptOutcome)
@@ -83,16 +83,16 @@ def _await_report(
         if status.state is JobState.ENDED:
             ended_at_s = time.monotonic() if ended_at_s is None else ended_at_s
             if time.monotonic() - ended_at_s > OUTCOME_S:
-                why = f"{status.reason or 'no reason given'}{_said(attempt)}"
+                why = f"{status.reason or 'no reason given'}{_srun_error(attempt)}"
                 raise RunFailed(f"the job ended without findings ({why}). Logs: {attempt.scheduler_dir}")
-        now = _in_words(submission, status)
-        if now != said:
-            said = now
+        now = _status_text(submission, status)
+        if now != reported:
+            reported = now
             say(now)
         time.sleep(POLL_S)
 
 
-def _said(attempt: AttemptDir) -> str:
+def _srun_error(attempt: AttemptDir) -> str:
     """The srun error for a node whose agent could not start; empty if there is none."""
     log = scheduler_log(attempt)
     lines = read_tail(log, LOG_TAIL_BYTES).splitlines() if log is not None else []
@@ -101,7 +101,7 @@ def _said(attempt: AttemptDir) -> str:
     )
 
 
-def _in_words(submission: Submission, status: JobStatus) -> str:
+def _status_text(submission: Submission, status: JobStatus) -> str:
     job = f"{submission.scheduler} job {submission.job_id}"
     if status.state is JobState.PENDING:
         return f"{job} is waiting for nodes: {status.reason}" if status.reason else f"{job} is waiting for nodes"
@@ -110,7 +110,7 @@ def _in_words(submission: Submission, status: JobStatus) -> str:
     return f"{job}: {status.state.value}"
 
 
-def _tidy_up(run_dir: RunDir, report: ProbeReport, say: Callable[[str], None]) -> None:
+def _clean_up(run_dir: RunDir, report: ProbeReport, say: Callable[[str], None]) -> None:
     if all(result.status in (CheckStatus.PASSED, CheckStatus.SKIPPED) for result in report.results):
         remove_tree(run_dir.root)
     else:

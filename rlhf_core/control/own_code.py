@@ -1,4 +1,4 @@
-"""The user's code of a run that is resumed: the run uses its copy, unless the user asks for the present files."""
+"""The user's code in a resumed run: the run keeps using its copy, unless the user asks for the current files."""
 
 import shutil
 
@@ -19,7 +19,7 @@ _SHOWN = 10
 
 
 def advise_about_code(controller: Controller) -> str:
-    """Say which files of the user's code have changed since the run copied them, and how to use them; empty if none
+    """List the files of the user's code that have changed since the run copied them, and how to use them; empty if none
     has, or if they cannot be read."""
     try:
         changed = changed_code(controller.run_dir, controller.stored)
@@ -35,10 +35,10 @@ def advise_about_code(controller: Controller) -> str:
 
 
 def take_code(controller: Controller) -> str:
-    """Copy the user's present code for the attempts from here on. Returns a sentence about the changes.
+    """Copy the user's current code for the attempts from here on. Returns a sentence about the changes.
 
     Raises:
-        BadInput: the run has not ended, so that a job may be using its copy; or part of the code is gone.
+        BadInput: the run has not ended, so a job may be using its copy; or part of the code is gone.
         RunDirError: the code cannot be copied.
     """
     run_dir, stored = controller.run_dir, controller.stored

@@ -1,8 +1,8 @@
-"""The last step of a run, free of Prefect: whether its best checkpoint becomes a model that others may use.
+"""The last step of a run, independent of Prefect: its best checkpoint may become a model for others to use.
 
-The run is completed by then, and stays so whatever becomes of its promotion. Who answers, answers through one file
-(``promotion.json``), which exists once: so it does not matter whether the answer comes from Prefect's form, from
-`rlhf approve` on another machine, or from the clock, nor how many come at the same time.
+The run is completed by then, and stays completed whatever happens to its promotion. Every answer goes through one file
+(``promotion.json``), which is created only once. So it does not matter whether the answer comes from Prefect's form,
+from `rlhf approve` on another machine, or from the deadline, nor how many answers arrive at the same time.
 """
 
 import itertools
@@ -37,36 +37,36 @@ from rlhf_core.text.escaping import markdown, markdown_code
 from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
 
 POLICY = "promote.when=always"
-"""Approver where no approval is asked for."""
+"""Approver that is recorded if no approval is required."""
 
 SHOWN_SAMPLES = 5
-"""Completions shown beside the question."""
+"""Completions shown with the question."""
 
 _MACHINES = {"slurm", "resources", "supervise", "preflight"}
-"""Parts of the spec that say nothing about the model, and may hold private settings."""
+"""Sections of the spec that say nothing about the model, and may hold private settings."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question for approval, as it is shown."""
+    """A request for approval, as shown to the user."""
 
     run_dir: RunDir
     checkpoint_step: int
     target: Path
-    """Folder that the model will have."""
+    """Folder that the model will be written to."""
     asked_at: datetime
     deadline: datetime
     reason: str
-    """Reason to promote it."""
+    """Reason for promoting it."""
 
     @property
     def _question(self) -> str:
-        asked = f"May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?"
-        return f"**{asked}** {markdown(self.reason)}."
+        question = f"May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?"
+        return f"**{question}** {markdown(self.reason)}."
 
     @property
     def form_text(self) -> str:
-        """The question for the head of a form, as Markdown: short, so that the fields are in view."""
+        """The question for the top of a form, as Markdown: short, so that the fields stay in view."""
         lines = [
             self._question,
             "",
@@ -78,7 +78,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The question with what is needed to answer it, as Markdown."""
+        """The question with everything needed to answer it, as Markdown."""
         run_id = self.run_dir.run_id
         summary, stored = summarise(self.run_dir), self.run_dir.read_spec()
         lines = [
@@ -103,12 +103,12 @@ class Question:
 
 
 def due(controller: Controller) -> bool:
-    """True if a controller of this run has its promotion to begin, to wait for, or to write."""
+    """True if a controller of this run still has to start its promotion, wait for the answer, or write the model."""
     return is_due(controller.stored, controller.journal.record)
 
 
 def is_due(stored: StoredSpec, record: RunRecord) -> bool:
-    """The same for those who hold no lease, and only want to know whether a controller is needed."""
+    """The same for a process that holds no lease and only needs to know whether a controller is needed."""
     if stored.trial_of or record.state is not RunState.COMPLETED:
         return False
     if record.promotion is not None:
@@ -118,11 +118,11 @@ def is_due(stored: StoredSpec, record: RunRecord) -> bool:
 
 
 def carry_out(controller: Controller) -> None:
-    """Bring the promotion to its end, from wherever it stands. May be killed at any point and started again.
+    """Bring the promotion to its end from its current state. May be killed at any point and started again.
 
     Raises:
         PromotionFailed: the model could not be written; nothing of it is left.
-        CancelRequested: the person at this terminal went away; the question stays open.
+        CancelRequested: the user at this terminal has left; the question stays open.
     """
     journal = controller.journal
     index = journal.begin_stage(StageName.PROMOTE, 0)
@@ -141,17 +141,17 @@ def carry_out(controller: Controller) -> None:
         journal.end_stage(index, StageState.FAILED, str(error))
         controller.record()
         raise PromotionFailed(str(error)) from error
-    said = (
+    message = (
         describe(journal.record.promotion)
         or f"not promoted: {choose(controller.run_dir, controller.spec.promote).reason}"
     )
-    journal.end_stage(index, StageState.COMPLETED, said)
+    journal.end_stage(index, StageState.COMPLETED, message)
     controller.record()
-    controller.observer.log(said)
+    controller.observer.log(message)
 
 
 def approve_anew(controller: Controller, by: str, reason: str) -> None:
-    """Approve what was never asked about, refused, expired or could not be written, and write the model.
+    """Approve a promotion that was never requested, refused, expired or could not be written, and write the model.
 
     Raises:
         PromotionFailed: there is nothing to promote, or it could not be written.
@@ -164,13 +164,13 @@ def approve_anew(controller: Controller, by: str, reason: str) -> None:
 
 
 def refuse_anew(controller: Controller, by: str, reason: str) -> None:
-    """Refuse what has expired or could not be written, so that it says so."""
+    """Refuse a promotion that expired or could not be written, so that its record shows the refusal."""
     _move(controller, PromotionState.REFUSED, by=by, reason=reason)
     controller.record()
 
 
 def describe(promotion: PromotionRecord | None) -> str:
-    """The state of a promotion in a sentence; empty where there is none."""
+    """The state of a promotion in a sentence; empty if there is none."""
     if promotion is None:
         return ""
     why = f" by {promotion.by}" * bool(promotion.by) + f": {promotion.reason}" * bool(promotion.reason)
@@ -188,12 +188,12 @@ def describe(promotion: PromotionRecord | None) -> str:
 
 
 def how_to_answer(run_id: str) -> str:
-    """Commands that answer from a terminal."""
+    """Commands that answer the request from a terminal."""
     return f"`rlhf approve {run_id}` promotes it, `rlhf refuse {run_id} --reason ...` does not"
 
 
 def _begin(controller: Controller) -> None:
-    """Ask, or approve where no approval is needed; nothing where it was begun or there is nothing to promote."""
+    """Request approval, or approve if none is required. Does nothing if this was done before or there is no model."""
     if controller.journal.record.promotion is not None:
         return
     choice = choose(controller.run_dir, controller.spec.promote)
@@ -218,7 +218,7 @@ def _wait_for_answer(controller: Controller) -> None:
     with controller.show_question(question):
         while (answer := read_answer(controller.run_dir)) is None:
             if utc_now() >= question.deadline:
-                # Through the same file: an answer that comes in this moment and this one cannot both count.
+                # Through the same file, so that an answer that arrives at this moment and the expiry cannot both count.
                 give_answer(controller.run_dir, PromotionAnswer(verdict="expired", time=utc_now()))
             else:
                 controller.wait(controller.poll_s)
@@ -238,11 +238,11 @@ def _question(controller: Controller, waiting: PromotionRecord) -> Question:
 
 
 def _write(controller: Controller) -> None:
-    """Write the model where it was approved.
+    """Write the model if it was approved.
 
     Raises:
         PromotionFailed: it could not be written.
-        CheckpointCorrupt: the checkpoint is not what it was.
+        CheckpointCorrupt: the checkpoint has changed since it was approved.
     """
     approved = controller.journal.record.promotion
     if approved is None or approved.state is not PromotionState.APPROVED:
@@ -266,7 +266,7 @@ def _move(
 ) -> None:
     present = controller.journal.record.promotion
     if step is None:
-        assert present is not None  # only where it begins there is none, and then the step is given
+        assert present is not None  # None only at the first move, which gives the step
         step = present.checkpoint_step
     controller.journal.move_promotion(
         PromotionMoved(state=state, checkpoint_step=step, by=by, reason=reason, path=path)
@@ -274,7 +274,7 @@ def _move(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is told about it
+# Contents of the question and of the model card
 
 
 def _provenance(controller: Controller, approved: PromotionRecord) -> ModelProvenance:
@@ -338,7 +338,7 @@ def _incidents(summary: Summary) -> Iterator[str]:
 
 
 def _samples(summary: Summary) -> Sequence[str]:
-    """Some completions after training, to show what the numbers stand for."""
+    """A few completions after training, to illustrate the numbers."""
     after = next((row.after for row in summary.accuracy if row.after is not None and row.after.samples), None)
     if after is None:
         return ()

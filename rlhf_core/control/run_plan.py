@@ -1,5 +1,5 @@
-"""The plan of a run before it starts: memory of each role, seconds of a step, layouts that divide, and what earlier
-runs of the shape took."""
+"""The plan of a run before it starts: memory of each role, duration of a step, possible layouts, and the measurements
+of earlier runs of the same shape."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -29,16 +29,16 @@ from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
 NUM_PROPOSED = 5
-"""Layouts that are proposed, the fastest first."""
+"""Number of proposed layouts, the fastest first."""
 OWN_SHARE = 0.85
-"""Share of its GPU for an engine that has it to itself."""
+"""Share of its GPU's memory for an engine that does not share the GPU."""
 
 PHASES: Mapping[str, tuple[str, ...]] = {
     "sampling": ("time/rollout_s",),
     "training": ("time/train_s",),
     "weight sync": ("time/weight_sync_s",),
 }
-"""Phases that are predicted, and the metrics that measure them; communication is part of training where it is
+"""Predicted phases, and the metrics that measure them; communication is part of training where training is
 measured."""
 
 
@@ -50,37 +50,37 @@ class Proposal:
     engine: str
     """``rollout.engine``."""
     trainer_bytes: int
-    """Peak of a trainer rank."""
+    """Peak memory of a trainer rank."""
     engine_bytes: int
-    """Peak of an engine of its own; 0 without."""
+    """Peak memory of a separate engine; 0 without one."""
     memory_share: float
-    """``rollout.vllm.gpu_memory_share``; 0 where transformers samples."""
+    """``rollout.vllm.gpu_memory_share``; 0 if transformers samples."""
     sequences: int
-    """Sequences of full length that vLLM's cache holds at once; 0 where transformers samples."""
+    """Sequences of full length that fit into vLLM's cache at the same time; 0 if transformers samples."""
     step: StepTime
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Prediction of a run, and what it was held against."""
+    """Prediction of a run, and the limits and measurements that it is compared with."""
 
     spec: RunSpec
     layout: Layout
     problems: list[Problem]
     """Reasons why the layout is refused."""
     nearest: list[Layout]
-    """Layouts that divide, where the asked one does not."""
+    """Nearest valid layouts, if the requested one is not valid."""
     memory: Mapping[str, Estimate] = field(default_factory=dict)
-    """By role; empty where the model's config does not give its dimensions."""
+    """By role; empty if the model's config does not give its dimensions."""
     limit: int | None = None
-    """Usable bytes of a rank; None where they are not known."""
+    """Usable bytes of a rank; None if unknown."""
     gpu_kind: str = ""
-    """Type of GPU that the step is predicted for, the slowest; empty where none is known."""
+    """Slowest type of GPU, for which the step is predicted; empty if none is known."""
     step: StepTime | None = None
     proposals: list[Proposal] = field(default_factory=list)
     """Layouts on the same nodes that fit, the fastest first."""
     scale: Mapping[str, float] = field(default_factory=dict)
-    """Measured over predicted seconds by phase, which the proposals are scaled by; empty without history."""
+    """Ratio of measured to predicted seconds by phase, by which the proposals are scaled; empty without history."""
     measured: Facts = field(default_factory=dict)
     """``queries.measured_shape``."""
 
@@ -127,7 +127,7 @@ def plan_run(
 
 
 def layout_of(spec: RunSpec) -> Layout:
-    """The layout that a config asks for."""
+    """The layout that a config requests."""
     return Layout(spec.num_ranks, spec.rollout.engines, spec.rollout.gpus_per_engine, spec.rollout.nodes)
 
 
@@ -139,7 +139,7 @@ def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
 
 
 def in_layout(spec: RunSpec, layout: Layout) -> RunSpec:
-    """The run in another layout on the same nodes."""
+    """The spec of the run in another layout on the same nodes."""
     ranks = layout.trainers // (spec.resources.num_nodes - layout.engine_nodes)
     resources = spec.resources.model_copy(update={"ranks_per_node": ranks})
     vllm = spec.rollout.vllm.model_copy(update={"tensor_parallel": layout.tensor_parallel})
@@ -176,7 +176,7 @@ def _slowest(spec: RunSpec, kinds: Collection[str], shape: Shape) -> tuple[str, 
 
 
 def _scale(step: StepTime | None, measured: Facts) -> dict[str, float]:
-    """Measured over predicted seconds of each phase that has both."""
+    """Ratio of measured to predicted seconds, for each phase that has both."""
     if step is None:
         return {}
     found = {}
@@ -191,8 +191,8 @@ def _scale(step: StepTime | None, measured: Facts) -> dict[str, float]:
 def _proposals(
     spec: RunSpec, shape: Shape, cluster: Cluster, kind: str, gpu: int, scale: Mapping[str, float]
 ) -> list[Proposal]:
-    """Layouts that use every GPU and fit, the fastest first. Engines of several GPUs are proposed only where no layout
-    with engines of one fits."""
+    """Layouts that use every GPU and fit, the fastest first. Engines of several GPUs are proposed only if no layout
+    with engines of one GPU fits."""
     found = []
     for layout in layouts(cluster):
         processes = layout.trainers + layout.engines * layout.tensor_parallel
@@ -204,14 +204,14 @@ def _proposals(
 
 
 def _engines(layout: Layout) -> tuple[str, ...]:
-    """Programs that may sample in a layout."""
+    """Engines that may sample in a layout."""
     return ("vllm",) if layout.engines else ("transformers", "vllm")
 
 
 def _proposal(
     spec: RunSpec, shape: Shape, layout: Layout, engine: str, kind: str, gpu: int, scale: Mapping[str, float]
 ) -> Proposal | None:
-    """The layout with its prediction; None where it does not fit."""
+    """The layout with its prediction; None if it does not fit."""
     changed = in_layout(spec, layout)
     share = OWN_SHARE if layout.engines else spec.rollout.vllm.gpu_memory_share
     vllm = changed.rollout.vllm.model_copy(update={"gpu_memory_share": share})

@@ -1,4 +1,4 @@
-"""Names in a spec that only the site can turn into folders: environments of trainers, promoted models."""
+"""Names in a spec that only the site can resolve to folders: environments of trainers, promoted models."""
 
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig
@@ -10,8 +10,8 @@ from rlhf_core.schemas.scoring_models import PROMOTED
 
 
 def for_site(spec: RunSpec, site: Site) -> RunSpec:
-    """The spec with folders in place of names, for the nodes find things without knowing the site. What is not there
-    stays as it was named: a check says so."""
+    """The spec with folders in place of names, because the nodes do not know the site. A name that cannot be resolved
+    is left as it is, and a preflight check reports it."""
     return _with_promoted_models(_with_environment(spec, site), site)
 
 

@@ -1,8 +1,8 @@
-"""Configs that were deployed, kept so that what is scheduled does not change when the file or the code is edited.
+"""Snapshots of deployed configs: what is scheduled does not change when the user edits the config or the code.
 
-``<home>/deployments/<name>/<hash>/`` holds the config with absolute paths, the user's code as of then, and where both
-came from. The hash is one of their content: nothing in there is ever changed, and what is the same is there once. The
-time of the folder is when it was last asked for; what nothing refers to any more the daemon removes, days after that.
+``<home>/deployments/<name>/<hash>/`` contains the config with absolute paths, the user's code at that time, and their
+origin. The hash is that of their content: a snapshot is never changed, and equal ones are stored once. The modification
+time of the folder is when it was last requested; the daemon removes unreferenced snapshots some days after that.
 """
 
 import errno
@@ -30,28 +30,28 @@ CODE = "code"
 
 
 class Origin(Schema):
-    """Origin of a kept config."""
+    """Origin of a snapshot."""
 
     source: str
     """The config file, or the name of a preset."""
     overrides: tuple[str, ...] = ()
-    """Overrides given when it was deployed."""
+    """Overrides given at the deployment."""
     folder: str
-    """Folder from which it was deployed: relative paths begin there."""
+    """Folder from which it was deployed; relative paths are resolved against it."""
     revision: str = ""
     """Git revision of that folder; empty outside a repository."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A kept config."""
+    """A snapshot of a config."""
 
     config: Path
     """The TOML file."""
     code: Path
     """Folder with the user's code."""
     folder: Path
-    """Folder in which relative paths begin."""
+    """Base folder of relative paths."""
     revision: str
     """Git revision of the code."""
 
@@ -59,15 +59,15 @@ class Kept:
 def keep(
     source: str, overrides: Sequence[str], name: str, home: Path, folder: Path, *, further: Sequence[str] = ()
 ) -> Kept:
-    """Keep a config, with its overrides applied, and the user's code that it needs.
+    """Make a snapshot of a config, with its overrides applied, and of the user's code that it needs.
 
     Args:
         source: a config file, or the name of a preset.
         overrides: each ``section.field=value``.
-        name: of the deployment.
+        name: name of the deployment.
         home: folder of this user (``RLHF_HOME``).
-        folder: where relative paths begin, and where reward modules are looked for.
-        further: overrides of one run, which are not applied here; the code that they name is kept as well.
+        folder: base of relative paths, in which reward modules are also searched for.
+        further: overrides of one run, which are not applied here; the code that they name is copied as well.
 
     Raises:
         BadConfig: the config cannot be used.
@@ -83,7 +83,7 @@ def keep(
         snapshot = unfinished / CODE / "snapshot"
         digest = _digest(snapshot, spec.model_dump_json())
         kept = place / digest
-        # The copies are what a later run takes; their folder has its final name already.
+        # A later run uses the copies; their folder already has its final name.
         paths = tuple(str(kept / CODE / "snapshot" / Path(path).name) for path in spec.code.paths)
         kept_spec = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": paths})})
         write_text(
@@ -102,19 +102,19 @@ def keep(
 
 
 def _settle(unfinished: Path, kept: Path) -> None:
-    """Give a finished copy its name, unless the same copy is there already."""
+    """Give a finished snapshot its final name, unless the same snapshot exists already."""
     if kept.exists() and not (kept / CONFIG).is_file():
-        remove_tree(kept)  # unusable, and would stay so
+        remove_tree(kept)  # unusable, and would stay unusable
     try:
         unfinished.rename(kept)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        os.utime(kept)  # asked for again: it is not old
+        os.utime(kept)  # requested again, so it no longer counts as old
 
 
 def kept_with(source: str) -> Kept | None:
-    """The snapshot that a config belongs to; None for a config file of a user, or a preset."""
+    """The snapshot that a config belongs to; None for a config file of the user, or a preset."""
     path = Path(source)
     origin = read_model(path.with_name(ORIGIN), Origin) if path.name == CONFIG else None
     if origin is None:
@@ -134,25 +134,25 @@ def _digest(folder: Path, text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is no longer needed
+# Unreferenced snapshots
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A kept config with its code, as it lies there."""
+    """A snapshot as found on disk."""
 
     folder: Path
     asked_at: datetime
-    """Time at which it was deployed or submitted last."""
+    """Time at which it was last deployed or submitted."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Deployment and hash: the same whatever path the home folder is reached by."""
+        """Deployment and hash, which do not depend on the path through which the home folder is reached."""
         return self.folder.parent.name, self.folder.name
 
 
 def copies(home: Path) -> list[Copy]:
-    """Everything under a home folder: what is kept, and what a killed removal or a killed deployment left behind."""
+    """All snapshots in a home folder, including the leftovers of a killed removal or a killed deployment."""
     return [
         Copy(path, datetime.fromtimestamp(path.stat().st_mtime, UTC))
         for path in sorted(_place(home).glob("*/*"))
@@ -164,18 +164,18 @@ _COPY = r"([0-9a-f]{12}|\.new-[0-9]+-[0-9a-f]{8})(\.old)?"
 
 
 def key_of(source: str) -> tuple[str, str] | None:
-    """Deployment and hash of the copy that a config's path leads to; None for any other path, or a preset."""
+    """Deployment and hash of the snapshot that a config's path leads to; None for any other path, or a preset."""
     path = Path(source)
     return (path.parents[1].name, path.parent.name) if path.name == CONFIG and len(path.parts) > 2 else None
 
 
 def removable(found: Iterable[Copy], referred: Collection[tuple[str, str]], *, days: int, now: datetime) -> list[Copy]:
-    """The copies that may go: old enough, and nothing refers to them. Pure.
+    """The snapshots that may be removed: old enough, and not referred to. Pure.
 
     Args:
-        referred: keys of those that something refers to.
-        days: how long each is kept after it was asked for last; 0 keeps all.
-        now: the present.
+        referred: keys of the snapshots that something refers to.
+        days: time to keep each one after it was last requested; 0 keeps all.
+        now: the current time.
     """
     if not days:
         return []
@@ -184,7 +184,7 @@ def removable(found: Iterable[Copy], referred: Collection[tuple[str, str]], *, d
 
 
 def remove(copy: Copy) -> bool:
-    """Remove a copy; False where it was asked for again in the meantime.
+    """Remove a snapshot. Returns False if it was requested again in the meantime.
 
     Raises:
         OSError: it cannot be removed.

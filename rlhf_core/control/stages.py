@@ -30,7 +30,7 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 
 class StageFailed(Exception):
-    """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
+    """The attempt that a stage belongs to did not end well; :func:`drive` decides what follows."""
 
     def __init__(self, verdict: AttemptVerdict) -> None:
         super().__init__(verdict.cause)
@@ -38,22 +38,22 @@ class StageFailed(Exception):
 
 
 def preflight(controller: Controller) -> None:
-    """Make the static checks.
+    """Run the static checks.
 
     Raises:
-        PreflightBlocked: the run moves to failed.
+        PreflightBlocked: a check blocks the run, whose state is now failed.
     """
     resumed = controller.journal.record.attempts
     controller.journal.move_run(RunState.PREFLIGHT, "resumed" if resumed else "started")
     with _stage(controller, StageName.PREFLIGHT, 0, "preflight"):
-        around = Surroundings(
+        surroundings = Surroundings(
             inventory=controller.scheduler.inventory(),
             scheduler=controller.scheduler.name,
             compute_python=controller.site.compute_python,
             runs_dir=controller.site.runs_dir,
             home=controller.site.home,
             code_path=controller.run_dir.code / "snapshot",
-            # Of a resumed run, the copy is what is wrong: the files may have been mended since.
+            # In a resumed run, only the copy can be wrong: the user's files may have been fixed since.
             code_sources=() if resumed else code_sources(controller.spec, code_folder(controller.stored)),
             resume=controller.run_dir.newest_checkpoint(),
             stored_version=controller.stored.package_version,
@@ -63,24 +63,24 @@ def preflight(controller: Controller) -> None:
                 controller.store, controller.spec, controller.observer.log, controller.run_dir.run_id
             ),
         )
-        results = make_checks(controller.spec, around, controller.check)
+        results = make_checks(controller.spec, surroundings, controller.check)
         controller.journal.append(ChecksMade(results=results))
         for result in results:
             if result.status is CheckStatus.WARNING:
                 controller.observer.log(f"warning {result.id}: {result.found}; expected {result.expected}")
         controller.record()
-        if blocking(results):  # perhaps only now, after a controller before this one began with the trials
+        if blocking(results):  # possible only if an earlier controller had already begun the trials
             cancel_trials(controller, "its run is blocked", cancel)
         require_passed(results)
 
 
 def trial(controller: Controller, rung: Rung, drive: Callable[[Controller], None]) -> None:
-    """Try the run out in small, as a run of its own that comes before it.
+    """Try the run out on a small scale, as a separate run that precedes it.
 
     Raises:
-        PreflightBlocked: the trial failed; the run moves to failed.
+        PreflightBlocked: the trial failed; the state of the run is now failed.
     """
-    with _stage(controller, StageName.PREFLIGHT, 0, rung.title, said=rung.title):
+    with _stage(controller, StageName.PREFLIGHT, 0, rung.title, message=rung.title):
         verdict = carry_out(controller, rung, drive)
         controller.journal.append(ChecksMade(results=(*controller.journal.record.checks, verdict)))
         controller.record()
@@ -88,7 +88,7 @@ def trial(controller: Controller, rung: Rung, drive: Callable[[Controller], None
 
 
 def allocate(controller: Controller, number: int) -> None:
-    """Plan an attempt, submit it once, and wait until it has its nodes."""
+    """Plan an attempt, submit it once, and wait for its nodes."""
     journal = controller.journal
     if number not in journal.record.attempts:
         journal.move_run(RunState.QUEUED, f"attempt {number}")
@@ -101,7 +101,7 @@ def allocate(controller: Controller, number: int) -> None:
 
 
 def train(controller: Controller, number: int) -> None:
-    """Watch the trainer until the evaluator begins.
+    """Watch the trainer until the evaluator starts.
 
     Raises:
         StageFailed: the attempt ended before that.
@@ -127,7 +127,7 @@ def evaluate(controller: Controller, number: int) -> None:
 
 
 def title_of(controller: Controller, name: StageName, number: int) -> str:
-    """Title of a stage of an attempt, with the nodes that its attempt goes without."""
+    """Title of a stage of an attempt, with the nodes that its attempt excludes."""
     if name is StageName.EVALUATE:
         return "evaluate"
     attempts = controller.journal.record.attempts
@@ -159,10 +159,10 @@ def _submit(controller: Controller, number: int) -> None:
 
 
 def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
-    """Submit a job once. While the scheduler does not accept it for now, wait, as for a job that waits for its nodes.
+    """Submit a job once. If the scheduler temporarily rejects it, wait as for a job that is pending.
 
     Raises:
-        SubmissionFailed: the scheduler refused it for good.
+        SubmissionFailed: the scheduler rejected it for good.
     """
     for refusals in itertools.count(1):
         try:
@@ -176,7 +176,7 @@ def _submit_when_accepted(controller: Controller, request: JobRequest) -> None:
 
 
 def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:
-    """Look again and again until the attempt has ended, or ``enough`` says so; moves states on the way."""
+    """Poll until the attempt has ended or ``enough`` returns True, and update states meanwhile."""
     journal, watcher = controller.journal, controller.watcher(number)
     while True:
         snapshot = watcher.poll()
@@ -198,11 +198,12 @@ def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptS
 
 
 @contextmanager
-def _stage(controller: Controller, name: StageName, attempt: int, title: str, said: str = "") -> Iterator[None]:
-    """Time a stage and record how it went. What is no end of the stage (a lost lease, a bug) leaves it open.
+def _stage(controller: Controller, name: StageName, attempt: int, title: str, message: str = "") -> Iterator[None]:
+    """Time a stage and record its result. An exception that does not end the stage (a lost lease, a bug) leaves it
+    open.
 
     Args:
-        said: what there is to say about it when it went well.
+        message: message to record on success.
     """
     index = controller.journal.begin_stage(name, attempt)
     controller.record()
@@ -217,5 +218,5 @@ def _stage(controller: Controller, name: StageName, attempt: int, title: str, sa
         controller.journal.end_stage(index, StageState.FAILED, str(error))
         controller.journal.move_run(RunState.FAILED, str(error).partition("\n")[0])
         raise
-    controller.journal.end_stage(index, StageState.COMPLETED, said)
+    controller.journal.end_stage(index, StageState.COMPLETED, message)
     controller.record()

@@ -3,9 +3,9 @@
     for step in steps(controller):
         step.run()
 
-The order is re-entrant. A controller may be killed at any point; started again for the same run, in whatever state that
-is, it goes on from what the journal and the run directory say, and adopts the job that is running. It never submits
-twice. What follows a failed attempt is decided in :mod:`rlhf_core.control.attempts.recovery`.
+The order is re-entrant. A controller may be killed at any point. If it is started again for the same run, it continues
+from the state that the journal and the run directory show, and adopts the running job. It never submits twice. The
+decision about a failed attempt is made in :mod:`rlhf_core.control.attempts.recovery`.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ WAIT = "wait"
 """Name of a wait between two attempts."""
 
 CLUSTER_RETRY_INTERVAL_S = 60.0
-"""Pause before the number of restarts of all runs is looked at again."""
+"""Pause before counting the restarts of all runs again."""
 
 _OF_AN_ATTEMPT: tuple[tuple[StageName, Callable[[Controller, int], None]], ...] = (
     (StageName.ALLOCATE, stages.allocate),
@@ -48,21 +48,22 @@ class Step:
     name: str
     """Name of the stage, ``trial`` or ``wait``."""
     title: str
-    """Name for a reader, with the attempt and the nodes it goes without."""
+    """Name for the user, with the attempt and the nodes that it excludes."""
     work: Callable[[], None]
     begun: bool = False
     error: BaseException | None = None
-    """Error that ended it. The loop that yielded it decides what follows, and raises it where the run ends with it."""
+    """Error that ended it. The loop that yielded the step decides what follows, and raises it if the run ends with
+    it."""
 
     def run(self) -> None:
-        """Carry it out. An error is kept in :attr:`error`."""
+        """Carry out the step. An error is stored in :attr:`error`."""
         self.begun = True
         with Survived() as failed:  # the loop decides: see result()
             self.work()
         self.error = failed.error
 
     def result(self) -> None:
-        """Raise the error that ended it, if one did.
+        """Raise the error that ended the step, if there was one.
 
         Raises:
             RuntimeError: it was not carried out.
@@ -80,32 +81,32 @@ def drive(controller: Controller) -> None:
 
 
 def steps(controller: Controller) -> Iterator[Step]:
-    """The steps that bring a run to its end, from wherever it stands.
+    """The steps that bring a run to its end, from its current state.
 
-    Each is to be carried out before the next is asked for: which that is depends on how it went. The loop ends when the
-    run is completed, and its promotion, where one was asked for, has come to an end: whichever that is, the run is
-    completed.
+    Each step must be carried out before the next one is requested, because the next one depends on its result. The loop
+    ends when the run is completed and its promotion, if one was requested, has come to an end. Whatever that end is,
+    the run is completed.
 
     Raises:
         PreflightBlocked: a check blocks it, before an allocation or on its nodes.
-        RunFailed: it was stopped; the message is the diagnosis.
-        RunCancelled: it was cancelled.
-        LeaseLost: another controller has taken it over. Nothing was changed since.
-        SchedulerError: the scheduler does not answer; the run stays as it is and can be resumed.
-        RunDirGone: its directory is gone; its job was ended, and the history has closed it.
+        RunFailed: the run was stopped; the message is the diagnosis.
+        RunCancelled: the run was cancelled.
+        LeaseLost: another controller has taken the run over. Nothing was changed since.
+        SchedulerError: the scheduler does not respond; the run stays as it is and can be resumed.
+        RunDirGone: the run directory is gone; its job was ended, and the run is closed in the history.
     """
     try:
         try:
             yield from _steps(controller)
-        except CancelRequested as asked:
-            cancel(controller, str(asked), save=asked.save)
+        except CancelRequested as request:
+            cancel(controller, str(request), save=request.save)
             if controller.journal.record.state is not RunState.COMPLETED:
-                raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {asked}") from None
+                raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {request}") from None
     except LeaseLost:
         controller.lease_lost = True
         raise
     except RunDirGone as found:
-        if not controller.presence.is_gone:  # it is that of a trial
+        if not controller.presence.is_gone:  # otherwise the missing directory is that of a trial
             raise
         raise abandon(controller, found) from None
     except RlhfError:
@@ -123,7 +124,7 @@ def _steps(controller: Controller) -> Iterator[Step]:
             yield from _carried_out(TRIAL, rung.title, partial(stages.trial, controller, rung, drive))
     last = max(journal.record.attempts, default=0)
     if last >= journal.record.first_attempt and journal.record.attempts[last].ended:
-        conclude(controller, last)  # the controller before this one may have been killed on the way
+        conclude(controller, last)  # the previous controller may have been killed halfway
     while journal.record.state is not RunState.COMPLETED:
         number = max(journal.record.attempts, default=0)
         if number == 0 or journal.record.attempts[number].ended:
@@ -140,21 +141,21 @@ def _steps(controller: Controller) -> Iterator[Step]:
 
 
 def _carried_out(name: str, title: str, work: Callable[[], None]) -> Iterator[Step]:
-    """One step, whose error is raised here once it was carried out."""
+    """One step, whose error is raised here after it was carried out."""
     step = Step(name, title, work)
     yield step
     step.result()
 
 
 def _finish_cancelling(controller: Controller, reason: str) -> None:
-    """End what the controller before this one had begun to cancel."""
+    """Finish a cancellation that the previous controller had begun."""
     cancel(controller, reason)
     if not controller.resumed and controller.journal.record.state is RunState.CANCELLED:
         raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {reason}")
 
 
 def _attempt(controller: Controller, number: int) -> Iterator[Step]:
-    """The stages of one attempt; those that were done before this controller came are left out.
+    """The stages of one attempt, without those that an earlier controller completed.
 
     Raises:
         StageFailed: the attempt ended before its last stage did.
@@ -172,8 +173,8 @@ def _attempt(controller: Controller, number: int) -> Iterator[Step]:
 
 
 def _back_off(controller: Controller, failed: int) -> Iterator[Step]:
-    """Waits before the next attempt: while too many jobs of all runs come back, then until the decision about the
-    failed one says; the time since it was made counts."""
+    """Waits before the next attempt: first while too many jobs of all runs are being restarted, then for the delay of
+    the decision about the failed attempt, counted from the time of that decision."""
     last = controller.journal.record.attempts.get(failed)
     if last is None or last.decision is None or failed == controller.resumed_at:
         return
@@ -199,4 +200,4 @@ def _restarts_in_the_last_hour(controller: Controller) -> int:
     try:
         return queries.restarts_since(controller.store, utc_now() - timedelta(hours=1))
     except HistoryError:
-        return 0  # a lost database holds nothing up
+        return 0  # an unavailable database delays no attempt

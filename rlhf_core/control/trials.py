@@ -1,7 +1,7 @@
-"""Carries out the trials of a run: runs of their own, in front of it, under the same supervision.
+"""Carrying out the trials of a run: separate runs that precede it, under the same supervision.
 
-The steps of a trial are those of any run (:func:`rlhf_core.control.steps.drive`, handed in: the stages call this
-module). The observer of the run observes its trial too, and ends both at once.
+The steps of a trial are those of any run (:func:`rlhf_core.control.steps.drive`, which is passed in because the stages
+call this module). The observer of the run also observes its trial, and ends both together.
 """
 
 from collections.abc import Callable
@@ -24,28 +24,28 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 TRIAL = "trial"
-"""Name of a trial, where stages have theirs."""
+"""Name of a trial, used in place of the name of a stage."""
 
 
 def due(controller: Controller) -> tuple[Rung, ...]:
-    """The trials to make before a run takes its nodes; those that were made have their verdict at once."""
+    """The trials to make before a run takes its nodes; for those already made, the verdict is known at once."""
     record = controller.journal.record
     if controller.stored.trial_of or record.attempts:
-        return ()  # what has been on its nodes needs no trial any more
+        return ()  # a run that has been on its nodes needs no trial any more
     return rungs(controller.spec) if record.trials or is_due(controller.spec, record.checks) else ()
 
 
 def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], None]) -> CheckResult:
-    """Make a trial, or go on with it, and give its verdict. One that is completed is not made again.
+    """Make a trial, or continue it, and return its verdict. A completed trial is not repeated.
 
     Raises:
-        CancelRequested: the run is to be ended. Its trial has been.
+        CancelRequested: a user asked to end the run. Its trial has been ended.
         LeaseLost: another controller has taken the run over.
-        SchedulerError: the scheduler does not answer.
+        SchedulerError: the scheduler does not respond.
     """
     began = controller.clock()
-    trial = _made(controller, rung)
-    failure = "" if read_record(trial).state is RunState.COMPLETED else _driven(controller, rung, trial, drive)
+    trial = _create(controller, rung)
+    failure = "" if read_record(trial).state is RunState.COMPLETED else _run_to_end(controller, rung, trial, drive)
     if failure:
         return CheckResult(
             id=rung.check_id,
@@ -62,62 +62,62 @@ def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], 
 
 
 def cancel_trials(controller: Controller, reason: str, cancel: Callable[[Controller, str], None]) -> None:
-    """End the trial that the controller before this one has left at work.
+    """End the trial that the previous controller left running.
 
     Raises:
-        SchedulerError: something of it is still there, or another controller drives it.
+        SchedulerError: part of it is still running, or another controller drives it.
     """
     for trial in trials_of(controller.run_dir):
         if read_record(trial).ended:
             continue
         try:
             with opened(trial, controller.site, controller.store, controller.observer) as inner:
-                _keep_time(inner, controller)
+                _share_clock(inner, controller)
                 cancel(inner, reason)
         except LeaseLost as error:
             raise SchedulerError(f"the trial {trial.run_id} could not be ended: {error}") from None
 
 
-def _made(controller: Controller, rung: Rung) -> RunDir:
+def _create(controller: Controller, rung: Rung) -> RunDir:
     trials = controller.journal.record.trials
     if rung.check_id not in trials:
-        # Written down first: a controller that is killed before the directory stands makes the same one.
+        # Recorded first: if the controller is killed before the directory exists, the next one creates the same trial.
         planned = TrialPlanned(check_id=rung.check_id, run_id=new_run_id(controller.spec.name))
         controller.journal.append(planned)
     return prepare_trial(controller.run_dir, trials[rung.check_id], trial_spec(controller.spec, rung))
 
 
-def _driven(controller: Controller, rung: Rung, trial: RunDir, drive: Callable[[Controller], None]) -> str:
-    """Bring a trial to its end; why it failed, or an empty text."""
+def _run_to_end(controller: Controller, rung: Rung, trial: RunDir, drive: Callable[[Controller], None]) -> str:
+    """Bring a trial to its end. Returns the reason why it failed, or an empty text."""
     controller.observer.log(f"{rung.title}: run {trial.run_id}")
-    onlooker = _Onlooker(controller, rung.title)
-    # One that had ended is resumed because the user resumed its run.
-    again = read_record(trial).ended
+    observer = _TrialObserver(controller, rung.title)
+    # A trial that had ended is resumed because the user resumed its run.
+    resumed = read_record(trial).ended
     try:
-        with opened(trial, controller.site, controller.store, onlooker, resumed=again) as inner:
-            _keep_time(inner, controller)
-            onlooker.follow(inner.spec)
+        with opened(trial, controller.site, controller.store, observer, resumed=resumed) as inner:
+            _share_clock(inner, controller)
+            observer.follow(inner.spec)
             drive(inner)
     except (RunFailed, BadInput) as error:
         return _diagnosis(error)
     except RunCancelled as error:
-        controller.check()  # raises when it is the run that is to be ended
+        controller.check()  # raises if the run itself is being cancelled
         return _diagnosis(error)
     except LeaseLost as error:
         if controller.lease_lost:
             raise
         return _diagnosis(error)
     finally:
-        onlooker.follow(controller.spec)
+        observer.follow(controller.spec)
     return ""
 
 
-def _keep_time(inner: Controller, controller: Controller) -> None:
+def _share_clock(inner: Controller, controller: Controller) -> None:
     inner.clock, inner.sleep, inner.poll_s = controller.clock, controller.sleep, controller.poll_s
 
 
 def _diagnosis(error: Exception) -> str:
-    """The diagnosis in one line, without its advice to resume the trial: it is the run that is to be resumed."""
+    """The diagnosis in one line, without the advice to resume the trial: it is the run that has to be resumed."""
     lines = [line.strip() for line in str(error).splitlines()]
     return "; ".join(line for line in lines if not line.startswith("logs: "))
 
@@ -133,19 +133,19 @@ def _success(rung: Rung, trial: RunDir) -> str:
         if "time/step_s" in line.metrics
     ]
     pace = f", {median(seconds):.3g} s per step" if seconds else ""
-    trouble = f", {len(summary.incidents)} incidents on the way" if summary.incidents else ""
-    return f"{trial.run_id}: {summary.steps} steps on {nodes}{pace}{trouble}"
+    incidents = f", {len(summary.incidents)} incidents on the way" if summary.incidents else ""
+    return f"{trial.run_id}: {summary.steps} steps on {nodes}{pace}{incidents}"
 
 
-class _Onlooker:
-    """Hands on what a trial has to say, and asks its run, as often as the trial asks, whether it is to go on."""
+class _TrialObserver:
+    """Passes the messages of a trial to the observer of its run, and checks the run whenever the trial is checked."""
 
     def __init__(self, controller: Controller, title: str) -> None:
         self._session = controller
         self._title = title
 
     def follow(self, spec: RunSpec) -> None:
-        """Follow a run with this spec from now on."""
+        """Switch to a run with this spec."""
         self._session.observer.follow(spec)
 
     def stage_started(self, title: str) -> None:
@@ -153,7 +153,7 @@ class _Onlooker:
         self._session.observer.stage_started(f"{self._title}: {title}")
 
     def polled(self, snapshot: AttemptSnapshot) -> None:
-        """The watchdog has looked at the trial."""
+        """The trial was polled."""
         self._session.observer.polled(snapshot)
 
     def log(self, text: str) -> None:
@@ -161,16 +161,16 @@ class _Onlooker:
         self._session.observer.log(f"{self._title}: {text}")
 
     def stop_requested(self) -> bool:
-        """Keep the lease of the run too, and end the trial with its run.
+        """Keep the lease of the run as well, and end the trial together with its run.
 
         Raises:
-            CancelRequested: the run is to be ended. Nothing of a trial is worth saving.
+            CancelRequested: a user asked to end the run. Nothing of a trial is worth saving.
             LeaseLost: another controller has the run.
         """
         try:
             self._session.check()
-        except CancelRequested as asked:
-            raise CancelRequested(str(asked)) from None
+        except CancelRequested as request:
+            raise CancelRequested(str(request)) from None
         except LeaseLost:
             self._session.lease_lost = True
             raise

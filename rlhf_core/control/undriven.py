@@ -12,7 +12,7 @@ from rlhf_core.schemas.base import utc_now
 
 
 def undriven_since(store: HistoryStore, run_ids: Collection[str]) -> dict[str, datetime]:
-    """Find those of some runs that have not ended and have no controller, with the time since when, by id.
+    """Find those of the given runs that have not ended and have no controller. Returns, by id, the time since when.
 
     A controller of this machine that died counts at once. One on another machine counts once its lease has expired, and
     a run between two controllers, or before its first, after the time at which the site daemon would adopt it.
@@ -27,7 +27,8 @@ def undriven_since(store: HistoryStore, run_ids: Collection[str]) -> dict[str, d
 
 
 def undriven_text(run_id: str, since: datetime) -> str:
-    """Say since when nothing drives a run, and how to continue it. To the minute: leases are renewed four times in one.
+    """State since when nothing drives a run, and how to continue it. To the minute: a lease is renewed four times in
+    one.
 
     Args:
         run_id: the run to resume; for a trial, the run that it is for.

@@ -20,7 +20,7 @@ def code_folder(stored: StoredSpec) -> Path:
 def changed_code(run_dir: RunDir, stored: StoredSpec) -> list[str]:
     """List the files of the user's code that differ from the copy that the run uses.
 
-    A module that is gone as a whole is left out: its folder may have been moved.
+    A module that is missing as a whole is left out: its folder may have been moved.
 
     Raises:
         OSError: a file cannot be read.
@@ -31,18 +31,18 @@ def changed_code(run_dir: RunDir, stored: StoredSpec) -> list[str]:
 
 
 def copy_code_again(run_dir: RunDir, stored: StoredSpec) -> int:
-    """Copy the present code for the attempts from here on, and return the number of the copy. Earlier ones are kept.
+    """Copy the current code for the attempts from here on, and return the number of the copy. Earlier ones are kept.
 
     Raises:
-        BadInput: part of the code is gone.
+        BadInput: part of the code is missing.
         OSError: it cannot be copied.
     """
     folder = code_folder(stored)
     present = {source.name for source in code_sources(stored.spec, folder) if source.exists()}
-    gone = sorted(path.name for path in (run_dir.code / "snapshot").iterdir() if path.name not in present)
-    if gone:
+    missing = sorted(path.name for path in (run_dir.code / "snapshot").iterdir() if path.name not in present)
+    if missing:
         raise BadInput(
-            f"{', '.join(gone)} of this run's code is no longer in {folder}. Put it back, or resume without --code"
+            f"{', '.join(missing)} of this run's code is no longer in {folder}. Put it back, or resume without --code"
         )
     copy = run_dir.newest_code_copy() + 1
     unfinished = run_dir.root / ".code.new"
@@ -53,21 +53,21 @@ def copy_code_again(run_dir: RunDir, stored: StoredSpec) -> int:
 
 
 def _changes(source: Path, copy: Path) -> Iterator[str]:
-    now, then = dict(_files(source)), dict(_files(copy))
-    for name in sorted({*now, *then}):
-        if name not in then:
+    current, copied = dict(_files(source)), dict(_files(copy))
+    for name in sorted({*current, *copied}):
+        if name not in copied:
             yield f"{name} (new)"
-        elif name not in now:
+        elif name not in current:
             yield f"{name} (removed)"
-        elif not filecmp.cmp(now[name], then[name]):
+        elif not filecmp.cmp(current[name], copied[name]):
             yield name
 
 
 def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Files of a module or a folder that are copied as code, by their names with that of the folder."""
+    """Files of a module or a folder that are copied as code, by name relative to the parent of that folder."""
     if root.is_file():
         yield root.name, root
-    for folder, folders, names in os.walk(root, followlinks=True):  # as the copy follows them
+    for folder, folders, names in os.walk(root, followlinks=True):  # as in the copy
         left_out = NOT_CODE(folder, [*folders, *names])
         folders[:] = [name for name in folders if name not in left_out]
         for name in names:

@@ -121,7 +121,7 @@ class RunRecord:
     cancelling: str | None = None
     """Reason why the run is being ended; set while a controller has started ending it and has not finished."""
     first_attempt: int = 1
-    """First attempt since a person last started or resumed the run; budgets count from here."""
+    """First attempt since a user last started or resumed the run; budgets count from here."""
 
     @property
     def ended(self) -> bool:
@@ -134,7 +134,7 @@ class RunRecord:
         return self.attempts[max(self.attempts)] if self.attempts else None
 
     def open_stage(self) -> StageRecord | None:
-        """The stage that was begun and has not ended."""
+        """The stage that has begun and not ended."""
         return next((stage for stage in reversed(self.stages) if stage.state is StageState.RUNNING), None)
 
     def stage_state(self, name: StageName, attempt: int) -> StageState | None:
@@ -183,8 +183,8 @@ class RunRecord:
                 self.attempts[decision.attempt].decision = decision
             case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason, path=path):
                 before = self.promotion
-                asked_again = before is None or promotion_state is PromotionState.WAITING
-                asked_at = line.time if asked_again or before is None else before.asked_at
+                is_new_request = before is None or promotion_state is PromotionState.WAITING
+                asked_at = line.time if is_new_request or before is None else before.asked_at
                 self.promotion = PromotionRecord(promotion_state, step, asked_at, by, reason, path)
             case _:
                 pass
@@ -252,7 +252,7 @@ class Journal:
         self.record.apply(line)
 
     def move_run(self, state: RunState, cause: str) -> None:
-        """Move the run to a state, unless it is there already.
+        """Move the run to a state, unless it is in that state already.
 
         Raises:
             IllegalMove: the table of moves does not allow it.
@@ -268,7 +268,7 @@ class Journal:
     def move_attempt(
         self, number: int, state: AttemptState, cause: str, failure_kind: FailureKind | None = None
     ) -> None:
-        """Move an attempt to a state, unless it is there already.
+        """Move an attempt to a state, unless it is in that state already.
 
         Raises:
             IllegalMove: the table of moves does not allow it.

@@ -53,8 +53,8 @@ class Owner:
     def parse(cls, text: str) -> "Owner | None":
         """Parse the text of a lease; None if it has another form."""
         try:
-            who, pid, started = text.rsplit(":", 2)
-            user, host = who.split("@", 1)
+            user_and_host, pid, started = text.rsplit(":", 2)
+            user, host = user_and_host.split("@", 1)
             return cls(user, host, int(pid), float(started))
         except ValueError:
             return None
@@ -135,7 +135,7 @@ class HeldLease:
         self._renewed = self._used = clock()
         self._lost: LeaseLost | None = None
         self._turn = threading.Lock()
-        self._over = threading.Event()
+        self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -185,12 +185,12 @@ class HeldLease:
                 self._renew()
             except DatabaseUnavailable:
                 # A full disk or another program's lock prevents writes, not reads.
-                if not self._is_held_by_what_can_be_read() and self._clock() - self._renewed >= self._ttl_s:
+                if not self._row_shows_lease() and self._clock() - self._renewed >= self._ttl_s:
                     raise
 
     def release(self) -> None:
         """Release the lease, so that the next controller need not wait. If this fails, it expires by itself."""
-        self._over.set()
+        self._released.set()
         if self._thread is not None:
             self._thread.join(timeout=RELEASE_TIMEOUT_S)
         try:
@@ -218,7 +218,7 @@ class HeldLease:
         self.behind = ""
         self._renewed = began
 
-    def _is_held_by_what_can_be_read(self) -> bool:
+    def _row_shows_lease(self) -> bool:
         try:
             self._store.verify_lease(self._run_id, self._owner, self.token)
         except DatabaseUnavailable:
@@ -229,14 +229,14 @@ class HeldLease:
         return True
 
     def _keep_renewing(self) -> None:
-        while not self._over.wait(self._every_s / 4):
+        while not self._released.wait(self._every_s / 4):
             now = self._clock()
             if now - self._used > HANG_S:
                 continue  # a hung controller must not keep its run forever
             if now - self._renewed < self._every_s:
                 continue
             with self._turn:
-                if self._over.is_set():
+                if self._released.is_set():
                     return
                 try:
                     self._renew()
@@ -315,12 +315,12 @@ def _is_alive(found: LeaseHolder, first: LeaseHolder) -> bool:
 def _driven_by(run_id: str, found: LeaseHolder, first: LeaseHolder) -> str:
     """Build the message that names the controller of a run and gives advice."""
     owner = Owner.parse(found.controller)
-    who = found.controller if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
+    driver = found.controller if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""
     where = f", flow run {found.flow_run_url}" if found.flow_run_url else ""
     alive = "It is running: " if _is_alive(found, first) else ""
     return (
-        f"run {run_id} is driven by another controller: {who}{since}{where}. {alive}`rlhf watch {run_id}` shows the "
+        f"run {run_id} is driven by another controller: {driver}{since}{where}. {alive}`rlhf watch {run_id}` shows the "
         f"run, `rlhf cancel {run_id}` ends it. If it hangs, its lease expires in {found.left_s:.0f} s unless renewed; "
         f"then `rlhf resume {run_id}` takes over"
     )

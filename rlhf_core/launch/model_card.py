@@ -119,9 +119,9 @@ def _interval(report: EvaluationReport | None) -> str:
 
 
 def _making(provenance: ModelProvenance, spec: RunSpec) -> dict[str, str]:
-    asked_by = attributed(provenance.owner, provenance.owner_account)
+    requested_by = attributed(provenance.owner, provenance.owner_account)
     return {
-        "run": f"`{provenance.run_id}`, requested by {markdown(asked_by)} on "
+        "run": f"`{provenance.run_id}`, requested by {markdown(requested_by)} on "
         f"{provenance.created_at:%Y-%m-%d %H:%M} UTC",
         "checkpoint": f"step {provenance.checkpoint_step} of {spec.total_steps}",
         "seed": str(provenance.seed),

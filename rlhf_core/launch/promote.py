@@ -68,10 +68,10 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     if start is None:
         return PromotionChoice(f"found no {wanted.metric} evaluation before training to compare with", after=best)
     gain = best.value - start.value
-    told = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
+    comparison = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
     if not gain >= wanted.min_gain:  # negated, so that NaN fails as well
-        return PromotionChoice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
-    return PromotionChoice(told, complete[best.checkpoint_step], start, best)
+        return PromotionChoice(f"{comparison}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
+    return PromotionChoice(comparison, complete[best.checkpoint_step], start, best)
 
 
 def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:

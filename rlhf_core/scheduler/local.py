@@ -176,7 +176,7 @@ class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
 
 
 def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
-    # SIGUSR2 (save and stop) comes a tenth of the limit early, within 10 s to 2 min, but not in the first half.
+    # SIGUSR2 (save and stop) is sent a tenth of the limit early, within 10 s to 2 min, but not in the first half.
     lead_s = min(max(time_limit_s // 10, 10), 120, time_limit_s // 2)
     return {
         "SUBMITIT_LOCAL_NTASKS": "1",

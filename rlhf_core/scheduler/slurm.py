@@ -42,7 +42,7 @@ from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse
 CANCEL_S = 90.0
 """Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
 KILL_AFTER_S = 15.0
-"""Time after which Slurm is told to kill the job."""
+"""Time after which Slurm is ordered to kill the job."""
 
 # The address of each node, from one query to the controller; without an answer, the node's name is used.
 # A separate step, so that nodes are listed in the order of the allocation, which SLURM_NODEID counts.
@@ -85,7 +85,7 @@ class SlurmScheduler:
             node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
             out_of_service={name: row[4] for name, row in rows.items() if takes_no_job(row[4])},
             node_partitions=partitions,
-            # sbatch takes the variable where the job names no partition.
+            # sbatch uses the variable if the job names no partition.
             default_partition=os.environ.get("SBATCH_PARTITION")
             or next((row[5].rstrip("*") for row in listed if row[5].endswith("*")), ""),
         )
@@ -113,12 +113,12 @@ class SlurmScheduler:
         try:
             job = executor._submit_command(executor._submitit_command_str)
         except (FailedJobError, FailedSubmissionError) as error:
-            said = refusal(str(error))
-            if is_no_answer(said):
-                raise SchedulerError(f"Slurm did not confirm the job: {said}") from error
-            if will_pass(said):
-                raise SubmissionDeferred(f"Slurm does not accept the job for now: {said}") from error
-            raise SubmissionFailed(f"Slurm refused the job: {said}") from error
+            answer = refusal(str(error))
+            if is_no_answer(answer):
+                raise SchedulerError(f"Slurm did not confirm the job: {answer}") from error
+            if will_pass(answer):
+                raise SubmissionDeferred(f"Slurm does not accept the job for now: {answer}") from error
+            raise SubmissionFailed(f"Slurm refused the job: {answer}") from error
         except OSError as error:
             raise SubmissionFailed(f"failed to submit the job: {error}") from error
         return _submission(request.run_id, request.placement.attempt, job.job_id, request.command)
@@ -143,8 +143,8 @@ class SlurmScheduler:
         if found.problem:
             raise SchedulerError(found.problem)
         marker = job_marker(run_id, attempt)
-        mine = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
-        first = min(mine, key=lambda row: leading_number(row.job_id), default=None)
+        matching = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
+        first = min(matching, key=lambda row: leading_number(row.job_id), default=None)
         return _submission(run_id, attempt, first.job_id, ()) if first is not None else None
 
     def living(self) -> Sequence[LivingJob]:
@@ -222,8 +222,8 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
         script.write_text(self._make_submission_file_text(command, script.stem), encoding="utf-8")
         words = ["sbatch", *_export_option(self._request, environment), str(script)]
-        said = CommandFunction(words, verbose=False, env=environment | secrets)()
-        job_id = self._get_job_id_from_submission_command(said)
+        output = CommandFunction(words, verbose=False, env=environment | secrets)()
+        job_id = self._get_job_id_from_submission_command(output)
         job: SlurmJob[object] = SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
         job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
         return job
@@ -262,7 +262,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "gres": slurm.gres or None,
         "exclude": ",".join(dict.fromkeys(filter(is_node_name, (*placement.excluded_nodes, *slurm.exclude)))) or None,
         "stderr_to_stdout": True,
-        "setup": [*_exports(request), *_must_have_come(request), *_NODES_LINES, *slurm.setup],
+        "setup": [*_exports(request), *_require_passed(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),
         "additional_parameters": further,
     }
@@ -281,7 +281,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
             yield exported(name, value)
 
 
-def _must_have_come(request: JobRequest) -> Iterator[str]:
+def _require_passed(request: JobRequest) -> Iterator[str]:
     for name in request.passed.names:
         why = "named in slurm.pass_environment, but the job did not receive it; does the cluster filter variables?"
         yield f': "${{{name}:?{why}}}"'
@@ -291,10 +291,10 @@ def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[
     """Names that sbatch must export if the job does not export everything; it takes the values from its own
     environment."""
     options = {**dict(_further_options(request.slurm.extra))}
-    told = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
-    if not request.passed.names or "ALL" in told.upper().split(","):
+    exported_names = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
+    if not request.passed.names or "ALL" in exported_names.upper().split(","):
         return []
-    kept = [] if told.upper() in ("NONE", "NIL") else [told]
+    kept = [] if exported_names.upper() in ("NONE", "NIL") else [exported_names]
     return [f"--export={','.join([*kept, *request.passed.names])}"]
 
 

@@ -74,8 +74,8 @@ def _from_accounting(job_id: str) -> JobStatus:
     word = state.partition(" ")[0]
     if word not in _ENDED:
         return JobStatus(JobState.ENDED, "Slurm no longer has a record of the job")
-    told = state if _is_by_root(state) else word
-    return JobStatus(JobState.ENDED, f"Slurm's accounting reports {told}", scheduler_state=told)
+    reported = state if _is_by_root(state) else word
+    return JobStatus(JobState.ENDED, f"Slurm's accounting reports {reported}", scheduler_state=reported)
 
 
 def _accounted_state(job_id: str) -> str:
@@ -150,10 +150,10 @@ def refusal(text: str) -> str:
     return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
 
 
-def is_no_answer(said: str) -> bool:
+def is_no_answer(text: str) -> bool:
     """Return True if Slurm was not reached; the job may still have been accepted."""
     silent = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
-    return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))
+    return any(words.lower() in text.lower() for words in (*silent, "Connection refused", "timed out"))
 
 
 _FOR_NOW = (
@@ -168,9 +168,9 @@ _OF_THE_JOB = re.compile(r"Per(Job|Node)|MaxWall|TimeLimit|NotSatisfied|MinNode|
 """Limits, in Slurm's names, that the job itself exceeds, whatever else is running."""
 
 
-def will_pass(said: str) -> bool:
+def will_pass(text: str) -> bool:
     """Return True if Slurm refuses a job for now and may accept the same one later."""
-    return any(words.lower() in said.lower() for words in _FOR_NOW) and _OF_THE_JOB.search(said) is None
+    return any(words.lower() in text.lower() for words in _FOR_NOW) and _OF_THE_JOB.search(text) is None
 
 
 def takes_no_job(state: str) -> bool:

@@ -1,5 +1,5 @@
-"""Environment variables of Slurm's commands, which take options from them: those of a user's shell, or of an allocation
-that a run is submitted from, must not change what a job asks for or which jobs a query lists."""
+"""Environment variables of Slurm's commands, which read options from them. Variables of a user's shell, or of an
+allocation that a run is submitted from, must not change what a job requests or which jobs a query lists."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ _QUERIES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_", "SCANCEL_")
 """Prefixes of the options of queries: a filter such as SQUEUE_PARTITION would hide jobs that are running."""
 
 _JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_")
-"""Prefixes of the variables that Slurm sets in a job. Of an outer job, they contradict the options of a new one."""
+"""Prefixes of the variables that Slurm sets in a job. Those of an outer job contradict the options of a new one."""
 _OF_THE_CLUSTER = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
-"""Variables with these prefixes that say how to reach the cluster."""
+"""Variables with these prefixes that are needed to reach the cluster."""
 
 _OF_THE_SCRIPT = frozenset(
     f"SBATCH_{name}"
@@ -21,7 +21,7 @@ _OF_THE_SCRIPT = frozenset(
         *("TIMELIMIT", "WAIT", "CLUSTERS"),
     )
 )
-"""Options that every job states itself or that would contradict it; sbatch prefers variables to the batch script."""
+"""Options that every job sets itself or that would contradict it; sbatch prefers variables to the batch script."""
 _DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_CONSTRAINT": "constraint",
@@ -30,7 +30,7 @@ _DEFAULTS = {
     "SBATCH_QOS": "qos",
     "SBATCH_RESERVATION": "reservation",
 }
-"""Options that hold if ``[slurm]`` does not set them."""
+"""Defaults of options, used if ``[slurm]`` does not set them."""
 
 OPTIONS_OF_THE_JOB = {
     "array": "a run has one job per attempt",
@@ -57,7 +57,7 @@ def for_queries(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_submission(environment: Mapping[str, str], slurm: SlurmSpec) -> dict[str, str]:
-    """An environment in which sbatch takes only the defaults from variables that the job does not state itself."""
+    """An environment in which sbatch reads only defaults from variables, and only those that the job does not set."""
 
     def is_kept(name: str) -> bool:
         if name.startswith(_JOB):

@@ -31,7 +31,7 @@ COMMAND_S = 30.0
 PING_S = 10.0
 """Timeout of the ping of slurmctld, which normally takes milliseconds."""
 LOCK_S = COMMAND_S + PING_S
-"""Longest wait for another process that queries; one that takes longer was stopped (Ctrl-Z)."""
+"""Longest wait for another process that queries; one that takes longer is suspended (Ctrl-Z)."""
 _JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
 _FORMAT = "%i|%T|%r|%N|%S|%k"
 
@@ -81,8 +81,8 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{words[0]} did not respond within {seconds:.0f} s") from None
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SchedulerError(f"{words[0]}: {said}")
+        output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise SchedulerError(f"{words[0]}: {output}")
     return done.stdout
 
 
@@ -116,17 +116,17 @@ def listing(max_age_s: float = FRESH_S) -> Listing:
     queries."""
     path = _cache_file()
     with _locked(path) as held:
-        # Without a lock (a read-only home, a stopped process that holds it), every process queries on its own.
+        # Without a lock (a read-only home, a suspended process that holds it), every process queries on its own.
         kept = _read(path) if held else None
         if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
             return kept
-        fresh = _ask()
+        fresh = _query()
         if held:
             _write(path, fresh)
         return fresh
 
 
-def _ask() -> Listing:
+def _query() -> Listing:
     asked_at = time.time()
     try:
         require_controller()

@@ -99,7 +99,7 @@ def listen(events: IO[str], answers: IO[str], on_tick: Callable[[], None]) -> No
             if not header:
                 return
             events.read(int(header["len"]))
-            with Survived() as found:  # of a full disk, say: the check runs again at the next event
+            with Survived() as found:  # a full disk, for example: the check runs again at the next event
                 on_tick()
             if found.error is not None:
                 _log(f"failed to check the services: {found.problem}")

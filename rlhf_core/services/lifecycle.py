@@ -196,8 +196,8 @@ class Lifecycle:
             self._supervisord.stop_program(service.name, service.stop_timeout_s)
             self._configure(others)
             self._forget()
-        said = read_tail(log, min(4000, max(0, log.stat().st_size - begin))).strip() if log.is_file() else ""
-        raise ServiceFailed(f"the {service.name} {how}; its log is {log}:\n{said or '(it is empty)'}")
+        output = read_tail(log, min(4000, max(0, log.stat().st_size - begin))).strip() if log.is_file() else ""
+        raise ServiceFailed(f"the {service.name} {how}; its log is {log}:\n{output or '(it is empty)'}")
 
     def _wait_until_ready(self, name: str) -> int:
         """The service's process once it is ready; 0 if it ended first or was not ready in time."""

@@ -30,7 +30,7 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
 
 @dataclass(frozen=True)
 class MissedRendezvous:
-    """Report of an agent that agent 0 did not come to meet."""
+    """Report of an agent that waited in vain for agent 0."""
 
     time: datetime
     message: str
@@ -193,9 +193,9 @@ def strikes(run_dir: RunDir, own: Incident | None) -> Mapping[str, int]:
     if own is not None:
         here[own.attempt] = own
     # Both may have found the same incident; the controller also sees the agents of other nodes, so its finding wins.
-    spoken = {(incident.attempt, incident.restart) for incident in here.values()}
+    reported = {(incident.attempt, incident.restart) for incident in here.values()}
     by_agents = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
-    found = [incident for incident in by_agents if (incident.attempt, incident.restart) not in spoken]
+    found = [incident for incident in by_agents if (incident.attempt, incident.restart) not in reported]
     return Counter(node for incident in [*found, *here.values()] for node in incident.suspect_nodes)
 
 

@@ -271,7 +271,7 @@ class IngestReader:
             except ValueError as error:
                 num_skipped += 1
                 if len(skipped) < _NAMED_LINES:
-                    skipped.append(SkippedLine(name, begin, _in_words(error)))
+                    skipped.append(SkippedLine(name, begin, _reason(error)))
             else:
                 self.report.lines += 1
                 yield begin + beyond, parsed
@@ -300,11 +300,11 @@ class IngestReader:
         self._batch.offsets[name] = mark
         content = read_model(path, schema)
         if content is None or attempt not in (None, getattr(content, "attempt", None)):
-            said = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
-            skipped = SkippedLine(name, 0, said)
+            problem = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
+            skipped = SkippedLine(name, 0, problem)
             self.report.skipped.append(skipped)
             self.report.num_skipped += 1
-            self._set_aside(skipped, 0, f"it was skipped: {said}")
+            self._set_aside(skipped, 0, f"it was skipped: {problem}")
             return
         found.append(content)
         self._bytes += path.stat().st_size
@@ -329,7 +329,7 @@ class IngestReader:
         return storable_text(path.relative_to(self._run_dir.root).as_posix())
 
 
-def _in_words(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     """Reason why a line does not match its schema, without quoting its content."""
     if not isinstance(error, ValidationError):
         return str(error)

@@ -73,7 +73,7 @@ class Presence:
             RunDirGone: it has been missing for ``GONE_S``, while the folder of all runs was present.
             RunDirError: its file system has been unreachable for ``AWAY_S``.
         """
-        kind, said = self._check(attempt)
+        kind, problem = self._check(attempt)
         if not kind:
             self._since = None
             return ""
@@ -83,13 +83,13 @@ class Presence:
         passed_s = now - self._since[1]
         if kind == "missing" and passed_s > GONE_S:
             self.is_gone = True
-            raise RunDirGone(f"{said} for {passed_s:.0f} s, although {self._run_dir.root.parent} exists")
+            raise RunDirGone(f"{problem} for {passed_s:.0f} s, although {self._run_dir.root.parent} exists")
         if kind == "away" and passed_s > AWAY_S:
             raise RunDirError(
-                f"{said} for {passed_s:.0f} s. The run is unchanged: repair the file system, then `rlhf resume "
+                f"{problem} for {passed_s:.0f} s. The run is unchanged: repair the file system, then `rlhf resume "
                 f"{self._run_dir.run_id}`"
             )
-        return said
+        return problem
 
     def _check(self, attempt: int) -> tuple[str, str]:
         run_dir = self._run_dir

@@ -2,7 +2,7 @@
 
 Silent files are weak evidence, because a shared file system may show them late, or stall. So each agent is compared
 with its own last update, over a much longer time than such delays take. Agents detect each other's loss over the
-network within seconds, without such patience (``rlhf_core/worker/supervision/agent_loss.py``).
+network within seconds, without waiting that long (``rlhf_core/worker/supervision/agent_loss.py``).
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class SilenceClock:
 
     def __init__(self, now: float) -> None:
         """Start counting at ``now``, in monotonic seconds."""
-        self._looked_at = now
+        self._observed_at = now
         self._marks: dict[str, tuple[int, int]] = {}
         self._last_seen_at: dict[str, float] = {}
 
@@ -46,11 +46,11 @@ class SilenceClock:
         Returns:
             The agents that have been silent for too long, if any.
         """
-        counts = counts and now - self._looked_at <= BLIND_S
+        counts = counts and now - self._observed_at <= BLIND_S
         for node, mark in marks.items():
             if not counts or self._marks.get(node) != mark:
                 self._last_seen_at[node] = now
-        self._marks, self._looked_at = dict(marks), now
+        self._marks, self._observed_at = dict(marks), now
         silent = tuple(
             sorted(node for node, last_seen_at in self._last_seen_at.items() if now - last_seen_at > SILENT_S)
         )

@@ -115,7 +115,7 @@ class Watcher:
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
         self._deserted_since: float | None = None
-        self._told_since: float | None = None
+        self._outcome_since: float | None = None
         self._answered = False
         self._given_up: Silence | None = None
         self._silences = SilenceClock(clock())
@@ -132,7 +132,7 @@ class Watcher:
             job,
             outcome,
             self._ended_for_s(job),
-            self._told_for_s(outcome),
+            self._outcome_age_s(outcome),
             self._silent(job),
             self._deserted(job, outcome) or self._not_met(outcome),
         )
@@ -188,8 +188,8 @@ class Watcher:
         They notice over the network within seconds. An agent 0 that was only suspended may wake up when Slurm ends the
         job, and write an outcome that ignores this.
         """
-        said = self._progress.leader_lost_at
-        if not job.nodes[1:] or not set(job.nodes[1:]) <= said.keys():
+        lost_at = self._progress.leader_lost_at
+        if not job.nodes[1:] or not set(job.nodes[1:]) <= lost_at.keys():
             self._deserted_since = None
             return None
         now = self._clock()
@@ -198,8 +198,8 @@ class Watcher:
         if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S and not is_over:
             return None
         if outcome is not None:
-            came_first = outcome.time + OUTCOME_LEAD < min(said[node] for node in job.nodes[1:])
-            if came_first or outcome.state is AttemptState.COMPLETED:
+            is_earlier = outcome.time + OUTCOME_LEAD < min(lost_at[node] for node in job.nodes[1:])
+            if is_earlier or outcome.state is AttemptState.COMPLETED:
                 return None
         first, others = job.nodes[0], job.nodes[1:]
         if len(others) == 1 and self._progress.given_up.get(first) == others[0]:
@@ -209,14 +209,14 @@ class Watcher:
         return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
     def _not_met(self, outcome: AttemptOutcome | None) -> AttemptVerdict | None:
-        """Verdict if an agent reported that agent 0 did not come in time; otherwise None.
+        """Verdict if an agent reported that agent 0 did not appear in time; otherwise None.
 
-        That agent leaves, and the job ends with it. If agent 0 comes after all, it only knows that it was ended.
+        That agent exits, and the job ends with it. If agent 0 appears after all, it only knows that it was ended.
         """
-        said = self._progress.not_met
-        if said is None or (outcome is not None and outcome.time < said.time):
+        report = self._progress.not_met
+        if report is None or (outcome is not None and outcome.time < report.time):
             return None
-        return AttemptVerdict(AttemptState.LOST, said.message, FailureKind.RENDEZVOUS, said.nodes)
+        return AttemptVerdict(AttemptState.LOST, report.message, FailureKind.RENDEZVOUS, report.nodes)
 
     def _silent(self, job: JobStatus) -> Silence | None:
         """Return the agents that have been silent for too long while their job ran and this process was reading.
@@ -230,12 +230,12 @@ class Watcher:
             self._given_up = silence
         return self._given_up
 
-    def _told_for_s(self, outcome: AttemptOutcome | None) -> float:
+    def _outcome_age_s(self, outcome: AttemptOutcome | None) -> float:
         if outcome is None:
             return 0.0
         now = self._clock()
-        self._told_since = now if self._told_since is None else self._told_since
-        return now - self._told_since
+        self._outcome_since = now if self._outcome_since is None else self._outcome_since
+        return now - self._outcome_since
 
 
 def record(run_dir: RunDir, store: HistoryStore | None) -> str:
@@ -258,7 +258,7 @@ def judge(
     job: JobStatus,
     outcome: AttemptOutcome | None,
     ended_for_s: float,
-    told_for_s: float = SCHEDULER_REASON_TIMEOUT_S,
+    outcome_age_s: float = SCHEDULER_REASON_TIMEOUT_S,
     silence: Silence | None = None,
     deserted: AttemptVerdict | None = None,
 ) -> AttemptVerdict:
@@ -268,14 +268,14 @@ def judge(
         job: the scheduler's last known answer.
         outcome: outcome that agent 0 wrote, if any.
         ended_for_s: seconds since the job was first known to have ended.
-        told_for_s: seconds since the outcome was first known.
+        outcome_age_s: seconds since the outcome was first known.
         silence: agents of a running job that have been silent for too long.
         deserted: verdict if the other agents have lost agent 0, or never met it.
     """
     if deserted is not None and job.scheduler_state != "CANCELLED":
         return deserted
     if outcome is not None:
-        return _with_the_schedulers_word(job, outcome, told_for_s)
+        return _with_scheduler_reason(job, outcome, outcome_age_s)
     match job.state:
         case JobState.PENDING | JobState.UNKNOWN:
             return AttemptVerdict(AttemptState.SUBMITTED, job.reason)
@@ -305,8 +305,8 @@ def _given_up(silence: Silence) -> AttemptVerdict:
 _CANCELLED = "its job was cancelled at the scheduler"
 
 
-def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> AttemptVerdict:
-    """Combine the agents' outcome with the scheduler's reason: agents cannot know why they were told to stop."""
+def _with_scheduler_reason(job: JobStatus, outcome: AttemptOutcome, outcome_age_s: float) -> AttemptVerdict:
+    """Combine the agents' outcome with the scheduler's reason: agents cannot know why they were ordered to stop."""
     kind = outcome.failure_kind
     if outcome.state is AttemptState.PREEMPTED:
         kind = kind or FailureKind.PREEMPTION
@@ -317,7 +317,7 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
     if job.state is not JobState.ENDED:
         waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler's reason")
         was_ended = bool(outcome.ended_by) and job.scheduler_state == "COMPLETING"
-        return waiting if told_for_s < (COMPLETING_TIMEOUT_S if was_ended else SCHEDULER_REASON_TIMEOUT_S) else own
+        return waiting if outcome_age_s < (COMPLETING_TIMEOUT_S if was_ended else SCHEDULER_REASON_TIMEOUT_S) else own
     if job.scheduler_state == "CANCELLED":
         return AttemptVerdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
     if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:
@@ -325,8 +325,8 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
         # a preemption.
         cause = f"{job.reason}: an agent failed, and the others ended with it; {outcome.message}"
         return AttemptVerdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)
-    told = SCHEDULER_STATES.get(job.scheduler_state)
-    if told is None:
+    known = SCHEDULER_STATES.get(job.scheduler_state)
+    if known is None:
         return own
-    state = AttemptState.FAILED if told[0] is FailureKind.NODE_LOST else outcome.state
-    return AttemptVerdict(state, f"{job.reason}; {outcome.message}", told[0])
+    state = AttemptState.FAILED if known[0] is FailureKind.NODE_LOST else outcome.state
+    return AttemptVerdict(state, f"{job.reason}; {outcome.message}", known[0])

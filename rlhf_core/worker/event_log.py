@@ -51,8 +51,8 @@ class EventLog:
     def _event(
         self, kind: str, message: str, role: Role | None = None, data: Mapping[str, JsonValue] | None = None
     ) -> AgentEvent:
-        told = {"kind": kind, "message": message, "role": role, "data": data or {}}
-        return AgentEvent.model_validate({"time": utc_now(), "node": self._node, **told})
+        values = {"kind": kind, "message": message, "role": role, "data": data or {}}
+        return AgentEvent.model_validate({"time": utc_now(), "node": self._node, **values})
 
     def say(self, text: str) -> None:
         """Print one line to standard output, which the scheduler keeps."""

@@ -394,7 +394,7 @@ def test_a_trial_that_is_written_down_too_late_is_made_twice(site: Desk, monkeyp
             controller.journal.append(TrialPlanned(check_id=rung.check_id, run_id=made.run_id))
         return made
 
-    monkeypatch.setattr("rlhf_core.control.trials._made", too_late)
+    monkeypatch.setattr("rlhf_core.control.trials._create", too_late)
     run_dir = site.run(wanted())
     begins_when_asked(site)
     for point in [point for point in undisturbed(site, run_dir).distinct if point < 20]:

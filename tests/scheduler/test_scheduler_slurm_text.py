@@ -219,7 +219,7 @@ def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.M
     """It was stopped while it queried, and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(slurm_queue, "LOCK_S", 0.1, raising=False)
-    monkeypatch.setattr(slurm_queue, "_ask", lambda: slurm_queue.Listing(1.0, {}, "asked"))
+    monkeypatch.setattr(slurm_queue, "_query", lambda: slurm_queue.Listing(1.0, {}, "asked"))
     with slurm_queue._locked(slurm_queue._cache_file()) as held:
         assert held
         answers: list[slurm_queue.Listing] = []

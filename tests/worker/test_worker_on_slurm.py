@@ -75,7 +75,7 @@ if "agent" in sys.orig_argv:
     may_start = GroupDecisions.may_start
 
     def stop_comes_first(self):
-        stop = self._asked.stop
+        stop = self._requests.stop
         if stop:
             return self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {stop}")
         return may_start(self)

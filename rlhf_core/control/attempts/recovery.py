@@ -1,7 +1,7 @@
 """The end of an attempt: its final state, its diagnosis, and the decision whether the job is retried.
 
-The decision itself is :mod:`rlhf_core.diagnosis.policy`; here it is held against the caps of the run and the nodes that
-are there, written down, and acted on.
+The decision itself is made by :mod:`rlhf_core.diagnosis.policy`; this module checks it against the caps of the run and
+the available nodes, records it and acts on it.
 """
 
 from dataclasses import replace
@@ -29,13 +29,13 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 
 def conclude(controller: Controller, number: int) -> None:
-    """Write down how an attempt ended, decide what follows, and move the run. Harmless when it was done before.
+    """Record how an attempt ended, decide what follows, and update the state of the run. Harmless if repeated.
 
     Raises:
         RunFailed: the decision is to stop.
-        PreflightBlocked: likewise, for what the probe of the nodes has found.
+        PreflightBlocked: likewise, because of the findings of the probe of the nodes.
         RunCancelled: the job was ended from outside.
-        CancelRequested: the run is to be ended.
+        CancelRequested: a user asked to end the run.
     """
     journal = controller.journal
     attempt = journal.record.attempts[number]
@@ -59,10 +59,12 @@ def conclude(controller: Controller, number: int) -> None:
 
 
 def _raise_if_asked_to_end(controller: Controller) -> None:
-    """A job that was ended on request has not failed, whatever its agents and its scheduler say.
+    """Raise if the run is being cancelled: a job that was ended on request has not failed, whatever its agents and its
+    scheduler report.
 
     Raises:
-        CancelRequested: the run is to be ended, and its job may have been ended without waiting for this controller.
+        CancelRequested: a user asked to end the run, and its job may have been ended without waiting for this
+            controller.
     """
     request = read_model(controller.run_dir.cancel_request, AgentCommand)
     if request is not None:
@@ -72,7 +74,7 @@ def _raise_if_asked_to_end(controller: Controller) -> None:
 def _final_snapshot(controller: Controller, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
     snapshot = controller.watcher(number).poll()
     if attempt.ended:
-        # As it was concluded. Its job may have been cancelled since, which is not what ended it.
+        # As it was concluded. The job may have been cancelled since, but that is not what ended the attempt.
         return replace(snapshot, verdict=AttemptVerdict(attempt.state, attempt.cause, attempt.failure_kind))
     return snapshot
 
@@ -87,7 +89,7 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         first_attempt=first,
         rolled_back=_went_back_in_vain(controller, first, number),
     )
-    # Each line may be the last one written before a kill: what stands is not written again.
+    # This process may be killed after any of these lines: what is already recorded is not recorded again.
     if failure.found_here and failure.incident is not None and attempt.incident is None:
         journal.append(IncidentFound(incident=failure.incident))
     if attempt.decision is None:
@@ -99,12 +101,12 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
     controller.record()
     if decision.action is not Action.NEW_ATTEMPT:
         if snapshot.verdict.state is AttemptState.LOST and snapshot.job.state is not JobState.ENDED:
-            end_job(controller, attempt.submission)  # agents that are silent may only be stopped
+            end_job(controller, attempt.submission)  # silent agents may only be suspended
         journal.move_run(RunState.FAILED, failure.message or failure.kind.value)
         controller.record()
         ended = PreflightBlocked if _is_blocked_by_probe(controller.run_dir, number) else RunFailed
         raise ended(diagnosis(controller.run_dir, number, failure, decision))
-    # Two attempts of one run must never be at work at the same time: they would write the same checkpoints.
+    # Two attempts of one run must never run at the same time: they would write the same checkpoints.
     end_job(controller, attempt.submission)
     controller.observer.log(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
     journal.move_run(RunState.QUEUED, decision.reason)
@@ -112,10 +114,10 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
 
 
 def _placeable(controller: Controller, failure: AttemptFailure, attempt: AttemptRecord) -> Decision:
-    """The decision, with fewer nodes where the cluster cannot give all of them; or to stop, where it takes another node
-    in place of an unfit one, and there is none.
+    """The decision, adjusted to the nodes that are available: fewer nodes if the cluster cannot provide all of them, or
+    a stop if an unfit node has to be replaced and there is no other.
 
-    Other suspects are used again where no node can take their place: they may have been unlucky. This one would only be
+    Other suspects are used again if no node can replace them: they may have been unlucky. An unfit node would only be
     found unfit again.
     """
     decision = failure.decision
@@ -124,7 +126,7 @@ def _placeable(controller: Controller, failure: AttemptFailure, attempt: Attempt
     try:
         inventory = controller.scheduler.inventory()
     except SchedulerError:
-        return decision  # unknown now; the next attempt will find out
+        return decision  # unknown for now; the next attempt will find out
     size = next_size(controller, inventory, decision, attempt.placement)
     if size.reason:
         changes = {**decision.config_diff, SIZE: size.num_nodes}
@@ -137,7 +139,7 @@ def _placeable(controller: Controller, failure: AttemptFailure, attempt: Attempt
 
 
 def _within_caps(controller: Controller, decision: Decision, first: int) -> Decision:
-    """The decision; to stop, where all attempts together have used what the run may use."""
+    """The decision, or a stop if all attempts together have used as much as the run may use."""
     refused = attempt_caps.refusal(controller.spec, used_so_far(controller, first))
     if decision.action is not Action.NEW_ATTEMPT or not refused:
         return decision
@@ -145,9 +147,10 @@ def _within_caps(controller: Controller, decision: Decision, first: int) -> Deci
 
 
 def used_so_far(controller: Controller, first: int) -> attempt_caps.Used:
-    """Use of the attempts from ``first`` on: they count from where the user last started or resumed the run."""
+    """Resources used by the attempts from ``first`` on, the first one since the user last started or resumed the
+    run."""
     attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
-    # Seconds of an allocation of full size: one of half the nodes counts half.
+    # Seconds of a full-size allocation: an attempt on half of the nodes counts half.
     most = controller.spec.resources.num_nodes
     seconds = (
         allocated_s(controller.run_dir.attempt(n), one.ended_at or utc_now()) * one.placement.num_nodes / most
@@ -162,7 +165,7 @@ def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:
 
 
 def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
-    """True if an attempt went back to an older checkpoint, and none has got further since than training was then."""
+    """True if an attempt went back to an older checkpoint, and no attempt since has got further than training had."""
     newest = controller.run_dir.newest_checkpoint()
     reached = newest.step if newest is not None else 0
     return any(
@@ -188,7 +191,7 @@ def diagnosis(run_dir: RunDir, number: int, failure: AttemptFailure, decision: D
     if incident is not None and incident.evidence_dir:
         lines.append(f"  evidence: {run_dir.root / incident.evidence_dir}")
     lines.append(f"  not tried again: {decision.reason}")
-    # The run has its own copy of the user's code, which is not mended with it.
+    # The run uses its own copy of the user's code, which a fix to the original does not reach.
     code = " --code" if any((run_dir.code / "snapshot").glob("*")) else ""
     lines.append(f"  logs: rlhf logs {run_dir.run_id}    go on after mending it: rlhf resume {run_dir.run_id}{code}")
     return "\n".join(lines)

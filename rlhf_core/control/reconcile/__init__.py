@@ -1,1 +1,1 @@
-"""The comparison of history, scheduler and Prefect, and what is done where they disagree."""
+"""Reconciliation of a site: history, scheduler and Prefect are compared, and disagreements are repaired."""

@@ -1,8 +1,8 @@
-"""The reconciler of a site: compares run directories, history, Prefect and the queue, and repairs what disagrees.
+"""The reconciler of a site: compares run directories, history, Prefect and the queue, and repairs disagreements.
 
-The decisions are :mod:`rlhf_core.diagnosis.reconcile.decisions`; here are the facts they need and the actions. Every
-action is harmless when it was done before: a second reconciler, or one that was killed on the way, does no damage. Runs
-of other sites, which may share the history or the cluster, are not touched.
+:mod:`rlhf_core.diagnosis.reconcile.decisions` makes the decisions; this module gathers the facts for them and carries
+out the actions. Every action is harmless if repeated: a second reconciler, or one that was killed halfway, does no
+damage. Runs of other sites, which may share the history or the cluster, are not touched.
 """
 
 import logging
@@ -47,12 +47,12 @@ RECENT = timedelta(days=1)
 """Time for which a run that has ended is still compared with Prefect and the queue."""
 
 ROUTINE = frozenset({ActionKind.INGEST, ActionKind.NOTE})
-"""Actions of every round, or none at all: they make no flow run."""
+"""Actions that occur in every round or change nothing: a round without any others creates no flow run."""
 
 
 @dataclass(frozen=True)
 class ActionResult:
-    """An action that was carried out, or tried."""
+    """An action that was carried out or attempted."""
 
     action: ReconcileAction
     done: bool
@@ -61,7 +61,8 @@ class ActionResult:
 
 
 class Reconciler:
-    """One for as long as a process reconciles: it remembers since when something is missing or silent."""
+    """Reconciler of one process, for as long as it runs: it remembers since when something has been missing or
+    silent."""
 
     def __init__(
         self,
@@ -72,10 +73,11 @@ class Reconciler:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = utc_now,
     ) -> None:
-        """Remember nothing yet.
+        """Create a reconciler that remembers nothing yet.
 
         Args:
-            flow_runs: those of the site's Prefect server, which may be away just now; None where the site has none.
+            flow_runs: those of the site's Prefect server, which may be unavailable at present; None if the site has
+                none.
         """
         self._site = site
         self._store = store
@@ -92,19 +94,19 @@ class Reconciler:
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
         self._standings: dict[str, OpenRun] = {}
         self._seen: FlowRunSnapshot | None = None
-        """The answer of Prefect in this round; None where it did not answer."""
+        """Prefect's answer in this round; None if it did not answer."""
         self._published: set[tuple[str, str, str]] = set()
-        """Run, its end and the state of its promotion, of what Prefect is known to have."""
+        """Run, its end and the state of its promotion, for everything that Prefect is known to have."""
         self._submissions: dict[str, Submission] = {}
 
     def poll(self, *, retention: bool = False) -> list[ReconcileAction]:
         """The actions that are due now.
 
         Args:
-            retention: also look for checkpoints that may go.
+            retention: also look for checkpoints to be removed.
 
         Raises:
-            HistoryError: the history does not answer: it is unknown who drives what, and nothing must be done.
+            HistoryError: the history does not answer: the owners of the runs are unknown, and nothing may be done.
         """
         try:
             world = self._world()
@@ -119,10 +121,10 @@ class Reconciler:
     def carry_out(
         self, actions: Iterable[ReconcileAction], may: Callable[[], bool] = lambda: True
     ) -> list[ActionResult]:
-        """Do it, one after the other; what fails is tried again in the next round.
+        """Carry out the actions one after the other; a failed one is retried in the next round.
 
         Args:
-            may: asked before each; False ends the round, because another process reconciles this site now.
+            may: called before each action; False ends the round, because another process reconciles this site now.
         """
         results: list[ActionResult] = []
         failed: set[str] = set()
@@ -130,13 +132,13 @@ class Reconciler:
             if not may():
                 break
             if action.kind is ActionKind.END_FLOW_RUN and action.run_id in failed:
-                continue  # Prefect is not told that a run was cancelled while its job may be at work
+                continue  # Prefect does not record a run as cancelled while its job may still be running
             result = self._do(action)
             if not result.done and action.kind is ActionKind.CANCEL_RUN:
                 failed.add(action.run_id)
             if result.action.kind not in ROUTINE:
                 log.info("%s %s: %s; %s", action.kind.value, _about(action), action.reason, result.message)
-                self._write_down(result)
+                self._record(result)
             results.append(result)
         return results
 
@@ -181,7 +183,7 @@ class Reconciler:
         ]
 
     def _poll_prefect(self, now: datetime) -> FlowRunSnapshot | None:
-        """None where the server does not answer, or the site has none."""
+        """Poll Prefect. Returns None if the server does not answer or the site has none."""
         if self._flow_runs is None or not self._flow_runs.answers():
             return None
         driven_by = {
@@ -189,7 +191,7 @@ class Reconciler:
             for one in self._standings.values()
             if one.controllers and one.controllers[-1].flow_run_id
         }
-        with Survived(but=(HistoryError,)) as found:  # of Prefect's client, of many kinds: Prefect says nothing then
+        with Survived(but=(HistoryError,)) as found:  # its errors are of many kinds; each means no answer
             return self._flow_runs.poll(
                 self._standings.keys(), driven_by, lambda ids: open_runs.runs_of_flow_runs(self._store, set(ids)), now
             )
@@ -206,7 +208,8 @@ class Reconciler:
         return max(self._clock() - self._away_since, 1e-3)
 
     def _run(self, run_id: str, standing: OpenRun | None, now: datetime) -> RunFacts | None:
-        """Facts about a run of this site; None for one of another, and while its file system does not answer."""
+        """Facts about a run of this site; None for a run of another site, and while its file system does not
+        respond."""
         if standing is not None and Path(standing.run_dir).parent != self._site.runs_dir:
             return None
         try:
@@ -227,11 +230,11 @@ class Reconciler:
         return replace(facts, unpublished=self._num_unpublished(run_dir, written)) if facts.ended else facts
 
     def _num_unpublished(self, run_dir: RunDir, written: RunRecord) -> int:
-        """Number of events and artifacts of a run that has ended that Prefect lacks. It is asked until it has all."""
+        """Number of events and artifacts of an ended run that Prefect lacks. Prefect is asked until it has them all."""
         end = _end_of(run_dir, written)
         if end in self._published or self._flow_runs is None or self._seen is None:
             return 0
-        with Survived() as found:  # of Prefect's client, or a file system: the next round asks again
+        with Survived() as found:  # an error of Prefect's client or of a file system: the next round retries
             missing = self._flow_runs.num_unpublished(run_dir, self._store, self._known_flow_runs())
             if not missing:
                 self._published.add(end)
@@ -243,7 +246,7 @@ class Reconciler:
         return {one.flow_run_id for one in self._seen.flow_runs} if self._seen is not None else set()
 
     def _missing(self, run_id: str, standing: OpenRun | None) -> RunFacts | None:
-        # Without a row, the run is another site's.
+        # A run without a row belongs to another site.
         if standing is None or not self._has_its_file_system():
             self._missing_since.pop(run_id, None)
             return None
@@ -253,16 +256,16 @@ class Reconciler:
         return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.holder, missing_s=missing_s)
 
     def _has_its_file_system(self) -> bool:
-        """True if the folder of run directories is the one that runs were seen in, or has some: a mount point is an
-        empty folder while its file system is away."""
+        """True if the folder of run directories is the one in which runs were last seen, or contains runs: a mount
+        point is an empty folder while its file system is not mounted."""
         present = identity(self._site.runs_dir)
         return present is not None and (present == self._runs_with_runs or bool(run_dirs(self._site.runs_dir)))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Deeds
+    # Actions
 
     def _do(self, action: ReconcileAction) -> ActionResult:
-        with Survived() as found:  # of Prefect's client, say: the next round tries again
+        with Survived() as found:  # an error of Prefect's client, for example: the next round retries
             return self._carry_out(action)
         return ActionResult(action, False, found.message)
 
@@ -302,12 +305,12 @@ class Reconciler:
                 return ActionResult(action, True, "left alone")
 
     def _run_dir(self, action: ReconcileAction) -> RunDir:
-        """The directory of the run that an action is about; not every action is about one."""
+        """The directory of the run that an action concerns; some actions concern no run."""
         return RunDir.of(self._site.runs_dir, action.run_id)
 
     @property
     def _prefect(self) -> FlowRuns:
-        """Prefect, for actions that it has given the reason for."""
+        """The flow runs in Prefect, for actions that only occur if Prefect has answered."""
         assert self._flow_runs is not None
         return self._flow_runs
 
@@ -316,7 +319,7 @@ class Reconciler:
         if self._seen is not None:
             standing = self._standings.get(run_id)
             ended = sum(one.run_id == run_id and one.state in FLOW_ENDS for one in self._seen.flow_runs)
-            # The same situation gives the same key: two rounds, or two reconcilers, make one flow run of it.
+            # The same situation gives the same key, so that two rounds, or two reconcilers, create only one flow run.
             key = f"rlhf-adopt-{run_id}-{standing.token if standing is not None else 0}-{ended}"
             try:
                 return ActionResult(action, True, f"flow run {self._prefect.adopt(run_id, key)}")
@@ -339,12 +342,13 @@ class Reconciler:
     def _publish(self, action: ReconcileAction, run_dir: RunDir) -> ActionResult:
         end = _end_of(run_dir, read_record(run_dir))
         published = self._prefect.publish(run_dir, self._store, self._known_flow_runs())
-        # Not asked again: the server shows them some seconds later, and an automation acts on each that it is sent.
+        # Not checked again: the server shows them only seconds later, and an automation acts on every copy sent to it.
         self._published.add(end)
         return ActionResult(action, True, f"published: {', '.join(published) or 'nothing is missing any more'}")
 
-    def _write_down(self, result: ActionResult) -> None:
-        """Into the run directory, from where it reaches the history; where there is none, the log has it."""
+    def _record(self, result: ActionResult) -> None:
+        """Record a result in the run directory, from where it reaches the history. Without a directory, it is only
+        logged."""
         action = result.action
         run_dir = RunDir.find(self._site.runs_dir, action.run_id)
         if run_dir is None:
@@ -378,7 +382,7 @@ class Reconciler:
 
 
 def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
-    """The end of a run, as far as it is published."""
+    """The end of a run, as far as it is published: its id, state and state of promotion."""
     promotion = written.promotion.state.value if written.promotion is not None else ""
     return run_dir.run_id, written.state.value, promotion
 

@@ -1,4 +1,4 @@
-"""Removal of what is old: checkpoints, and snapshots of configs and code that nothing refers to any more."""
+"""Removal of old checkpoints, and of snapshots of configs and code that nothing refers to any more."""
 
 import logging
 import math
@@ -32,8 +32,8 @@ log = logging.getLogger("rlhf.daemon")
 
 
 def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime) -> Iterator[ReconcileAction]:
-    """Removals of checkpoints that are older than the site keeps them, and neither the newest, the best, promoted nor
-    in use.
+    """Removals of checkpoints that are older than the site keeps them and are neither the newest, the best, promoted
+    nor in use.
 
     Raises:
         HistoryError: the history does not answer.
@@ -58,7 +58,7 @@ def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime
 
 
 def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:
-    """Folders of checkpoints that were put aside; of a run that was gone on with, none may go yet."""
+    """Folders of checkpoints that were put aside and may be removed; none if the run was resumed since."""
     if not read_record(run_dir).ended or ended_at >= latest:
         return []
     folders = [path for path in run_dir.put_aside_folders() if not path.is_symlink()]
@@ -69,7 +69,7 @@ def _old_steps(
     run_dir: RunDir, standing: OpenRun, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
 ) -> list[int]:
     if not read_record(run_dir).ended:
-        return []  # gone on with since; the history will know soon
+        return []  # resumed since; the history will show it soon
     folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
     manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
     reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations()]
@@ -89,7 +89,7 @@ def _old_steps(
 
 
 def _begun_from(site: Site, world: World) -> list[Path]:
-    """Model folders that runs at work begin from."""
+    """Model folders that active runs started from."""
     found: list[Path] = []
     for run in world.runs.values():
         if not run.ended and not run.missing_s:
@@ -104,14 +104,14 @@ def _begun_from(site: Site, world: World) -> list[Path]:
 
 
 class SnapshotCleanup:
-    """Removal of configs and code that were deployed once and that nothing can need any more. It remembers what the run
-    directories refer to, which never changes: each is read once."""
+    """Removal of deployed configs and code that nothing can need any more. What the run directories refer to never
+    changes, so each directory is read once and remembered."""
 
     def __init__(self, site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> None:
-        """Remember nothing yet.
+        """Create a cleanup that remembers nothing yet.
 
         Args:
-            flow_runs: those of the site's Prefect server; None where it has none.
+            flow_runs: those of the site's Prefect server; None if it has none.
         """
         self._site = site
         self._flow_runs = flow_runs
@@ -119,9 +119,9 @@ class SnapshotCleanup:
         self._sources: dict[str, str] = {}
 
     def run(self, may: Callable[[], bool] = lambda: True) -> list[Path]:
-        """Remove what may go, and say so in the log; the folders that were removed.
+        """Remove unneeded snapshots and log each one. Returns the folders that were removed.
 
-        Where Prefect does not answer nothing goes: whether something is scheduled is not known then.
+        If Prefect does not answer, nothing is removed, because scheduled flow runs may still need any of them.
 
         Raises:
             HistoryError: the history does not answer.
@@ -146,8 +146,8 @@ class SnapshotCleanup:
         )
 
     def _referred_by_runs(self) -> Iterator[tuple[str, str]]:
-        """Of runs that may be resumed. The history knows them also where this site has other folders of runs, the
-        directories also where the history has not read them."""
+        """Snapshots that runs refer to which may be resumed. The history also knows runs in other folders of this site;
+        the directories also show runs that the history has not read."""
         sources = [*open_runs.resumable_sources(self._store)]
         for run_dir in run_dirs(self._site.runs_dir):
             source = self._source(run_dir)
@@ -168,7 +168,7 @@ class SnapshotCleanup:
         try:
             record = read_record(run_dir)
         except RunDirError:
-            return True  # its journal is damaged: it goes on once that is mended
+            return True  # its journal is damaged: it can be resumed once that is repaired
         return record.state is not RunState.COMPLETED or is_due(run_dir.read_spec(), record)
 
 

@@ -16,12 +16,12 @@ from rlhf_core.schemas.stored_spec import StoredSpec
 def run_facts(
     run_id: str, standing: OpenRun | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
 ) -> RunFacts:
-    """Put the facts together.
+    """Combine the facts about a run.
 
     Args:
-        standing: its rows in the history; None where there are none.
-        written: its journal.
-        cancel_asked: reason for which it is to be cancelled; empty where it is not.
+        standing: its rows in the history; None if there are none.
+        written: the record of its journal.
+        cancel_asked: reason of a pending cancel request; empty if there is none.
     """
     submissions = {number: one.submission for number, one in written.attempts.items()}
     newest = standing.controllers[-1] if standing is not None and standing.controllers else None
@@ -49,7 +49,7 @@ def run_facts(
 
 
 def foreign_owner(root: Path) -> str:
-    """Name of the user of a run directory, if it is another one and this process cannot write there; empty otherwise.
+    """Name of the owner of a run directory that belongs to another user and is not writable here; empty otherwise.
 
     Raises:
         OSError: the directory cannot be examined.
@@ -59,7 +59,7 @@ def foreign_owner(root: Path) -> str:
 
 
 def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, float]:
-    """The state of the lease on a run, and the time without a controller at work on it (seconds)."""
+    """The state of the lease on a run, and the time since a controller last drove it (seconds)."""
     if standing is None:
         return LeaseState.FREE, 0.0
     if standing.expired_s is None:
@@ -68,7 +68,7 @@ def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, f
         return LeaseState.FREE, standing.expired_s
     owner = Owner.parse(standing.holder)
     if owner is not None and owner.is_here():
-        # One that lives and cannot reach the database keeps its run, also when its lease has run out.
+        # A controller that is alive but cannot reach the database keeps its run, even after its lease has expired.
         if not owner.is_known_dead():
             return LeaseState.LIVING, 0.0
         return LeaseState.DEAD, max(standing.expired_s + TTL_S, 0.0)

@@ -1,4 +1,4 @@
-"""Prefect as the reconciler sees it: an interface, which ``flows`` implements. Without it, a site has no flow runs."""
+"""The interface through which the reconciler uses Prefect; ``flows`` implements it. A site may be without Prefect."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
 
 RunsOfFlowRuns = Callable[[Collection[str]], Mapping[str, tuple[str, str]]]
-"""Run and controller of each flow run that the history knows, by the ids of flow runs."""
+"""Returns run and controller, by id, of those flow runs that the history knows."""
 
 
 class NotRegistered(Exception):
-    """The deployment that goes on with a run is not registered on the server."""
+    """The deployment that resumes runs is not registered on the server."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FlowRunSnapshot:
 
 
 class FlowRuns(Protocol):
-    """The flow runs of a site. Every method raises what Prefect raises where its server does not answer."""
+    """The flow runs of a site. Every method raises the errors of Prefect's client if its server does not answer."""
 
     def answers(self) -> bool:
         """True if the server answers now."""
@@ -34,31 +34,32 @@ class FlowRuns(Protocol):
     def poll(
         self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns, now: datetime
     ) -> FlowRunSnapshot:
-        """Flow runs that Prefect takes for alive, those named after a run, and those that are named, with the task runs
-        that it takes for alive although their flow runs have ended."""
+        """Return the flow runs that Prefect considers active, those named after a run, and those with the given ids,
+        and the task runs that it considers active although their flow runs have ended."""
 
     def adopt(self, run_id: str, key: str) -> str:
-        """Start a flow run that goes on with a run; its id. The same key makes no second one.
+        """Start a flow run that resumes a run, and return its id. A repeated key does not create a second one.
 
         Raises:
-            NotRegistered: the deployment for this is not there.
+            NotRegistered: the deployment that resumes runs is missing.
         """
 
     def end_flow_run(self, flow_run_id: str, state: FlowState, changed_at: datetime, reason: str) -> bool:
-        """Give a flow run a last state; False, with nothing done, where its state has changed since ``changed_at``."""
+        """Set the final state of a flow run. Does nothing and returns False if its state changed after
+        ``changed_at``."""
 
     def end_task_run(self, task_run_id: str, state: FlowState, reason: str) -> None:
-        """Give a task run that is still open a last state."""
+        """Set the final state of a task run that is still open."""
 
     def num_unpublished(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> int:
-        """Number of events and artifacts that the server lacks of a run that has ended.
+        """Number of events and artifacts of an ended run that the server lacks.
 
         Args:
-            known: ids of flow runs that the server knows; nothing is published of a run that none of them drove.
+            known: ids of flow runs that the server knows; nothing is published about a run that none of them drove.
         """
 
     def publish(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> list[str]:
-        """Publish what the server lacks of a run; names of what was."""
+        """Publish what the server lacks about a run, and return the names of what was published."""
 
     def configs(self) -> Iterable[str]:
-        """Configs that deployments refer to, and flow runs that may still begin or be retried."""
+        """Configs that are referred to by deployments, and by flow runs that may still start or be retried."""

@@ -1,7 +1,7 @@
 """The daemon of a site: one process that reads the files of all active runs into the history, and reconciles.
 
-Two daemons at once are no danger: a lease lets one act, and the other waits for it. The work is in two threads, so that
-a job that takes a minute to end holds neither the reading nor the lease.
+Two daemons at the same time do no harm: a lease lets only one of them act, and the other waits for it. The work is done
+in two threads, so that a job that takes a minute to end delays neither the ingestion nor the renewal of the lease.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from rlhf_core.survival import Survived
 log = logging.getLogger("rlhf.daemon")
 
 TTL_S = 60.0
-"""Time for which the daemon's lease holds without being renewed."""
+"""Lifetime of the daemon's lease in seconds if it is not renewed."""
 
 RETRY_INTERVAL_S = 5.0
-"""Pause before the lease, or a database that does not answer, is asked for again."""
+"""Pause before requesting the lease again, or reconnecting to a database that does not answer."""
 
 CLEANUP_INTERVAL_S = 3600.0
 """Time between two removals of old checkpoints and snapshots."""
@@ -38,10 +38,10 @@ Round = Callable[[Reconciler, Callable[[], bool], bool], Sequence[ActionResult]]
 
 @dataclass(frozen=True)
 class Chore:
-    """Further work of every round."""
+    """An additional task of every round."""
 
     title: str
-    """For the log, as the beginning of ``... was not possible``."""
+    """Subject of the log message ``... was not possible``."""
     work: Callable[[HistoryStore], object]
 
 
@@ -51,7 +51,8 @@ def plain_round(reconciler: Reconciler, may: Callable[[], bool], retention: bool
 
 
 def lease_name(site: Site) -> str:
-    """Row of the leases that one daemon holds: per folder of run directories, as a history may serve several."""
+    """Name of the lease that one daemon holds. It includes the folder of run directories: a history may serve
+    several."""
     return f"site:keeper:{site.runs_dir}"
 
 
@@ -62,18 +63,18 @@ def run(
     carry_out_round: Round = plain_round,
     chores: Sequence[Chore] = (),
 ) -> None:
-    """Look after the site until ``stop`` is set.
+    """Ingest and reconcile the site until ``stop`` is set.
 
-    A lost database, Prefect server or scheduler, and damaged run directories, are lived through: what could not be
-    done is done later.
+    The daemon survives the loss of the database, the Prefect server or the scheduler, and damaged run directories: what
+    could not be done is done later.
 
     Args:
-        flow_runs: those of the site's Prefect server; None where it has none.
+        flow_runs: those of the site's Prefect server; None if it has none.
         carry_out_round: carries out one round of the reconciler.
-        chores: further work of every round, done where Prefect answers.
+        chores: additional tasks of every round, carried out if Prefect answers.
 
     Raises:
-        SchemaOutOfDate, UnsafeDatabase, BadConfig: something must be repaired by hand first.
+        SchemaOutOfDate, UnsafeDatabase, BadConfig: an administrator has to repair something first.
     """
     _log_to_the_terminal()
     rounds = _Rounds(site, flow_runs, carry_out_round, chores)
@@ -85,7 +86,8 @@ def run(
 
 
 def _log_to_the_terminal() -> None:
-    """A handler of its own: those of the root belong to Prefect, which may have been told to be quiet."""
+    """Log through a separate handler: those of the root logger belong to Prefect, which may be configured to be
+    quiet."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.addHandler(handler)
@@ -95,13 +97,13 @@ def _log_to_the_terminal() -> None:
 
 @contextlib.contextmanager
 def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]:
-    """The history, as soon as it answers; None when the daemon is stopped before."""
+    """Open the history as soon as it answers; None if the daemon is stopped before."""
     while True:
         try:
             store = HistoryStore(site.database_url)
             break
         except HistoryError as error:
-            if error.exit_code == 2:  # nothing that passes
+            if error.exit_code == 2:  # an error that does not go away by itself
                 raise
             log.warning("%s", error)
         if stop.wait(RETRY_INTERVAL_S):
@@ -112,9 +114,9 @@ def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]
 
 
 def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease | None:
-    """The daemon's lease, as soon as it can be had; None when the daemon is stopped before."""
+    """Acquire the daemon's lease as soon as it is free; None if the daemon is stopped before."""
     name, owner = lease_name(site), str(Owner.this_process())
-    said = ""
+    logged = ""
     while not stop.is_set():
         try:
             token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
@@ -126,15 +128,15 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease 
             why = "another daemon is at work; waiting for its lease"
         except HistoryError as error:
             why = str(error)
-        if why != said:
+        if why != logged:
             log.info("%s", why)
-            said = why
+            logged = why
         stop.wait(RETRY_INTERVAL_S)
     return None
 
 
 def _act(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Event, rounds: "_Rounds") -> None:
-    """Read and reconcile until the daemon is stopped or has lost its lease."""
+    """Ingest and reconcile until the daemon is stopped or has lost its lease."""
     over = threading.Event()
     reconciling = threading.Thread(target=rounds.run, args=(store, lease, stop, over), name="reconciler", daemon=True)
     reconciling.start()
@@ -154,7 +156,7 @@ def _act(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Even
 
 
 def _wait_for(thread: threading.Thread, lease: HeldLease) -> None:
-    """Let the action in hand come to its end, with the lease kept: no other daemon is to begin meanwhile."""
+    """Wait until the current action has finished, and keep the lease meanwhile, so that no other daemon starts."""
     while thread.is_alive():
         thread.join(timeout=1.0)
         with contextlib.suppress(HistoryError):
@@ -163,7 +165,7 @@ def _wait_for(thread: threading.Thread, lease: HeldLease) -> None:
 
 @dataclass(frozen=True)
 class _Rounds:
-    """The rounds of the reconciler, in a thread of their own."""
+    """The rounds of the reconciler, in a separate thread."""
 
     site: Site
     flow_runs: FlowRuns | None
@@ -171,7 +173,7 @@ class _Rounds:
     chores: Sequence[Chore]
 
     def run(self, store: HistoryStore, lease: HeldLease, stop: threading.Event, over: threading.Event) -> None:
-        """One round after the other, until either event is set."""
+        """Carry out one round after the other, until either event is set."""
         reconciler = Reconciler(self.site, store, flow_runs=self.flow_runs)
         cleanup = SnapshotCleanup(self.site, store, self.flow_runs)
         cleaned_up_s = -CLEANUP_INTERVAL_S
@@ -198,8 +200,8 @@ class _Rounds:
 
 
 def is_held(lease: HeldLease) -> bool:
-    """True if the daemon's lease is known to be held, asked of the database: before each action, since this process may
-    have been suspended for longer than the lease lasts."""
+    """True if the database confirms that the daemon still holds its lease. Checked before each action, since this
+    process may have been suspended for longer than the lease lasts."""
     try:
         lease.require()
     except HistoryError:  # lost, or unknown
@@ -209,7 +211,7 @@ def is_held(lease: HeldLease) -> bool:
 
 @contextlib.contextmanager
 def _survived(what: str) -> Iterator[None]:
-    """Go on after an error: one run, or one round, must not cost all others the daemon."""
+    """Log an error and continue: one run, or one round, must not stop the daemon for all others."""
     with Survived(but=(LeaseLost,)) as found:
         yield
     if isinstance(found.error, RlhfError | OSError):

@@ -1,4 +1,4 @@
-"""One round of the reconciler by hand, beside the daemon of the site or without one."""
+"""One round of the reconciler on request, next to the daemon of the site or without one."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) 
     """Carry out a round.
 
     Raises:
-        LeaseLost: the daemon of the site is at work and does it by itself, or has begun to meanwhile.
+        LeaseLost: the daemon of the site is running and reconciles by itself, or has started meanwhile.
         HistoryError: the history does not answer.
     """
     name, owner = lease_name(site), str(Owner.this_process())

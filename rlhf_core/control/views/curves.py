@@ -45,13 +45,13 @@ def _by_restart(run_dir: RunDir) -> Iterator[Iterator[MetricsLine]]:
 def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
     """Positions of checkpoints, incidents and rollbacks on the step axis."""
     found = all_incidents(run_dir, read_record(run_dir))
-    firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
+    first_steps = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
     return Marks(
         last_step=max(last_step, 1),
         warm_start_steps=spec.warm_start_steps,
         checkpoints=tuple(checkpoint.step for checkpoint in run_dir.checkpoints()),
         incidents=tuple(incident.step for incident in found if incident.step is not None),
-        resumes=tuple(step - 1 for step in firsts[1:]),
+        resumes=tuple(step - 1 for step in first_steps[1:]),
     )
 
 

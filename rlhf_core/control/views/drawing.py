@@ -16,7 +16,7 @@ def draw_in_process(run_dir: RunDir, timeout_s: float = DRAWING_TIMEOUT_S) -> by
     """Draw the curves in a separate process. The result is empty if there is nothing to draw or the drawing failed."""
     command = [sys.executable, "-P", "-m", "rlhf_core.control.views.curves", str(run_dir.root)]
     try:
-        # A process group of its own, because Ctrl-C is meant for the run.
+        # A separate process group, because Ctrl-C is meant for the run.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, process_group=0, check=False
         )

@@ -41,7 +41,7 @@ def summarise(run_dir: RunDir) -> Summary:
 
 
 def _accuracies(run_dir: RunDir, spec: RunSpec) -> list[Accuracy]:
-    """Evaluations that were made, and those that are certain to be."""
+    """Evaluations that were made, and those that are certain to follow."""
     found = [_accuracy(run_dir, name) for name in EVALUATIONS]
     return [row for row in found if row.before or row.after or row.name in spec.evaluations]
 

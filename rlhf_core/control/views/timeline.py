@@ -1,6 +1,6 @@
 """Reading the timeline of a run from its directory, its journal and those of its trials.
 
-The only place that decides which incidents and decisions belong to a run.
+This is the only module that decides which incidents and decisions belong to a run.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def read_timeline(run_dir: RunDir) -> Timeline:
 
     Raises:
         JournalDamaged: a line of a journal cannot be read.
-        OSError: the file system does not answer.
+        OSError: the file system does not respond.
     """
     lines = valid_lines(read_journal(run_dir.control))
     record = fold(lines)
@@ -43,21 +43,21 @@ def read_timeline(run_dir: RunDir) -> Timeline:
         record.cause,
         sorted(found, key=lambda one: one.incident.seen_at),
         sorted(made, key=lambda one: one.decision.decided_at),
-        # Only an incident makes them part of a timeline.
+        # Only incidents make the first steps part of a timeline.
         _first_steps(run_dir) if found else (),
         lines,
     )
 
 
 def all_incidents(run_dir: RunDir, record: RunRecord) -> list[Incident]:
-    """Incidents that the agents and the controllers of a run found, in the order of time."""
+    """Incidents that the agents and the controllers of a run found, in chronological order."""
     found = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
     found += [attempt.incident for attempt in record.attempts.values() if attempt.incident is not None]
     return sorted(found, key=lambda incident: incident.seen_at)
 
 
 def all_decisions(run_dir: RunDir, record: RunRecord) -> list[Decision]:
-    """Decisions that agents and controllers made about a run, in the order of time."""
+    """Decisions that agents and controllers made about a run, in chronological order."""
     made = [decision for attempt in run_dir.attempts() for decision in agent_decisions(attempt)]
     made += [attempt.decision for attempt in record.attempts.values() if attempt.decision is not None]
     return sorted(made, key=lambda decision: decision.decided_at)
@@ -69,7 +69,7 @@ def trials_of(run_dir: RunDir) -> list[RunDir]:
 
 
 def read_checks(run_dir: RunDir) -> list[tuple[str, CheckResult]]:
-    """Read the findings of preflight and probes, those of the trials too, worst first, each with when it was made."""
+    """Read the findings of preflight and probes, including those of the trials, worst first, each with its time."""
     record = read_record(run_dir)
     found = _findings(run_dir, "", record)
     for _, trial in _trials(run_dir, record):

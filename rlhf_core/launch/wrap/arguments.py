@@ -61,7 +61,7 @@ _STAYS = "stays in the launch line"
 
 
 def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
-    """Read the program's options, and put placeholders where the run decides.
+    """Read the program's options, and put placeholders in place of values that the run decides.
 
     Args:
         steps: Optimizer steps, if the user gave them separately from the line.
@@ -268,7 +268,7 @@ def _read_others(draft: Draft) -> None:
 
 
 def _own_placeholders(draft: Draft) -> None:
-    """Report the user's own words that a run fills in."""
+    """Report placeholders in the user's own words, which a run fills in."""
     for index, item in enumerate(draft.line.items):
         if draft.words[index] == draft.line.argv[item.start : item.stop]:
             for word in draft.words[index]:

@@ -104,8 +104,8 @@ def _recognised(draft: Draft) -> Family:
 
 def _algorithm(draft: Draft) -> str:
     """The algorithm named by an option or by the program; empty if neither names one."""
-    said = draft.line.value("algorithm.adv_estimator", "algorithm", "rlhf_type", "loss_type") or ""
-    for text in (said, *reversed(draft.line.program)):
+    option = draft.line.value("algorithm.adv_estimator", "algorithm", "rlhf_type", "loss_type") or ""
+    for text in (option, *reversed(draft.line.program)):
         words = re.split(r"[^a-z0-9]+", text.lower())
         for name in ALGORITHMS:
             if name in words:

@@ -100,7 +100,7 @@ def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions,
     read_launcher(draft)
     family = recognise(draft, options.framework)
     read_arguments(draft, family, options.steps)
-    _say_processors(draft, family)
+    _select_cpu(draft, family)
     if line.launcher == "axolotl":
         draft.last_words += axolotl_launcher_words()
     _read_places(draft, facts)
@@ -168,8 +168,8 @@ def _read_places(draft: Draft, facts: ScriptFacts) -> None:
         draft.set("trainer.environment", environment, "Python environment")
 
 
-def _say_processors(draft: Draft, family: Family) -> None:
-    """Tell accelerate if a run has no GPUs: otherwise every rank would silently train on its own."""
+def _select_cpu(draft: Draft, family: Family) -> None:
+    """Make accelerate use the CPU if a run has no GPUs: otherwise every rank would silently train on its own."""
     has_gpus = draft.settings.get("resources.gpus_per_node") != 0
     if not family.has_trainer or has_gpus or "ACCELERATE_USE_CPU" in draft.variables:
         return
@@ -180,7 +180,7 @@ def _say_processors(draft: Draft, family: Family) -> None:
 def _name(draft: Draft, family: Family, given: str) -> None:
     if given and not is_name(given):
         raise BadInput(f"found --name {given!r}, {expected_name(given)}")
-    said = draft.given(
+    run_name = draft.given(
         "argument", "run_name", "exp_name", "experiment_name", "wandb_run_name", "trainer.experiment_name"
     )
     of_job = draft.settings.get("name")
@@ -188,7 +188,7 @@ def _name(draft: Draft, family: Family, given: str) -> None:
     model = draft.given("argument", "model", "model_name_or_path", "pretrain") or ""
     candidates = [
         given,
-        said or "",
+        run_name or "",
         str(of_job or ""),
         f"{program} {family.algorithm} {PurePosixPath(model).name}",
         "wrapped",

@@ -26,7 +26,7 @@ class Agreement:
 
     def __init__(self, channel: AgentChannel, asked: ExternalRequests) -> None:
         self._channel = channel
-        self._asked = asked
+        self._requests = asked
 
     def agree(
         self,
@@ -49,7 +49,7 @@ class Agreement:
         latest_s = float("inf")
         while not self._is_complete(topic, kind):
             now_s = time.monotonic()
-            if self._asked.to_end:
+            if self._requests.to_end:
                 latest_s = min(latest_s, now_s + LAST_STATE_TIMEOUT_S)
             if now_s > min(latest_s, deadline):
                 break
@@ -62,7 +62,7 @@ class Agreement:
         """True if every node has reported, not counting one that was given up."""
         received = self._channel.received(topic, kind)
         missing = {name for index, name in enumerate(self._channel.nodes.names) if index not in received}
-        return missing <= {self._asked.broken_node}
+        return missing <= {self._requests.broken_node}
 
     def _await_step(self, topic: str) -> Generator[None, None, AgreedStep]:
         """The decision of agent 0, or the end of the attempt if agent 0 is no longer deciding."""
@@ -75,7 +75,7 @@ class Agreement:
     @property
     def forced_end(self) -> AgreedStep | None:
         """The end of the attempt, if agent 0 has ordered it or is no longer deciding."""
-        broken = self._asked.broken
+        broken = self._requests.broken
         lost = AgreedStep(action="end", message=broken, kind=FailureKind.AGENT_KILLED) if broken else None
         return self.over or lost
 

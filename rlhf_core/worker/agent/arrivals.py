@@ -1,4 +1,4 @@
-"""Meeting of the agents at the start of an attempt: the wait for those that come late, and the report of those absent.
+"""Meeting of the agents at the start of an attempt: the wait for late agents, and the report of missing ones.
 
 Nodes pull container images and read cold file systems at different speeds, so their agents start minutes apart. Every
 agent waits ``supervise.join_s`` for the others. Its file of events shows the others that it has started.

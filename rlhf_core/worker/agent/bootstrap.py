@@ -77,7 +77,7 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
     leader = Leader(directory, attempt)
     nodes, problem, leads = _place_of(directory, attempt)
     arrivals = Arrivals(nodes, directory.attempt(attempt), longest_wait_s(directory))
-    if problem and not leads and not _is_left_to_say_so(arrivals, problem, inbox):
+    if problem and not leads and not _must_report_problem(arrivals, problem, inbox):
         return 1
     if nodes.is_first:
         taken = leader.claim()
@@ -128,7 +128,7 @@ def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
     return Nodes((nodes.name,), ("",), 0), problem, nodes.is_first and nodes.num > 1
 
 
-def _is_left_to_say_so(arrivals: Arrivals, problem: str, inbox: SignalInbox) -> bool:
+def _must_report_problem(arrivals: Arrivals, problem: str, inbox: SignalInbox) -> bool:
     """Let agent 0 end the attempt and name this node, which contradicts the plan.
 
     Returns:
@@ -191,7 +191,7 @@ def _agent_store(site: AgentSite, signer: MessageSigner | None, arrivals: Arriva
 
         return arrivals.join(signer, pause)
     except AgentsMissing as error:
-        # Agent 0 does not come, so the controller acts on this line.
+        # Without agent 0, it is the controller that acts on this line.
         blamed: list[JsonValue] = [*error.diagnosis.nodes]
         site.events.add("peer", f"this agent ends: {error}", not_met=error.diagnosis.message, blamed=blamed)
         raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
@@ -218,8 +218,8 @@ def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> Ending:
         over = AgreedStep(action="end", state=AttemptState.FAILED, message=message, kind=kind)
         channel.publish("orders", Orders(over=over))
     elif channel is not None:
-        said = f"{site.nodes.name}: {message}"
-        channel.send("state", NodeState(wall_s=time.time(), broken=said, broken_kind=kind))
+        problem = f"{site.nodes.name}: {message}"
+        channel.send("state", NodeState(wall_s=time.time(), broken=problem, broken_kind=kind))
     return Ending(AttemptState.FAILED, message, kind)
 
 

@@ -51,7 +51,7 @@ class DamagedCheckpoints:
         return Choice(Action.NEW_ATTEMPT, 0.0, reason)
 
     def put_aside(self, failure: Failure, restart_dir: RestartDir, events: EventLog) -> None:
-        """Move the damaged checkpoint aside. If that fails, the workers are told to skip it."""
+        """Move the damaged checkpoint aside. If that fails, the workers are instructed to skip it."""
         name = failure.damaged_checkpoint
         self.names.append(name)
         try:

@@ -32,7 +32,7 @@ class GroupDecisions:
         self._channel = channel
         self._leader = leader
         self._events = events
-        self._asked = asked
+        self._requests = asked
         self._worker_budgets: dict[Role, RestartBudget] = {}
         self._worker_stores: dict[Role, object] = {}
         self.budget = RestartBudget(job.run_dir, job.spec.supervise)
@@ -65,24 +65,24 @@ class GroupDecisions:
 
     def may_start(self) -> AgreedStep:
         """The next start, or the end of the attempt if that was requested."""
-        step, asked = self.asked_to_end(), self._asked
-        if step is None and asked.broken:
+        step, requests = self.asked_to_end(), self._requests
+        if step is None and requests.broken:
             # Takes precedence over a stop request: when one agent exits, Slurm ends the job with the same signal that
             # announces a preemption.
-            step = self.end(AttemptState.FAILED, asked.broken, asked.broken_kind)
-        if step is None and asked.stop:
+            step = self.end(AttemptState.FAILED, requests.broken, requests.broken_kind)
+        if step is None and requests.stop:
             # Between two starts there is no state to save.
-            step = self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
+            step = self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {requests.stop}")
         return step or AgreedStep(action="start")
 
     def asked_to_end(self) -> AgreedStep | None:
         """The end of the attempt if the user or a signal requested it, otherwise None."""
-        asked = self._asked
-        if asked.cancel:
-            return self.end(AttemptState.CANCELLED, asked.cancel, FailureKind.USER_CANCEL)
-        if asked.end:
-            message = f"the agent was ended by {asked.end} from outside; the run can resume from its last checkpoint"
-            return self.end(AttemptState.FAILED, message, FailureKind.PREEMPTION, asked.end)
+        requests = self._requests
+        if requests.cancel:
+            return self.end(AttemptState.CANCELLED, requests.cancel, FailureKind.USER_CANCEL)
+        if requests.end:
+            message = f"the agent was ended by {requests.end} from outside; the run can resume from its last checkpoint"
+            return self.end(AttemptState.FAILED, message, FailureKind.PREEMPTION, requests.end)
         return None
 
     def next_generation(self, role: Role) -> int:
@@ -100,15 +100,15 @@ class GroupDecisions:
 
     def conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], restart_dir: RestartDir) -> AgreedStep:
         """The step to take, given how a group's workers exited on all nodes."""
-        step, asked = self.asked_to_end(), self._asked
+        step, requests = self.asked_to_end(), self._requests
         if step is not None:
             return step
         complete = len(ends) == self._job.nodes.num
         if complete and all(exit_reports.is_well(end) for end in ends.values()):
             return self._end_role(group.role, ends)
-        if asked.broken:
-            kind, node = asked.broken_kind, asked.broken_node
-            diagnosis = Diagnosis(kind, asked.broken, fingerprint(kind, node), nodes=(node,) if node else ())
+        if requests.broken:
+            kind, node = requests.broken_kind, requests.broken_node
+            diagnosis = Diagnosis(kind, requests.broken, fingerprint(kind, node), nodes=(node,) if node else ())
             failure = Failure(diagnosis, "", None, None)
         else:
             names = self._job.nodes.names
@@ -126,21 +126,21 @@ class GroupDecisions:
         how = "saved a checkpoint and ended early" if early else "ended well"
         self._events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
         if early:
-            why = self._asked.stop or "decided by the workers"
+            why = self._requests.stop or "decided by the workers"
             return self.end(AttemptState.PREEMPTED, f"saved a checkpoint and ended early: {why}")
         self.budget.renew()
         return AgreedStep(action="next_role", generations=dict(self.generations))
 
     def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
         """Record the failure and the decision about it, which may be carried out only after that."""
-        role, asked = group.role, self._asked
+        role, requests = group.role, self._requests
         failure = replace(failure, diagnosis=self.budget.confirmed(failure.diagnosis))
         evidence_dir = group.folder(0).evidence_dir
         number = record_incident(self._leader, self._events, restart_dir, failure, role, evidence_dir)
         choice = self.budget.choose(failure.diagnosis, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
-        if asked.stop and choice.action is Action.RESTART_IN_PLACE:
-            reason = f"not restarted in place, because the attempt is ending: {asked.stop}"
+        if requests.stop and choice.action is Action.RESTART_IN_PLACE:
+            reason = f"not restarted in place, because the attempt is ending: {requests.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
         record_decision(self._leader, self._events, restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:

@@ -142,14 +142,14 @@ class IndependentRun:
         topic = f"step/phase/{self._phase}/{self._group.role}"
         if not self._channel.leads:
             if serves_others:
-                return None  # the code that ends the phase also hears when the attempt ends
+                return None  # the code that ends the phase also learns of the end of the attempt
             return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
         step = self._decide_about_exits(supervised)
         if step is None and not serves_others:
-            asked = self._decisions.may_start() if self._supervisor.asked.to_end else None
+            end = self._decisions.may_start() if self._supervisor.asked.to_end else None
             all_well = len(supervised.well) == self._group.plan.num_workers
             over = AgreedStep(action="next_role", generations=dict(self._decisions.generations))
-            step = asked or (over if all_well else None)
+            step = end or (over if all_well else None)
             if step is not None:
                 self._channel.publish(topic, step)
         return step

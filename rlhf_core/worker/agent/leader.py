@@ -48,8 +48,8 @@ class Leader:
 
     def claim(self) -> str:
         """Claim the attempt; returns an empty string on success, otherwise a sentence naming its owner."""
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "time": utc_now().isoformat()}
-        if claim(self._dir.claim, json.dumps(mine)):
+        content = {"pid": os.getpid(), "host": socket.gethostname(), "time": utc_now().isoformat()}
+        if claim(self._dir.claim, json.dumps(content)):
             return ""
         # The owner may have been killed between creating the file and filling it; the attempt is owned all the same.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -65,7 +65,7 @@ class AgentChannel:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wake = threading.Event()
-        self._over = threading.Event()
+        self._closing = threading.Event()
         self._outbox: dict[str, str] = {}
         self._wanted: set[str] = set()
         self._texts: dict[str, str] = {}
@@ -94,7 +94,7 @@ class AgentChannel:
         return self.nodes.is_first
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Speaking and hearing
+    # Sending and receiving
 
     def send(self, topic: str, message: Schema) -> None:
         """Send a message to agent 0, which receives its own too."""
@@ -155,7 +155,7 @@ class AgentChannel:
             deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
             while not self._all_closed() and time.monotonic() < deadline and not self.is_lost:
                 self.wait(0.1)
-        self._over.set()
+        self._closing.set()
         self._wake.set()
 
     def _all_closed(self) -> bool:
@@ -185,7 +185,7 @@ class AgentChannel:
         return message
 
     def _parse(self, key: str, text: str, kind: type[Message]) -> Message | None:
-        """Parse a message and cache the result: callers ask repeatedly until every agent has reported."""
+        """Parse a message and cache the result: callers poll until every agent has reported."""
         try:
             message = kind.model_validate_json(text)
         except ValidationError:
@@ -196,16 +196,16 @@ class AgentChannel:
         return message
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The thread that speaks with the store
+    # The thread that accesses the store
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._closing.is_set():
             self._wake.wait(POLL_INTERVAL_S)
             self._wake.clear()
             try:
                 self._exchange()
             except (AgentStoreLost, ValueError):
-                self._over.wait(POLL_INTERVAL_S)
+                self._closing.wait(POLL_INTERVAL_S)
             else:
                 self._answered_at = time.monotonic()
 

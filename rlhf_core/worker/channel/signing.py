@@ -55,8 +55,8 @@ class MessageSigner:
             sender: Index of the node that must have sent it.
 
         Raises:
-                MessageRefused: it is too long, not signed with the attempt's secret, from another agent, made for
-                    another key, or no newer than one already accepted.
+            MessageRefused: it is too long, not signed with the attempt's secret, from another agent, made for another
+                key, or no newer than one already accepted.
         """
         if len(message) > MAX_MESSAGE_BYTES:
             raise MessageRefused(f"{len(message)} characters exceed the limit for agents ({MAX_MESSAGE_BYTES})")

@@ -1,8 +1,8 @@
 """Key-value store through which the agents of an attempt exchange messages; agent 0 hosts it.
 
-It lives as long as the attempt, across all restarts of the workers. The port is derived from the attempt, so that no
-agent needs to be told: agent 0 takes the first free one of eight candidates, and the others try them all until they
-find a store that carries the mark of this attempt.
+It lives as long as the attempt, across all restarts of the workers. The port is derived from the attempt, so it need
+not be communicated: agent 0 takes the first free one of eight candidates, and the others try them all until they find a
+store that carries the mark of this attempt.
 
 torch's store does not authenticate clients. It therefore listens only on the node's address in the allocation, and
 agents trust only the signed messages they read from it (``signing.py``).
@@ -108,7 +108,7 @@ class TcpAgentStore:
 
 
 def _text(content: bytes) -> str:
-    """Decode a stored value, possibly a stranger's: bytes that are not valid text must not hide the rest."""
+    """Decode a stored value, which may come from another program: invalid text must not hide the other values."""
     return content.decode("utf-8", errors="replace")
 
 

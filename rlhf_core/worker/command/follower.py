@@ -1,4 +1,4 @@
-"""The worker of one rank of an external trainer: starts the program or finds its rank, and beats for it until it exits.
+"""The worker of one rank of an external trainer: starts the program or finds its rank, and sends its heartbeats.
 
 The worker exits with the rank's exit code or signal, so that everything that follows (verdict, incident, decision,
 restart) is the same as for a native worker. The program's output goes to the worker's log.
@@ -281,7 +281,7 @@ class Follower:
     def _require_together(self) -> None:
         """Raise if ranks train alone: none fails, each produces the same model, and all but one waste their work.
 
-        Accelerate does that if it finds no GPU and was not told to use CPUs (``ACCELERATE_USE_CPU``).
+        Accelerate does that if it finds no GPU and is not configured to use CPUs (``ACCELERATE_USE_CPU``).
         """
         alone = self._status.get(words.GROUP) == words.NO_GROUP and self._trainer.framework != "script"
         if alone and self._context.num_ranks > 1 and self._step >= self._first_step + STEPS_ALONE:
@@ -292,9 +292,9 @@ class Follower:
             )
 
     def _present_phase(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> Phase:
-        told = next((one.phase for _, one in readings if one.phase is not None), None)
-        if told is not None:
-            return told
+        reported = next((one.phase for _, one in readings if one.phase is not None), None)
+        if reported is not None:
+            return reported
         if self._step > self._first_step or self._phase is Phase.TRAIN:
             return Phase.TRAIN
         # Arbitrary programs may report no steps at all; continued progress is then the only evidence.

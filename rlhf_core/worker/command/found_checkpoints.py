@@ -52,8 +52,8 @@ def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bo
         has_ended: The program has exited, so nothing more is written.
 
     Returns:
-            All checkpoints in the output folder and in ms-swift's version folders, by step; among those with the same
-            step the most recently changed comes last.
+        All checkpoints in the output folder and in ms-swift's version folders, by step; among those with the same step
+        the most recently changed comes last.
 
     Raises:
         OSError: a folder cannot be read.

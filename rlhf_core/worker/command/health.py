@@ -132,7 +132,7 @@ class _Row:
     """The logged step before the first of them."""
     last_step: int = 0
     num_lines: int = 0
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class MetricHealth:
@@ -165,8 +165,8 @@ class MetricHealth:
             self._before_step, self._last_step = self._last_step, step
         self._rewards.take(metrics, max(1, self._spec.window_steps // BLOCKS_PER_WINDOW))
         logged = _LoggedStep(metrics, self._rewards, self._spec)
-        told = [self._judge(rule, row, step, logged) for rule, row in zip(self._rules, self._rows, strict=True)]
-        return [warning for warning in told if warning is not None]
+        warnings = [self._judge(rule, row, step, logged) for rule, row in zip(self._rules, self._rows, strict=True)]
+        return [warning for warning in warnings if warning is not None]
 
     def _begin(self) -> None:
         self._rewards = _Rewards()
@@ -177,7 +177,7 @@ class MetricHealth:
         if found is None:
             return None
         if not found:
-            row.num_lines, row.last_step, row.is_told = 0, 0, False
+            row.num_lines, row.last_step, row.is_reported = 0, 0, False
             return None
         if not row.num_lines:
             row.since_step, row.before_step = step, self._before_step
@@ -185,9 +185,9 @@ class MetricHealth:
             row.num_lines += 1
             row.last_step = step
         too_short = step - row.before_step < rule.num_steps(self._spec) or row.num_lines < rule.min_lines
-        if too_short or row.is_told:
+        if too_short or row.is_reported:
             return None
-        row.is_told = True
+        row.is_reported = True
         since = f", since step {row.since_step}" if row.num_lines > 1 else ""
         return MetricWarning(rule.name, rule.kind, row.since_step, step, f"At step {step}{since}: {found}")
 
@@ -220,7 +220,7 @@ def _frozen(logged: _LoggedStep) -> str | None:
     norm = logged.metrics.get(GRADIENT)
     if norm is None:
         return None
-    # Equal rewards give no gradient and have a rule of their own.
+    # Equal rewards give no gradient and are covered by their own rule.
     if norm != 0 or _has_spread(logged) is False:
         return ""
     return (

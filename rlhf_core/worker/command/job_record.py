@@ -36,7 +36,7 @@ class JobRecord:
         self._health = MetricHealth(context.spec.health, first_step)
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
         self._next_poll_s = 0.0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def recover(self, published: Path) -> None:
         """Record the steps up to a checkpoint that no earlier start managed to record.
@@ -141,6 +141,6 @@ class JobRecord:
             file.write(f"{warning.model_dump_json()}\n")
 
     def _say_once(self, problem: str) -> None:
-        if problem and problem not in self._said:
-            self._said.add(problem)
+        if problem and problem not in self._reported:
+            self._reported.add(problem)
             print(problem, flush=True)

@@ -57,7 +57,7 @@ class Source(Protocol):
     kind: ProgressSource
 
     def poll(self, now_s: float) -> Reading:
-        """Look once.
+        """Poll once.
 
         Args:
             now_s: Monotonic time in seconds.

@@ -17,9 +17,9 @@ def find_rank(status: RankFile, prefix: str, local_rank: int) -> int | None:
 
     A Python rank reports itself. Any other is the first process that has the job's variable and this LOCAL_RANK.
     """
-    told = status.get(PID)
-    if told:
-        return told
+    reported = status.get(PID)
+    if reported:
+        return reported
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

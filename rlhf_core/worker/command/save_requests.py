@@ -23,7 +23,7 @@ class SaveRequests:
         self._context = context
         self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
         self._status = status
-        self._asked: Literal["", "save", "stop"] = ""
+        self._pending: Literal["", "save", "stop"] = ""
         self._newest_before = 0
         self._next_poll_s = 0.0
         self._is_saved = False
@@ -35,24 +35,24 @@ class SaveRequests:
     @property
     def is_asked_to_stop(self) -> bool:
         """True once the program was asked to stop, whether or not it has saved its state."""
-        return self._asked == "stop"
+        return self._pending == "stop"
 
     @property
     def is_stopping(self) -> bool:
         """True once the program was asked to stop and has saved its state.
 
-        Looks again: a checkpoint is published some time after it was saved, and the program may have exited since.
+        Checks again: a checkpoint is published some time after it was saved, and the program may have exited since.
         """
         return self.is_asked_to_stop and self.newest_step > self._newest_before
 
     @property
     def is_done(self) -> bool:
         """True once the requested checkpoint is saved and the program continues."""
-        return self._asked == "save" and self._is_saved
+        return self._pending == "save" and self._is_saved
 
     def close(self) -> None:
         """Get ready for the next request."""
-        self._asked, self._is_saved = "", False
+        self._pending, self._is_saved = "", False
 
     def answer(self, request: Literal["", "save", "stop"], now_s: float) -> None:
         """Record a request and advance it.
@@ -61,18 +61,18 @@ class SaveRequests:
             request: Value of :meth:`rlhf_core.worker.liveness.heartbeat.Beat.request`.
             now_s: Monotonic time in seconds.
         """
-        if request and request != self._asked and not self._is_saved:
+        if request and request != self._pending and not self._is_saved:
             self._begin(request)
-        if not self._asked or self._is_saved or now_s < self._next_poll_s:
+        if not self._pending or self._is_saved or now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + POLL_INTERVAL_S
         if self.newest_step > self._newest_before:
             self._is_saved = True
-            if self._asked == "stop":
+            if self._pending == "stop":
                 self._end()
 
     def _begin(self, request: Literal["save", "stop"]) -> None:
-        self._asked, self._newest_before, self._next_poll_s = request, self.newest_step, 0.0
+        self._pending, self._newest_before, self._next_poll_s = request, self.newest_step, 0.0
         self._status.set(words.STOP, int(request == "stop"))
         self._status.set(words.SAVE, self._status.get(words.SAVE) + 1)
         has_callback = self._status.get(words.BEATS) > 0

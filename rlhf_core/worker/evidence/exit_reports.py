@@ -84,8 +84,8 @@ def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int
     logs = {index: group.folder(index).log(group.role, group.seat.node, index) for index in wanted}
     for index, log in logs.items():
         save_log_tails({index: log}, group.folder(index).evidence_dir, group.seat.node)
-    told = tuple(one.model_copy(update={"log_tail": log_tail(logs[one.local_rank])}) for one in ends)
-    return end.model_copy(update={"workers": told})
+    with_tails = tuple(one.model_copy(update={"log_tail": log_tail(logs[one.local_rank])}) for one in ends)
+    return end.model_copy(update={"workers": with_tails})
 
 
 def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> Outcomes:
@@ -168,14 +168,14 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
 
 def _health_rule(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
     """The health rule that the ranks report; all ranks reach the same finding."""
-    told = (worker.outcome.health_rule for _, worker in ends if worker.outcome is not None)
-    return next((rule for rule in told if rule), "")
+    rules = (worker.outcome.health_rule for _, worker in ends if worker.outcome is not None)
+    return next((rule for rule in rules if rule), "")
 
 
 def _damaged_checkpoint(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
     """The damaged checkpoint that the ranks report, if any; all of them name the same one."""
-    told = (worker.outcome.damaged_checkpoint for _, worker in ends if worker.outcome is not None)
-    return next((name for name in told if name), "")
+    names = (worker.outcome.damaged_checkpoint for _, worker in ends if worker.outcome is not None)
+    return next((name for name in names if name), "")
 
 
 def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:

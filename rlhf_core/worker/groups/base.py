@@ -28,7 +28,7 @@ PEER_TIMEOUT_S = 1.0
 
 
 class StartAbandoned(Exception):
-    """Raised if the order to kill came before the workers were started."""
+    """Raised if the order to kill arrived before the workers were started."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class WorkerGroup(ABC):
     def start(self) -> None:
         """Start this node's workers.
 
-        Raises:
+        StartAbandoned: the order to kill arrived before they were started.
             StartAbandoned: the order to kill came before they were started.
         """
 
@@ -155,7 +155,7 @@ class WorkerGroup(ABC):
         self._end_if_killed()
 
     def _end_if_killed(self) -> None:
-        """Kill the workers again if the order came while they were being started."""
+        """Kill the workers again if the order arrived while they were being started."""
         if self.killing:
             self.end()
 

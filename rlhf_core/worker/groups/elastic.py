@@ -113,7 +113,7 @@ class ElasticGroup(WorkerGroup):
         """Start this node's workers.
 
         Raises:
-            StartAbandoned: the order to kill came before they were started.
+            StartAbandoned: the order to kill arrived before they were started.
             Exception: whatever elastic raises if processes cannot be started.
         """
         if self.num_workers == 0:

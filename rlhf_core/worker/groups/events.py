@@ -22,13 +22,13 @@ class GroupEvents:
         Args:
             generation: Start number of the group; None for the group whose restarts are counted.
         """
-        who = ", ".join(f"rank {worker.rank} = pid {worker.pid}" for worker in workers)
+        listed = ", ".join(f"rank {worker.rank} = pid {worker.pid}" for worker in workers)
         ranks: dict[str, JsonValue] = {str(worker.local_rank): worker.rank for worker in workers}
         pids: dict[str, JsonValue] = {str(worker.local_rank): worker.pid for worker in workers}
         if generation is None:
-            self._events.add("workers_started", f"workers started: {who}", role, ranks=ranks, pids=pids)
+            self._events.add("workers_started", f"workers started: {listed}", role, ranks=ranks, pids=pids)
         else:
-            message = f"workers of {role} started, generation {generation}: {who}"
+            message = f"workers of {role} started, generation {generation}: {listed}"
             self._events.add("workers_started", message, role, ranks=ranks, pids=pids, generation=generation)
 
     def exited(self, role: Role, worker: Started, end: Exit, generation: int | None = None) -> None:

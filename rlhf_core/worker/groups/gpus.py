@@ -26,8 +26,8 @@ def visible_gpus(
     Args:
         plan: Its group.
         gpus_per_node: Number of GPUs allocated on the node.
-            local_rank: Local rank of an individually restarted worker, which gets its share of the group's GPUs; None
-                if all workers of the group see the same GPUs.
+        local_rank: Local rank of an individually restarted worker, which gets its share of the group's GPUs; None if
+            all workers of the group see the same GPUs.
         environment: The agent's environment, in which the scheduler may have listed the allocated GPUs.
     """
     gpus = plan.gpus if local_rank is None else gpus_of(plan, local_rank)

@@ -64,7 +64,7 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
 
 
 def answer_from(read: Callable[[], str]) -> None:
-    """From now on, answer with the flight recorder of a process that this worker represents."""
+    """Answer with the flight recorder of a process that this worker represents, from now on."""
     _source.append(read)
 
 

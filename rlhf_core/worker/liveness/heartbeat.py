@@ -112,7 +112,7 @@ class SlotFile:
         try:
             os.ftruncate(descriptor, size)
             self._words = _words(descriptor, size)
-            # The map keeps a descriptor of its own, so the lock lasts until this process exits, in whatever way.
+            # The map keeps its own descriptor, so the lock lasts until this process exits, for whatever reason.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # Not seen before it is locked: without a lock, the agents of other runs remove it.
             self.path.hardlink_to(unlocked)
@@ -314,7 +314,7 @@ class Beat:
         self.phase = phase
         self.step = step
         words = self._words
-        self._be_the_worker()
+        self._require_own_thread()
         # The time first, so that a concurrent reader always sees a live worker.
         words[self._beat_at] = _monotonic_ns()
         words[self._step_at] = step
@@ -385,12 +385,12 @@ class Beat:
         self._words[self._left_at] = left
 
     def _mark(self, place: int, value: int) -> None:
-        self._be_the_worker()
+        self._require_own_thread()
         self._words[self._beat_at] = _monotonic_ns()
         self._words[place] = value
         self._sequence += 1
         self._words[self._sequence_at] = self._sequence
 
-    def _be_the_worker(self) -> None:
+    def _require_own_thread(self) -> None:
         if _this_thread() != self._thread:
             raise RuntimeError("only the thread that created a Beat may beat: another thread would hide a hang")

@@ -66,24 +66,24 @@ def gather(
         environment: Environment given to the node.
     """
     complaints = [*_room(spec, gpus), *_limits(nodes.num), *_tracing(), *_network(nodes), *_plugins()]
-    theirs = trainer_facts.gather(run_dir, spec, environment) if spec.trainer.kind == "command" else TrainerFacts()
-    complaints += theirs.complaints
+    trainer = trainer_facts.gather(run_dir, spec, environment) if spec.trainer.kind == "command" else TrainerFacts()
+    complaints += trainer.complaints
     hardware = {"cores": str(len(os.sched_getaffinity(0)))}
     versions = package_versions()
     if gpus:
-        found, driver, trouble = _gpus()
-        complaints += trouble
+        found, driver, faults = _gpus()
+        complaints += faults
         hardware |= found
         versions |= driver
     return NodeFacts(
         node=nodes.name,
         index=nodes.index,
         versions=versions,
-        trainer_versions=dict(theirs.versions),
+        trainer_versions=dict(trainer.versions),
         variables=shown_variables(environment, attempt_key(run_dir.attempt(attempt).probe_key)),
         content={
             **content(run_dir, attempt, spec),
-            **{name: fingerprint(path, MAX_FILES) for name, path in theirs.files.items()},
+            **{name: fingerprint(path, MAX_FILES) for name, path in trainer.files.items()},
         },
         hardware=hardware,
         complaints=tuple(one.model_copy(update={"node": nodes.name}) for one in complaints),
@@ -118,7 +118,7 @@ def package_versions() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What nodes must read alike
+# Content that must be the same on all nodes
 
 
 def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
@@ -143,7 +143,7 @@ def _path(text: str) -> Path | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a node sees by itself
+# Problems that a node detects by itself
 
 
 def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
@@ -235,22 +235,22 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
     readings = telemetry.read()
     names = telemetry.names()
     lost = {name.partition("_")[0] for name, value in readings.items() if name.endswith("_lost") and value}
-    trouble = []
+    faults = []
     for name, value in sorted(readings.items()):
         device, _, what = name.partition("_")
-        said = _GPU_TROUBLE.get(what)
-        if said is not None and value:
-            say, text = said
+        entry = _GPU_FAULTS.get(what)
+        if entry is not None and value:
+            say, text = entry
             advice = "do not use the node until the GPU is reset or replaced; `nvidia-smi -q` has the details"
-            what_is = f"{device}: {text.format(value)}"
-            trouble.append(say(node_checks.GPU_HEALTH, what_is, "a GPU without errors", advice))
+            description = f"{device}: {text.format(value)}"
+            faults.append(say(node_checks.GPU_HEALTH, description, "a GPU without errors", advice))
     working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
     types = ", ".join(sorted(set(working)))
-    return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}, trouble
+    return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}, faults
 
 
 _Say = Callable[..., CheckResult]
-_GPU_TROUBLE: Mapping[str, tuple[_Say, str]] = {
+_GPU_FAULTS: Mapping[str, tuple[_Say, str]] = {
     "ecc_uncorrected": (blocked, "{:.0f} uncorrected memory errors since its driver was loaded"),
     "xid": (blocked, "Xid {:.0f}"),
     "lost": (blocked, "has fallen off the bus"),

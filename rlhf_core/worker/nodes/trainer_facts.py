@@ -94,8 +94,8 @@ def _versions(
     python = folder / "bin" / "python" if folder else interpreter_of(Path(where))
     if python is None:
         return {}
-    said = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, ASK).splitlines()
-    found = json.loads(said[-1]) if said else None
+    output = _answer([*_shell(trainer.setup), 'exec "$1" -c "$2"'], str(python), given, ASK).splitlines()
+    found = json.loads(output[-1]) if output else None
     if not isinstance(found, dict):
         raise ValueError(f"{python} did not list its packages")
     return {"python": ".".join(map(str, found["version"])), **found["packages"]}
@@ -108,10 +108,10 @@ def _shell(setup: Sequence[str]) -> list[str]:
 
 def _answer(lines: Sequence[str], first: str, environment: Mapping[str, str], *more: str) -> str:
     command = ["bash", "-c", "\n".join(lines), "rlhf-flows", first, *more]
-    said = subprocess.run(
+    result = subprocess.run(
         command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S, check=False
     )
-    return said.stdout.decode(errors="replace")
+    return result.stdout.decode(errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

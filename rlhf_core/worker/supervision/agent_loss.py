@@ -1,6 +1,7 @@
 """Loss of an agent: the time after which agent 0 gives up a silent node, and the choice of the node to give up.
 
-Two nodes that cannot reach each other cannot tell which of them is cut off. Among more, the one that hears no other is.
+Two nodes that cannot reach each other cannot tell which of them is cut off. Among more nodes, it is the one that hears
+none of the others.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from rlhf_core.worker.channel.messages import LOST_TIMEOUT_S, AgentChannel
 
 GAVE_UP_S = 0.6 * LOST_TIMEOUT_S
-"""Pause of agent 0 after which the others may have given it up, with a margin for the time they last heard it."""
+"""Pause of agent 0 after which the others may have given it up, with a margin for the age of its last heartbeat."""
 DELIVERY_TIMEOUT_S = 3.0
 """Time after a pause in which messages sent before its end may still arrive; these do not end a silence."""
 

@@ -127,7 +127,7 @@ class Supervisor(threading.Thread):
         self._place: tuple[Role, RestartDir] | None = None
         self._groups: dict[Role, SupervisedGroup] = {}
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._ending = threading.Event()
         self._published = 0
         self._reading: dict[str, float] = {}
         self._orders_at_s = 0.0
@@ -186,7 +186,7 @@ class Supervisor(threading.Thread):
 
     def stop(self) -> None:
         """Stop the thread."""
-        self._over.set()
+        self._ending.set()
         self.join(timeout=STACK_TIMEOUT_S + 5.0)
         self._series.stop(time.monotonic())
         self._telemetry.stop()
@@ -197,7 +197,7 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """Tick until stopped."""
         threading.Thread(target=self._stay_awake, name="awake", daemon=True).start()
-        while not self._over.is_set():
+        while not self._ending.is_set():
             with Survived() as failed:  # one failed tick must not leave the workers unsupervised
                 self._tick()
             if failed.error is not None:
@@ -206,7 +206,7 @@ class Supervisor(threading.Thread):
 
     def _stay_awake(self) -> None:
         """Tick the pause clock in a dedicated thread: a slow file system or evidence may delay the main loop."""
-        while not self._over.wait(AWAKE_INTERVAL_S):
+        while not self._ending.wait(AWAKE_INTERVAL_S):
             self.clock.tick(time.monotonic())
 
     def _tick(self) -> None:
@@ -266,7 +266,7 @@ class Supervisor(threading.Thread):
         )
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is asked from outside
+    # External requests
 
     def _take_signal(self, number: signal.Signals) -> None:
         if number == SAVING:
@@ -320,7 +320,7 @@ class Supervisor(threading.Thread):
             one.group.seat.slots.ask_to_save()
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Agent 0 leads
+    # On agent 0
 
     def _lead(self) -> None:
         """Check all nodes for lost agents, failed workers and hung workers."""
@@ -328,9 +328,9 @@ class Supervisor(threading.Thread):
         self._find_lost_agents(states)
         now_s = time.monotonic()
         here = {role: states_of(one, states) for role, one in self._groups.items()}
-        heard = {index for index in states if self._channel.silence_s(index) <= UNHEARD_TIMEOUT_S}
+        reachable = {index for index in states if self._channel.silence_s(index) <= UNHEARD_TIMEOUT_S}
         for role, one in self._groups.items():
-            found = [state for index, state in here[role].items() if index in heard]
+            found = [state for index, state in here[role].items() if index in reachable]
             one.observe(self._orders.still_wanted(role, found), self._tracker, now_s)
         for role, one in list(self._groups.items()):
             states_here = here[role]
@@ -377,7 +377,7 @@ class Supervisor(threading.Thread):
             group.end()
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The other agents follow
+    # On the other agents
 
     def _follow(self) -> None:
         orders = self._channel.published("orders", Orders)

@@ -14,7 +14,7 @@ class NodeReading:
 
     node: str
     sequence: int
-    """Number of publications so far; unchanged since the last look means no new reading."""
+    """Number of publications so far; if it has not changed since the last poll, there is no new reading."""
     telemetry: dict[str, float]
     ranks: tuple[RankStatus, ...]
     work: str = ""

@@ -46,7 +46,7 @@ class Telemetry:
         self._counters = _counters()
         self._read_at_s = time.monotonic()
         self._slow = _SlowReader(folder)
-        self._told = False
+        self._reported = False
         psutil.cpu_percent()
 
     def read(self, worker_pids: Collection[int]) -> dict[str, float]:
@@ -60,9 +60,9 @@ class Telemetry:
             ``workers_rss_gb``, ``workers_cpu_percent`` (100 is one core); in 10^6 bytes a second
             ``network_received_mb_per_s``, ``network_sent_mb_per_s`` (all interfaces but loopback),
             ``loopback_mb_per_s`` (everything that stays on the node), ``infiniband_received_mb_per_s``,
-            ``infiniband_sent_mb_per_s`` (where there is InfiniBand), ``disk_read_mb_per_s``, ``disk_write_mb_per_s``;
+            ``infiniband_sent_mb_per_s`` (if the node has InfiniBand), ``disk_read_mb_per_s``, ``disk_write_mb_per_s``;
             ``runs_free_gb``; per GPU the metrics of :class:`GpuTelemetry`; and ``slow_reading_age_s`` if the GPUs or
-            the file system have not answered for long.
+            the file system have not answered for a long time.
         """
         memory = psutil.virtual_memory()
         found = {
@@ -102,8 +102,8 @@ class Telemetry:
 
     def _slow_figures(self) -> dict[str, float]:
         figures, problem, age_s = self._slow.newest()
-        if problem and not self._told:
-            self._told = True
+        if problem and not self._reported:
+            self._reported = True
             self._say(f"no GPU metrics: {problem}")
         return figures | ({"slow_reading_age_s": round(age_s, 1)} if age_s > STALE_S else {})
 
@@ -114,7 +114,7 @@ class _SlowReader:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._figures: dict[str, float] = {}
         self._problem = ""
@@ -131,7 +131,7 @@ class _SlowReader:
 
     def stop(self) -> None:
         """Stop the thread, unless it is stuck."""
-        self._over.set()
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
@@ -142,11 +142,11 @@ class _SlowReader:
         except OSError as error:
             with self._lock:
                 self._problem = str(error)
-        while not self._over.is_set():
+        while not self._stopping.is_set():
             figures = (gpus.read() if gpus is not None else {}) | self._free()
             with self._lock:
                 self._figures, self._read_at_s = figures, time.monotonic()
-            self._over.wait(PERIOD_S)
+            self._stopping.wait(PERIOD_S)
 
     def _free(self) -> dict[str, float]:
         if self._folder is None:

@@ -23,7 +23,7 @@ class CallbackSource:
         self._beats = 0
 
     def poll(self, now_s: float) -> Reading:
-        """Look once."""
+        """Poll once."""
         beats = self._status.get(words.BEATS)
         if beats == self._beats:
             return Reading()

@@ -32,7 +32,7 @@ class Checkpoints:
             for one in self._checkpoints.find(0.0):
                 self._old[one.path] = self._checkpoints.content(one.path)
         except OSError as error:
-            self._problem = _in_words(error)
+            self._problem = _error_text(error)
 
     def poll(self, now_s: float) -> Reading:
         """Read once a second; in between, return an empty reading."""
@@ -42,7 +42,7 @@ class Checkpoints:
         try:
             found = self._checkpoints.find(now_s)
         except OSError as error:
-            return Reading(step=self._step, problem=_in_words(error))
+            return Reading(step=self._step, problem=_error_text(error))
         contents = {one.path: self._checkpoints.content(one.path) for one in found}
         # A checkpoint that existed before counts once the program writes into it.
         self._old = {path: content for path, content in self._old.items() if contents.get(path) == content}
@@ -56,5 +56,5 @@ class Checkpoints:
         return Reading(moved, self._step, Phase.CHECKPOINT if is_written else None, problem=self._problem)
 
 
-def _in_words(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return f"cannot search for checkpoints: {error}; expected an output folder that the job can read"

@@ -26,7 +26,7 @@ class CollectivesSource:
         return self._status.get(words.ENTERED), self._status.get(words.LEFT)
 
     def poll(self, now_s: float) -> Reading:
-        """Look once."""
+        """Poll once."""
         counts = self.counts
         moved, self._seen = counts != self._seen, counts
         return Reading(moved=moved)

@@ -48,7 +48,7 @@ class TrainerLog:
         self._logs: dict[Path, FollowedLines] = {}
         self._states: dict[Path, tuple[int, int]] = {}
         self._step: int | None = None
-        self._told_step = watched.first_step
+        self._reported_step = watched.first_step
         self._next_poll_s = float("-inf")
         self._problem = ""
         try:
@@ -57,7 +57,7 @@ class TrainerLog:
                     log.skip_to_end()
             self._states = {path: mark for path, mark in self._present_states() if not is_of_this_start(path, watched)}
         except OSError as error:
-            self._problem = _in_words(error)
+            self._problem = _error_text(error)
 
     def poll(self, now_s: float) -> Reading:
         """Read once a second; in between, return an empty reading."""
@@ -76,10 +76,10 @@ class TrainerLog:
                 moved |= bool(found)
                 figures += found
         except OSError as error:
-            problem = problem or _in_words(error)
+            problem = problem or _error_text(error)
         if figures:
             self._step = figures[-1].step
-            self._told_step = self._step
+            self._reported_step = self._step
         metrics = [one for one in by_step(figures) if one.values]
         return Reading(moved, self._step, metrics=metrics, problem=problem)
 
@@ -117,16 +117,16 @@ class TrainerLog:
 
     def _figures_of_states(self) -> list[StepFigures]:
         """History entries not reported yet. A file that is being written is read again later."""
-        figures, told = [], self._told_step
+        figures, reported = [], self._reported_step
         for path, mark in self._present_states():
             if self._states.get(path) == mark:
                 continue
             self._states[path] = mark
             state = _parsed(_document(path))
             # A new file that ends before the last reported step: the trainer has restarted, and its steps with it.
-            told = told if (_step_of(state) or 0) >= told else 0
-            figures += [one for one in _history(state) if one.step > told]
-            told = max([told, *(one.step for one in figures[-1:])])
+            reported = reported if (_step_of(state) or 0) >= reported else 0
+            figures += [one for one in _history(state) if one.step > reported]
+            reported = max([reported, *(one.step for one in figures[-1:])])
         return figures
 
 
@@ -175,5 +175,5 @@ def _values_of(content: Mapping[str, Any]) -> dict[str, float]:
     return numbers_of(content, leave_out=(*STEP_KEYS, *_OTHER_STEP_KEYS))
 
 
-def _in_words(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return f"the trainer's log cannot be read: {error}; expected an output folder that the job can read"
