@@ -212,7 +212,7 @@ def test_numbers_that_are_not_finite_do_not_break_the_page() -> None:
 
 def test_an_evaluation_that_is_not_finite_does_not_break_the_page() -> None:
     rows = [{**row, "value": None, "ci_low": None, "ci_high": None} for row in records.learned().evaluations]
-    assert "Held-out accuracy: no evaluation was made." in _text(records.learned(evaluations=rows))
+    assert "Held-out scores: no evaluation was made." in _text(records.learned(evaluations=rows))
 
 
 def test_a_run_that_goes_on_says_that_it_does() -> None:
@@ -275,6 +275,22 @@ def test_completions_are_sorted_by_what_training_did_to_them() -> None:
     assert "Wrong both times: 2" in text
     assert "Right both times: 17" in text
     assert "Lost: right before" not in text
+
+
+def test_completions_with_scores_that_are_no_shares_are_sorted_by_their_change() -> None:
+    """A penalty of zero is the best there is, and no completion of it is wrong."""
+
+    def lowered(by: float) -> list[EvaluationSample]:
+        scored = records.learned().tables["before", "greedy"]
+        return [sample.model_copy(update={"score": sample.score - by}) for sample in scored]
+
+    before, after = lowered(2.25), lowered(1.5)
+    text = _text(records.learned(tables={("before", "greedy"): before, ("after", "greedy"): after}))
+    assert "Higher score after training: 24" in text
+    assert "-2.25" in text
+    assert "-1.5" in text
+    assert "Scored: 24" in _text(records.learned(tables={("before", "greedy"): before}))
+    assert "rong" not in text
 
 
 def test_an_evaluation_without_its_counterpart_is_shown_alone() -> None:
