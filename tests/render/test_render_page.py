@@ -4,10 +4,12 @@ import math
 import re
 import tomllib
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 import records
+from signing_in import chromium
 
 from rlhf_core.config import loading as config
 from rlhf_core.presets import PRESETS
@@ -255,6 +257,23 @@ def test_text_of_users_and_models_stays_text() -> None:
     assert {name for name, _ in reader.seen} & {"script", "img"} == set()
     assert not any("onerror" in attributes for _, attributes in reader.seen)
     assert " ".join(reader.text).count(HOSTILE) >= 12
+
+
+def test_a_long_word_does_not_widen_the_page(tmp_path: Path) -> None:
+    word = "x" * 3000
+    base = records.failed()
+    record = records.failed(
+        run={**base.run, "message": word},
+        incidents=[{**records.INCIDENTS[0], "message": word}],
+        decisions=[{**records.DECISIONS[0], "reason": word}],
+        notes=[word],
+    )
+    path = tmp_path / "page.html"
+    path.write_text(run_page.page(record), encoding="utf-8")
+    with chromium() as browser:
+        tab = browser.new_page(viewport={"width": 1000, "height": 900})
+        tab.goto(path.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 1000
 
 
 def test_markup_that_is_not_escaped_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
