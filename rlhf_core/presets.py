@@ -1,5 +1,6 @@
 """The shipped presets, and the scripts that they start: all that lies in their folders. Light: help texts name them."""
 
+import difflib
 from pathlib import Path
 
 from rlhf_core.errors import BadConfig
@@ -25,11 +26,19 @@ def preset_path(name: str) -> Path:
     Raises:
         BadConfig: there is none of that name.
     """
+    if name not in PRESETS:
+        raise BadConfig(f'found no preset "{name}"{nearest_preset(name)}')
     for folder in _FOLDERS:
         path = folder / f"{name}.toml"
         if path.is_file():
             return path
     raise BadConfig(f'preset "{name}" is not part of this installation of rlhf-flows; reinstall the package')
+
+
+def nearest_preset(name: str) -> str:
+    """Hint for a name that is no preset: the nearest one, or else all."""
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    return f'; did you mean the preset "{near[0]}"?' if near else f"; shipped presets are {', '.join(PRESETS)}"
 
 
 def drivers_folder() -> Path:

@@ -38,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 db_app = typer.Typer(
     help="The history database: migrate it, rebuild it from the run directories, create a read-only role.",

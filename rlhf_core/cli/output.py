@@ -61,7 +61,8 @@ def errors() -> Console:
 def _console(stream: Any) -> Console:
     # In a pipe or a log file nothing is 80 columns wide: wrapped tables could not be read or searched there.
     width = None if stream.isatty() or "COLUMNS" in os.environ else 160
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    # Without emoji: `rewards:star: it raised ...` names a function.
+    return Console(file=stream, width=width, highlight=False, emoji=False, soft_wrap=False)
 
 
 def print_json(value: object) -> None:

@@ -4,7 +4,6 @@ Hand-written configs are sparse TOML; the run directory stores the resolved JSON
 key, and all errors of a file are reported at once.
 """
 
-import difflib
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from rlhf_core.config.toml_files import (
     shortened,
 )
 from rlhf_core.errors import BadConfig
-from rlhf_core.presets import PRESETS, preset_path
+from rlhf_core.presets import PRESETS, nearest_preset, preset_path
 from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
 from rlhf_core.schemas.run import RunSpec
@@ -104,10 +103,8 @@ def find(config: str | Path) -> Path:
         raise BadConfig(f"config file {shortened(str(config))} is not accessible: {error.strerror}") from None
     if str(config) in PRESETS:
         return preset_path(str(config))
-    near = difflib.get_close_matches(str(config), PRESETS, n=1)
-    hint = f'; did you mean the preset "{near[0]}"?' if near else f"; shipped presets are {', '.join(PRESETS)}"
     kind = "is a folder" if path.is_dir() else "does not exist"
-    raise BadConfig(f"config file {path.absolute()} {kind}{hint}")
+    raise BadConfig(f"config file {path.absolute()} {kind}{nearest_preset(str(config))}")
 
 
 def validate(

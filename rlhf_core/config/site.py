@@ -63,6 +63,7 @@ SITE_KEYS = {
     "job_secrets": "RLHF_JOB_SECRETS",
 }
 """Settings of ``rlhf.toml`` outside its tables, and the variable that overrides each."""
+_PATHS = ("runs", "job_secrets")
 _SITE_TABLES = ("prefect", "notify", "retention", "slurm")
 _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
@@ -165,4 +166,7 @@ def _site_file(path: Path) -> dict[str, Any]:
             content[key] = str(value)
         elif not isinstance(value, str):
             raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
+        elif value and (key in _PATHS or (key == "compute_python" and "/" in value)):
+            # Commands and services that start in other folders have to find the same place.
+            content[key] = str(path.parent / Path(value).expanduser())
     return content

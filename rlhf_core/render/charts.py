@@ -107,7 +107,7 @@ def _series_text(series: Series) -> str:
 
 
 def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
-    title = "Held-out accuracy"
+    title = "Held-out scores"
     series = []
     for name in EVALUATIONS:
         rows = sorted(

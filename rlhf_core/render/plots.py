@@ -147,9 +147,9 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
             # Kinds measured at the same step are offset a little, so that their intervals are readable.
             shift = spread * (2 * index - len(series) + 1)
             xs = [point.step + shift for point in item.points]
-            ends = [(x, point.value) for x, point in zip(xs, item.points, strict=True)]
+            measured = [(x, point.value) for x, point in zip(xs, item.points, strict=True)]
             between = thin(finite(item.between))
-            axes.plot(*_columns(sorted([*ends, *between])), color=colour, linewidth=1.1, alpha=0.55)
+            axes.plot(*_columns(sorted([*measured, *between])), color=colour, linewidth=1.1, alpha=0.55)
             axes.plot(*_columns(between), "o", color=colour, markersize=2.5)
             axes.errorbar(
                 xs,
@@ -166,10 +166,10 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
                 capthick=1.4,
                 label=item.label,
             )
-        top = max(1.1, *(point.high for item in series for point in item.points))
-        axes.set_ylim(0.0, top)
+        ends = _score_axis(series)
+        axes.set_ylim(*ends)
         for step in {point.step for item in series for point in item.points}:
-            _label_points(axes, step, series, marks, top)
+            _label_points(axes, step, series, marks, ends)
         draw_steps(axes, (0, marks.last_step), marks, _CSS)
         _legend(axes)
         return _svg(figure, name, description)
@@ -210,7 +210,20 @@ def _loops(curve: Curve, marks: Marks) -> list[Curve]:
     return [part for part in parts if part]
 
 
-def _label_points(axes: Axes, step: int, series: Sequence[PointSeries], marks: Marks, top: float) -> None:
+def _score_axis(series: Sequence[PointSeries]) -> tuple[float, float]:
+    """Ends of an axis of scores: from 0 to above 1 for shares, and around all scores if some are below 0."""
+    values = [value for item in series for point in item.points for value in (point.low, point.high)]
+    values += [value for item in series for _, value in finite(item.between)]
+    low, high = min(values), max(values)
+    if low >= 0:
+        return 0.0, max(1.1, 1.1 * high)
+    margin = 0.1 * (high - low) or -0.1 * low
+    return low - margin, high + margin
+
+
+def _label_points(
+    axes: Axes, step: int, series: Sequence[PointSeries], marks: Marks, ends: tuple[float, float]
+) -> None:
     """Write the values at one step away from the lines: left of early points, above and below late ones."""
     early = step <= marks.last_step / 2
     room_left = step > 0.2 * marks.last_step
@@ -221,7 +234,8 @@ def _label_points(axes: Axes, step: int, series: Sequence[PointSeries], marks: M
         if point.step == step
     ]
     found.sort(key=lambda entry: entry[0])
-    offsets = label_offsets([value * _AXIS_HEIGHT / top for value, _ in found], beside=early)
+    bottom, top = ends
+    offsets = label_offsets([(value - bottom) * _AXIS_HEIGHT / (top - bottom) for value, _ in found], beside=early)
     for (value, colour), offset in zip(found, offsets, strict=True):
         axes.annotate(
             f"{value:.3f}",

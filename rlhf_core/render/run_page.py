@@ -203,7 +203,7 @@ def _tile(title: str, before: str | None, value: str, detail: object) -> Markup:
 
 
 def _interval(row: Mapping[str, Any]) -> Markup:
-    return tag("span", f"{row['ci_low']:.3f}–{row['ci_high']:.3f}", class_="interval")
+    return tag("span", f"[{row['ci_low']:.3f}, {row['ci_high']:.3f}]", class_="interval")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

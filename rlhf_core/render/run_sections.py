@@ -169,7 +169,7 @@ def _checks(record: ReportData) -> Markup:
     rows = [[badge(row["status"]), code(row["id"]), row["found"], row["advice"]] for row in record.checks]
     findings = sum(row["status"] in ("warning", "blocked") for row in record.checks)
     title = count(len(rows), "preflight check") + (f", {count(findings, 'finding')}" if findings else ", no finding")
-    found = table(["status", "check", "found", "advice"], rows)
+    found = table(["status", "check", "found", "advice"], rows, class_="checks")
     if any(row["status"] == "blocked" for row in record.checks):
         return join([tag("h3", title), found])
     return fold(title, found)

@@ -1,6 +1,6 @@
 """Completions of the model: scored completions before and after, and groups sampled in training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rlhf_core.render.gather import ReportData
@@ -22,6 +22,10 @@ _GROUPS = {
     (False, False): "Wrong both times",
     (True, True): "Right both times",
 }
+_CHANGES = {1: "Higher score after training", -1: "Lower score after training", 0: "Same score"}
+"""Groups for scores that are no shares, such as penalties and rewards of a model: no score is right or wrong then."""
+
+_Pair = tuple[EvaluationSample, EvaluationSample]
 
 
 def evaluation_samples(record: ReportData) -> Markup:
@@ -50,15 +54,27 @@ def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[Eva
     parts: list[object] = [
         tag("p", f"Of the {count(len(pairs), f'{name} answer')} in both sample tables:", class_="note")
     ]
-    for group, title in _GROUPS.items():
-        members = [pair for pair in pairs if (_right(pair[0]), _right(pair[1])) == group]
-        if members:
-            rows = [
-                [_text(new.prompt), _answer(was), _answer(new), _text(new.answer)] for was, new in members[:_PER_GROUP]
-            ]
-            parts.append(tag("h3", f"{title}: {len(members)}"))
-            parts.append(table(["prompt", "before", "after", "reference"], rows, class_=_style(rows)))
+    are_shares = _are_shares(sample for pair in pairs for sample in pair)
+    for title, members in _grouped(pairs, are_shares=are_shares):
+        rows = [
+            [_text(new.prompt), _answer(was, are_shares), _answer(new, are_shares), _text(new.answer)]
+            for was, new in members[:_PER_GROUP]
+        ]
+        parts.append(tag("h3", f"{title}: {len(members)}"))
+        parts.append(table(["prompt", "before", "after", "reference"], rows, class_=_style(rows)))
     return join(parts)
+
+
+def _grouped(pairs: Sequence[_Pair], *, are_shares: bool) -> Iterator[tuple[str, list[_Pair]]]:
+    """The pairs by what training did to them, under the title of each group that has any."""
+    for key, title in (_GROUPS if are_shares else _CHANGES).items():
+        members = [(was, new) for was, new in pairs if _group_of(was, new, are_shares=are_shares) == key]
+        if members:
+            yield title, members
+
+
+def _group_of(was: EvaluationSample, new: EvaluationSample, *, are_shares: bool) -> object:
+    return (_right(was), _right(new)) if are_shares else (new.score > was.score) - (new.score < was.score)
 
 
 def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
@@ -69,10 +85,15 @@ def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
             class_="note",
         )
     ]
-    for right, title in ((True, "Right"), (False, "Wrong")):
-        members = [sample for sample in scored if _right(sample) == right]
+    are_shares = _are_shares(scored)
+    groups = ((True, "Right"), (False, "Wrong")) if are_shares else ((None, "Scored"),)
+    for right, title in groups:
+        members = [sample for sample in scored if right is None or _right(sample) == right]
         if members:
-            rows = [[_text(sample.prompt), _answer(sample), _text(sample.answer)] for sample in members[:_PER_GROUP]]
+            rows = [
+                [_text(sample.prompt), _answer(sample, are_shares), _text(sample.answer)]
+                for sample in members[:_PER_GROUP]
+            ]
             parts.append(tag("h3", f"{title}: {len(members)}"))
             parts.append(table(["prompt", "completion", "reference"], rows, class_=_style(rows)))
     return join(parts)
@@ -116,7 +137,13 @@ def _right(sample: EvaluationSample) -> bool:
     return sample.score >= 0.5
 
 
-def _answer(sample: EvaluationSample) -> Markup:
+def _are_shares(samples: Iterable[EvaluationSample]) -> bool:
+    return all(0 <= sample.score <= 1 for sample in samples)
+
+
+def _answer(sample: EvaluationSample, is_share: bool) -> Markup:
+    if not is_share:
+        return Markup(f"{tag('b', number(sample.score, 3))} {_text(sample.completion)}")
     mark = tag("span", "✓" if _right(sample) else "✗", class_="good" if _right(sample) else "bad")
     return Markup(f"{mark} {_text(sample.completion)}")
 

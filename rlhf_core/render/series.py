@@ -40,7 +40,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured share with its confidence interval at one step."""
+    """A measured score with its confidence interval at one step."""
 
     step: int
     value: float

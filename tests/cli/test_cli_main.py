@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from rlhf_core import __version__
 from rlhf_core.cli import main, output
@@ -30,6 +33,24 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.execute([command, "--help"]) == 0
     assert "Usage" in capsys.readouterr().out
+
+
+def test_help_leaves_out_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in a help text is taken for markup, such as the name of a section in square brackets."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    for words, command in _all_commands(get_command(main.app)):
+        assert main.execute([*words, "--help"]) == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        texts = [command.help or "", *(getattr(one, "help", None) or "" for one in command.params)]
+        for paragraph in "\n\n".join(texts).split("\n\n"):
+            # Words in backticks are styled instead.
+            assert " ".join(paragraph.replace("`", "").split()) in shown
+
+
+def _all_commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _all_commands(below, (*words, name))
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +183,16 @@ def test_tables_print_markup_as_it_stands(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "[bold]x[/bold]" in shown
     assert "1.5" in shown
+
+
+def test_names_of_functions_are_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
+    found = "rewards:star: reward function star raised ValueError"
+    output.print_table(("found",), [(found,)], "rewards:star:")
+    output.print_text(found)
+    output.warn(found)
+    output.print_error(BadConfig(found))
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("rewards:star:") == 5
 
 
 @pytest.mark.parametrize(

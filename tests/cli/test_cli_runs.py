@@ -110,6 +110,21 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: Printed) -> None:
     assert "already exists" in capsys.readouterr().err
 
 
+def test_init_writes_to_the_file_that_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "mine.toml"
+    rlhf("init", str(path))
+    assert load(path) == load("quickstart")
+
+
+def test_init_names_what_is_wrong(tmp_path: Path, capsys: Printed) -> None:
+    rlhf("init", str(tmp_path), "--preset", "quickstrt", expect=2)
+    assert 'did you mean the preset "quickstart"' in capsys.readouterr().err
+    file = tmp_path / "notes.txt"
+    file.touch()
+    rlhf("init", str(file), expect=2)
+    assert f"{file} is a file" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # check, dry run
 

@@ -94,12 +94,12 @@ def test_standard_output_and_json(capsys: Printed) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read x.sh"),
-        (b"torchrun a.py\0", "cannot read x.sh"),
-        (b"\xff\xfe", "cannot read x.sh"),
+        (None, "cannot read x.sh: No such file or directory"),
+        (b"torchrun a.py\0", "cannot read x.sh: it is not a UTF-8 text file"),
+        (b"\xff\xfe", "cannot read x.sh: it is not a UTF-8 text file"),
         (b"", "found no line in x.sh"),
         (b"torchrun 'a.py", "is not closed"),
-        (b"#" * (2 << 20), "cannot read x.sh"),
+        (b"#" * (2 << 20), "cannot read x.sh: found more than 1048576 bytes"),
     ],
 )
 def test_scripts_that_cannot_be_used(content: bytes | None, message: str, folder: Path, capsys: Printed) -> None:
@@ -107,6 +107,12 @@ def test_scripts_that_cannot_be_used(content: bytes | None, message: str, folder
         (folder / "x.sh").write_bytes(content)
     rlhf("x.sh", expect=2)
     assert message in capsys.readouterr().err
+    assert not (folder / "wrapped.toml").exists()
+
+
+def test_a_line_in_quotes_is_not_taken_for_the_name_of_a_program(folder: Path, capsys: Printed) -> None:
+    rlhf("torchrun train.py --max_steps 5", expect=2)
+    assert "leave out the quotes" in capsys.readouterr().err
     assert not (folder / "wrapped.toml").exists()
 
 

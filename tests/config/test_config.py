@@ -299,6 +299,19 @@ def test_site_settings_from_environment_file_and_default(tmp_path: Path) -> None
     assert site_config.load_site({**environ, "RLHF_SCHEDULER": "local"}).scheduler == "local"
 
 
+def test_paths_in_the_site_file_are_in_its_folder(tmp_path: Path) -> None:
+    """They mean the same to a command and to a service that starts elsewhere."""
+    lines = ('runs = "runs-of-ours"', 'compute_python = "env/bin/python"', 'job_secrets = "keys.env"')
+    (tmp_path / "rlhf.toml").write_text("\n".join(lines))
+    site = site_config.load_site({"RLHF_HOME": str(tmp_path)})
+    assert site.runs_dir == tmp_path / "runs-of-ours"
+    assert site.compute_python == str(tmp_path / "env/bin/python")
+    assert site.job_secrets == tmp_path / "keys.env"
+    (tmp_path / "rlhf.toml").write_text('compute_python = "python3.11"\nruns = ""\n')
+    site = site_config.load_site({"RLHF_HOME": str(tmp_path)})
+    assert (site.compute_python, site.runs_dir) == ("python3.11", tmp_path / "runs")
+
+
 @pytest.mark.parametrize(
     ("content", "answer"),
     [("schedular = 'x'", 'did you mean "scheduler"'), ("runs = 3", "expected text"), ("scheduler = 'pbs'", "'pbs'")],

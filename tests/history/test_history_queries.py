@@ -172,9 +172,6 @@ def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
 
 
 def test_checks_of_a_resumed_run_are_the_newest_of_each(store: HistoryStore, runs: Path) -> None:
-    from rlhf_core.schemas.checks import CheckResult, CheckStatus
-    from rlhf_core.schemas.journal import ChecksMade
-
     run = whole_run(runs)
     again = CheckResult(id="disk.free", status=CheckStatus.PASSED, found="99 GiB free")
     run.journal(ChecksMade(results=(again,)), 90)
@@ -184,6 +181,22 @@ def test_checks_of_a_resumed_run_are_the_newest_of_each(store: HistoryStore, run
         ("batch.divides_ranks", "passed", "32 over 2 ranks"),
         ("disk.free", "passed", "99 GiB free"),
         ("node.content", "passed", "the same on all 2 nodes"),
+    ]
+
+
+def test_a_check_shows_every_finding_of_its_newest_round(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    for number in range(2):
+        found = tuple(
+            CheckResult(id="disk.free", status=CheckStatus.WARNING, found=f"round {number}: {folder} is full")
+            for folder in ("runs", "data")
+        )
+        run.journal(ChecksMade(results=found), 90 + number)
+    sync(run.dir, store)
+    checks = queries.show_run(store, run.run_id)["checks"]
+    assert [check["found"] for check in checks if check["id"] == "disk.free"] == [
+        "round 1: runs is full",
+        "round 1: data is full",
     ]
 
 

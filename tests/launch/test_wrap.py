@@ -326,6 +326,23 @@ def test_a_script_becomes_a_config() -> None:
     assert not any("SLURM" in what or "scontrol" in what for what in missing)
 
 
+@pytest.mark.parametrize(
+    ("lines", "environment"),
+    [
+        ("source /opt/conda/bin/activate", "/opt/conda"),
+        ("source /opt/conda/bin/activate rl", "/opt/conda/envs/rl"),
+        ("source /opt/conda/bin/activate ./rl", "/home/u/rl"),
+        ("source /opt/conda/bin/activate\nconda activate rl", "/opt/conda/envs/rl"),
+        (". /opt/conda/etc/profile.d/conda.sh && conda activate rl", "/opt/conda/envs/rl"),
+        ("source /opt/conda/etc/profile.d/conda.sh\nconda activate", "/opt/conda"),
+    ],
+)
+def test_an_environment_of_conda_is_that_of_its_name(lines: str, environment: str) -> None:
+    found = script(f"{lines}\ntorchrun train.py --max_steps 5\n")
+    assert setting(found, "trainer.environment") == environment
+    assert not any("conda" in part.what for part in found.unread)
+
+
 def test_a_line_that_a_script_puts_together_for_slurm() -> None:
     found = script(
         "#SBATCH --nodes=4\n#SBATCH --gres=gpu:2 --ntasks-per-node=1\nexport GPUS=2\n"

@@ -4,10 +4,12 @@ import math
 import re
 import tomllib
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 import records
+from signing_in import chromium
 
 from rlhf_core.config import loading as config
 from rlhf_core.presets import PRESETS
@@ -212,7 +214,7 @@ def test_numbers_that_are_not_finite_do_not_break_the_page() -> None:
 
 def test_an_evaluation_that_is_not_finite_does_not_break_the_page() -> None:
     rows = [{**row, "value": None, "ci_low": None, "ci_high": None} for row in records.learned().evaluations]
-    assert "Held-out accuracy: no evaluation was made." in _text(records.learned(evaluations=rows))
+    assert "Held-out scores: no evaluation was made." in _text(records.learned(evaluations=rows))
 
 
 def test_a_run_that_goes_on_says_that_it_does() -> None:
@@ -257,6 +259,23 @@ def test_text_of_users_and_models_stays_text() -> None:
     assert " ".join(reader.text).count(HOSTILE) >= 12
 
 
+def test_a_long_word_does_not_widen_the_page(tmp_path: Path) -> None:
+    word = "x" * 3000
+    base = records.failed()
+    record = records.failed(
+        run={**base.run, "message": word},
+        incidents=[{**records.INCIDENTS[0], "message": word}],
+        decisions=[{**records.DECISIONS[0], "reason": word}],
+        notes=[word],
+    )
+    path = tmp_path / "page.html"
+    path.write_text(run_page.page(record), encoding="utf-8")
+    with chromium() as browser:
+        tab = browser.new_page(viewport={"width": 1000, "height": 900})
+        tab.goto(path.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 1000
+
+
 def test_markup_that_is_not_escaped_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.render.markup.markup", lambda value: Markup(value))
     assert "script" in {name for name, _ in _lenient(run_page.page(_hostile_record())).seen}
@@ -275,6 +294,22 @@ def test_completions_are_sorted_by_what_training_did_to_them() -> None:
     assert "Wrong both times: 2" in text
     assert "Right both times: 17" in text
     assert "Lost: right before" not in text
+
+
+def test_completions_with_scores_that_are_no_shares_are_sorted_by_their_change() -> None:
+    """A penalty of zero is the best there is, and no completion of it is wrong."""
+
+    def lowered(by: float) -> list[EvaluationSample]:
+        scored = records.learned().tables["before", "greedy"]
+        return [sample.model_copy(update={"score": sample.score - by}) for sample in scored]
+
+    before, after = lowered(2.25), lowered(1.5)
+    text = _text(records.learned(tables={("before", "greedy"): before, ("after", "greedy"): after}))
+    assert "Higher score after training: 24" in text
+    assert "-2.25" in text
+    assert "-1.5" in text
+    assert "Scored: 24" in _text(records.learned(tables={("before", "greedy"): before}))
+    assert "rong" not in text
 
 
 def test_an_evaluation_without_its_counterpart_is_shown_alone() -> None:

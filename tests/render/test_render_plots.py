@@ -100,6 +100,13 @@ def test_values_with_their_intervals_are_written_out() -> None:
     assert {"0.762", "0.941", "greedy"} <= set(_texts(svg))
 
 
+def test_scores_below_zero_are_on_the_axis() -> None:
+    points = (Point(40, -0.3, -0.35, -0.25), Point(120, -0.1, -0.15, -0.05))
+    svg = plots.point_chart([PointSeries("greedy", points)], unit="penalty", marks=MARKS, name="p", description="")
+    heights = {text.text: float(text.attrib["y"]) for text in _parsed(svg).iter("text")}
+    assert heights["-0.100"] < heights["-0.300"] < heights["optimizer step"]
+
+
 def test_parts_of_a_whole_may_lack_steps() -> None:
     parts = [Series("train", CURVE), Series("checkpoint", [(20, 0.3), (40, 0.3)])]
     svg = plots.stacked_chart(parts, unit="seconds per step", marks=MARKS, name="time", description="")

@@ -45,19 +45,23 @@ class CommandWithSettings(TyperCommand):
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write it to.")] = Path(),
+    place: Annotated[
+        Path, typer.Argument(metavar="PATH", help="File to write, ending in .toml, or folder to write it to.")
+    ] = Path(),
     preset: Annotated[str, typer.Option(help=f"Name of a preset to start from: {', '.join(PRESETS)}.")] = "quickstart",
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter_config import starter_config
     from rlhf_core.files.whole import write_for_user
 
-    target = folder / f"{preset}.toml"
+    target = place if place.suffix == ".toml" and not place.is_dir() else place / f"{preset}.toml"
     text = starter_config(preset, str(target))
     try:
         write_for_user(target, text)
     except FileExistsError:
-        raise BadInput(f"{target} already exists; choose another folder, or remove it first") from None
+        if not target.exists():
+            raise BadInput(f"{place} is a file; give a folder, or a file that ends in .toml") from None
+        raise BadInput(f"{target} already exists; choose another file or folder, or remove it first") from None
     except OSError as error:
         raise BadInput(f"cannot write {target}: {error.strerror}") from None
     output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")

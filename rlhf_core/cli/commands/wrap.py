@@ -94,11 +94,11 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     words = list(line)
     if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(_SCRIPT_SUFFIXES):
         words = words[1:]
+    if len(words) == 1 and len(words[0].split()) > 1 and not Path(words[0]).is_file():
+        raise BadInput(f"found the whole line as one word; leave out the quotes around it: rlhf wrap -- {words[0]}")
     if not words[0].endswith(_SCRIPT_SUFFIXES):
         return wrap_line(words, around, options)
-    text = _read_file(words[0])
-    if text is None:
-        raise BadInput(f"cannot read {words[0]}: it is not a UTF-8 text file of at most 1 MiB")
+    text = _read_script(words[0])
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
     known |= {"PWD": str(folder), FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
     return wrap_script(text, words[0], around, options, known, words[1:])
@@ -110,12 +110,27 @@ def _active_environment() -> str:
     return "" if not found or Path(found).resolve() == Path(sys.prefix).resolve() else str(Path(found).absolute())
 
 
+def _read_script(path: str) -> str:
+    try:
+        return _read_text(path)
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise BadInput(f"cannot read {path}: it is not a UTF-8 text file") from None
+
+
 def _read_file(path: str) -> str | None:
     try:
-        text = read_document(Path(path).expanduser(), _MAX_FILE, follow_link=True).decode("utf-8")
+        return _read_text(path)
     except (OSError, ValueError):
         return None
-    return None if "\0" in text else text
+
+
+def _read_text(path: str) -> str:
+    text = read_document(Path(path).expanduser(), _MAX_FILE, follow_link=True).decode("utf-8")
+    if "\0" in text:
+        raise ValueError("found a null character")
+    return text
 
 
 def _write(file: Path, text: str) -> None:

@@ -102,15 +102,16 @@ def _checks(connection: Connection, run_id: str) -> list[Facts]:
     rows = connection.execute(
         select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.attempt, CHECKS.c.round, CHECKS.c.check_index)
     ).all()
-    newest: dict[tuple[str, str], Facts] = {}
+    # A check may have several findings in a round, for instance one for each data file.
+    newest = {(row.check_id, row.node): (row.attempt, row.round) for row in rows}
+    found = []
     for row in rows:
-        facts = without_run(row)
-        identity = facts.pop("check_id")
-        for internal in ("round", "check_index"):
-            del facts[internal]
-        newest.pop((identity, row.node), None)  # to keep the order of the newest round
-        newest[identity, row.node] = {"id": identity, **facts}
-    return list(newest.values())
+        if (row.attempt, row.round) == newest[row.check_id, row.node]:
+            facts = without_run(row)
+            for internal in ("round", "check_index"):
+                del facts[internal]
+            found.append({"id": facts.pop("check_id"), **facts})
+    return found
 
 
 def _attempts(connection: Connection, run_id: str) -> list[Facts]:

@@ -25,6 +25,8 @@ _SILENT = frozenset((
 """Commands without effect on the training."""
 _MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
+_ACTIVATING = ("/bin/activate", "/etc/profile.d/conda.sh", "/etc/profile.d/mamba.sh")
+"""Files that make an environment or conda ready when they are sourced, in the folder of either."""
 
 
 @dataclass
@@ -38,6 +40,8 @@ class ScriptFacts:
     variables: dict[str, str] = field(default_factory=dict)
     sbatch: tuple[str, ...] = ()
     environment: str = ""
+    conda: str = ""
+    """Folder of the conda that the script makes ready."""
     folder: str = ""
     setup: list[str] = field(default_factory=list)
     unread: list[UnreadPart] = field(default_factory=list)
@@ -117,15 +121,19 @@ def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
         else:
             facts.folder = posixpath.normpath(posixpath.join(facts.folder, words[1]))
     elif name in ("source", ".") and len(words) > 1:
-        if words[1].endswith("/bin/activate") and not command.unread:
-            found = posixpath.join(facts.folder, words[1].removesuffix("/bin/activate"))
-            facts.environment = posixpath.normpath(found)
+        ending = next((ending for ending in _ACTIVATING if words[1].endswith(ending)), "")
+        if ending and not command.unread:
+            facts.conda = posixpath.normpath(posixpath.join(facts.folder, words[1].removesuffix(ending)))
+            if ending == "/bin/activate":
+                facts.environment = _conda_environment(facts, words[2:])
         else:
             facts.unread.append(
                 UnreadPart(f"line {command.line}: source {words[1]}", "add what it does to trainer.setup or variables")
             )
     elif name in _SETUP:
         facts.setup.append(" ".join(words))
+    elif name in ("conda", "mamba") and words[1:2] == ("activate",) and facts.conda and not command.unread:
+        facts.environment = _conda_environment(facts, words[2:])
     elif name in ("conda", "mamba", "micromamba") and words[1:2] == ("activate",):
         facts.setup.append(" ".join(words))
         facts.unread.append(
@@ -134,6 +142,14 @@ def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
                 "check that conda works in a shell of a job, or set trainer.environment to its folder",
             )
         )
+
+
+def _conda_environment(facts: ScriptFacts, words: Sequence[str]) -> str:
+    """Folder that ``activate`` makes the environment: of conda's, that of a name or path; of Python's, its own."""
+    name = next((word for word in words if not word.startswith("-")), "base")
+    if "/" in name:
+        return posixpath.normpath(posixpath.join(facts.folder, name))
+    return facts.conda if name == "base" else posixpath.join(facts.conda, "envs", name)
 
 
 def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand]) -> None:
