@@ -42,6 +42,7 @@
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
 
 Exceptions for control flow within one package are not among them:
+
     rlhf_core.control.controller.CancelRequested                     a wait ends because the user cancels the run
     rlhf_core.control.stages.StageFailed                             a stage ends with its attempt
     rlhf_core.control.reconcile.flow_runs.NotRegistered              a deployment is not on the server

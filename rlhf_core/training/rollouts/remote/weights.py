@@ -61,11 +61,11 @@ class WeightPublisher:
         *,
         is_alone: bool = False,
     ) -> WeightSyncReport:
-        """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks call
-        :meth:`FurtherPublisher.send` or :func:`gather_along`, unless ``is_alone`` is set.
+        """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks must
+        call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless ``is_alone`` is set.
 
         Returns:
-            Report on the sync. It names engines lost at their commit; at least one was not.
+            Report on the sync. It names engines lost at their commit; at least one engine was not.
 
         Raises:
             WeightSyncFailed: no engine loaded the version.
