@@ -113,7 +113,7 @@ def definition(name: str) -> Definition:
     """Definition with a given name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such definition.
     """
     for folder in _FOLDERS:
         path = folder / f"{name}.toml"

@@ -119,8 +119,8 @@ class Ranks:
             length = _checked_length(0, int(size))
             data = _padded(content, length, self.device)
             dist.broadcast(data, src=0)
-        text: str = json.loads(_bytes(data, length))
-        return text
+        broadcast: str = json.loads(_bytes(data, length))
+        return broadcast
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's contiguous part of a global batch; the parts in rank order make up the batch."""

@@ -44,14 +44,14 @@ class NullReporter:
     """A reporter for tests and scripts, which have no agent."""
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def collective(self) -> AbstractContextManager[None]:
-        """Wraps nothing."""
+        """Wrap nothing."""
         return nullcontext()
 
     def speak_for(self, pids: Sequence[int]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def request(self) -> Literal["", "save", "stop"]:
         """Return no request."""

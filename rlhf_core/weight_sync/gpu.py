@@ -33,7 +33,7 @@ class Gpu:
 
     def __init__(self) -> None:
         """Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no GPU.
         """
         if not has_nccl():
             raise RuntimeError("found no GPU, or torch without NCCL")

@@ -62,7 +62,7 @@ def rate_rows(
     num_passes: int,
     beat: Callable[[], None],
 ) -> list[tuple[Row, tuple[float, ...]]]:
-    """Rate the completions of rows by the rewards that an algorithm gives them.
+    """Rate the completions of rows by the rewards that an algorithm assigns to them.
 
     Args:
         reference: the reference model, for an algorithm that has one.

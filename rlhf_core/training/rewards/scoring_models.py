@@ -267,8 +267,8 @@ def load_scoring_models(
         has_conversations: True if rows are conversations, which a chat template has to render.
 
     Raises:
-        BadConfig: a folder holds no reward model, the nodes hold different ones, or there is no chat template where one
-            is needed.
+        BadConfig: a folder holds no reward model, the nodes hold different ones, or a required chat template is
+            missing.
         ResumeMismatch: a model's weights differ from those that scored the training of the checkpoint.
     """
     models, states = [], {}

@@ -45,7 +45,7 @@ class CallRequest:
 
 
 def serve(descriptor: int, parent: int) -> NoReturn:
-    """Answer requests until the trainer closes the connection.
+    """Serve requests until the trainer closes the connection.
 
     Args:
         descriptor: socket to the trainer.

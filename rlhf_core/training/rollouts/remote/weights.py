@@ -162,7 +162,7 @@ def link_backend(spec: RunSpec) -> LinkBackend:
     sync = spec.rollout.sync
     if sync.backend != "auto":
         return LinkBackend(sync.backend)
-    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # changes lie in main memory on both sides
+    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # deltas are in main memory at both ends
     return LinkBackend.NCCL if is_there else LinkBackend.GLOO
 
 
