@@ -1,13 +1,12 @@
-"""Callback for trainers around ``transformers.Trainer`` (TRL, ms-swift ...): each rank tells of its own progress.
+"""Callback for trainers around ``transformers.Trainer`` (TRL, ms-swift ...): each rank reports its own progress.
 
 One line in the trainer's script::
 
     trainer.add_callback(rlhf_core.callback.SupervisionCallback())
 
-Without a run of rlhf-flows around it does nothing. It imports nothing else of this package: in an environment that
-does not have rlhf-flows it is found all the same, as long as the run starts the program. With it a hang is blamed on
-the rank that stands still, with its phase, and ``rlhf cancel --save`` and the end of the time limit save a checkpoint
-first.
+Outside a run of rlhf-flows it does nothing. It imports nothing else of this package, so that it can also be imported in
+an environment without rlhf-flows, provided that the run starts the program. With it, a hang is attributed to the rank
+that stands still, with its phase, and ``rlhf cancel --save`` and the end of the time limit save a checkpoint first.
 """
 
 from typing import Any
@@ -20,14 +19,14 @@ except ImportError:
     _words = None
 
 PHASES = ("setup", "rollout", "reward", "train", "weight_sync", "checkpoint", "evaluate")
-"""Phases in the order of their numbers, as ``rlhf_core.schemas.reports.Phase`` has them."""
+"""Phases in the order of their numbers, as in ``rlhf_core.schemas.reports.Phase``."""
 LEAD_STEPS = 2
 """Steps from the announcement of a save to the save. No rank completes the gradients of the next step without rank 0,
 which announces first; one more, since a rank may be a step ahead of its GPU."""
 
 
 class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
-    """Beats at every event of the trainer, and saves when the run asks for it."""
+    """Updates the heartbeat at every event of the trainer, and saves when the run requests it."""
 
     def __init__(self) -> None:
         self._file = _words.own_file() if _words is not None else None
@@ -37,7 +36,7 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         self._leads = False
 
     def beat(self, phase: str, step: int) -> None:
-        """Tell that this rank is alive. For code of your own that takes long, such as a reward function.
+        """Update the heartbeat of this rank. Call it from your own code that takes long, such as a reward function.
 
         Args:
             phase: One of :data:`PHASES`.
@@ -66,7 +65,7 @@ class SupervisionCallback(TrainerCallback):  # type: ignore[misc]  # mypy does n
         self.beat("train", state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
-        """An optimizer step is done: the place where all ranks agree on a save.
+        """An optimizer step is done: here all ranks agree on a save.
 
         Raises:
             RuntimeError: the other ranks have saved at an earlier step, without this one.
@@ -134,6 +133,6 @@ def _shared_store() -> Any:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     if dist.is_initialized():
-        # torch has no public function for it.
+        # torch has no public function for this.
         return dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
     return HashStore(), True

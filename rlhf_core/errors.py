@@ -1,72 +1,72 @@
 """Tree of all errors that users may see.
 
     RlhfError                       exit code 1 of the command line unless the class says otherwise
-    ├── BadInput (2)                what the user gave cannot work; nothing was started
+    ├── BadInput (2)                the user's input cannot work; nothing was started
     │   ├── BadConfig               a config file, an override or a site setting is wrong
     │   ├── BadData                 a data file is missing or malformed; names file and line
     │   ├── PreflightBlocked        a blocking check failed
     │   └── UnknownRun              no run of that id or name in the history
     ├── HistoryError                the database cannot be used
     │   ├── DatabaseUnavailable     it does not answer, is full, locked, not writable, or no database at all
-    │   ├── UnsafeDatabase (2)      SQLite on a network file system, or questions asked as a superuser
+    │   ├── UnsafeDatabase (2)      SQLite on a network file system, or queries as a superuser
     │   ├── SchemaOutOfDate (2)     the database needs `rlhf db upgrade`
-    │   ├── IllegalMove             a state change that the table of moves does not have
+    │   ├── IllegalMove             a state change that the transition table does not allow
     │   └── LeaseLost               another controller owns the run; this one must exit
     ├── SchedulerError              the scheduler refused or did not answer
     │   └── SubmissionFailed        the job was not accepted
-    │       └── SubmissionDeferred  for now: a partition is drained, or a limit of submissions reached
-    ├── RunDirError                 the run directory is missing, foreign or damaged
-    │   ├── RunDirGone              it was there, and is not any more, while its file system is
-    │   ├── CheckpointCorrupt       a checkpoint is not what its manifest says, or has none
+    │       └── SubmissionDeferred  for now: a partition is drained, or a submission limit is reached
+    ├── RunDirError                 the run directory is missing, belongs to something else, or is damaged
+    │   ├── RunDirGone              it was removed or moved, while its file system is still there
+    │   ├── CheckpointCorrupt       a checkpoint does not match its manifest, or has none
     │   └── JournalDamaged          a line of the controller's journal cannot be read
     ├── ServiceFailed               a service of the site did not start, or supervisord does not answer
-    ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
-    ├── EnvironmentFailed           an environment of `rlhf env create` could not be made; it can be tried again
-    ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
+    ├── PrefectUnavailable          no Prefect server can be used; no run depends on one
+    ├── EnvironmentFailed           an environment of `rlhf env create` could not be created; the command can be retried
+    ├── PromotionFailed             the model of a completed run could not be written; approval can be retried
     ├── RunNotBegun                 no worker starts a requested run; the request stays
     ├── RunFailed                   a run ended without a model; the diagnosis is the message
     ├── RunCancelled (130)          the user ended the run
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
-        ├── MetricsMismatch         ranks reduced different metrics, or were at different steps
-        ├── RewardFailed            a reward function raised or returned something that is no reward
+        ├── MetricsMismatch         ranks reduced different metrics, or are at different steps
+        ├── RewardFailed            a reward function raised or returned something that is not a reward
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
-        ├── FileSystemStalled       a checkpoint is not written on in the background
+        ├── FileSystemStalled       the file system accepts no more of a checkpoint saved in the background
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
-        ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
-        ├── StaleWeights            a rollout engine has another version of the weights than is asked for
-        ├── WeightSyncFailed        a version of the weights did not come into force; the one before it still is
-        ├── EnginesLost             no rollout engine serves, and none came back in time
-        ├── TrainerIncomplete       another program that trains ended too early, or began anew
+        ├── DegenerateRl            training has stopped learning: no gradient, identical completions, or a lost reward
+        ├── StaleWeights            a rollout engine has another version of the weights than the requested one
+        ├── WeightSyncFailed        a version of the weights was not committed; the previous one stays active
+        ├── EnginesLost             no rollout engine serves requests, and none recovered in time
+        ├── TrainerIncomplete       an external trainer ended too early, or started over
         └── ResumeMismatch          a checkpoint does not fit this run (model, spec)
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
 
 Exceptions for control flow within one package are not among them:
 
-    rlhf_core.control.controller.CancelRequested                     a wait ends because the user ends the run
+    rlhf_core.control.controller.CancelRequested                     a wait ends because the user cancels the run
     rlhf_core.control.stages.StageFailed                             a stage ends with its attempt
     rlhf_core.control.reconcile.flow_runs.NotRegistered              a deployment is not on the server
     rlhf_core.schemas.migration.OldSettings                          a warning: a config of an earlier version was read
-    rlhf_core.files.reading.UnfitFile                                what is in the place of a file is none
+    rlhf_core.files.reading.UnfitFile                                the path of a file holds something else
     rlhf_core.shell.lexer.UnclosedShell                              a quote or bracket of a script is never closed
     rlhf_core.services.supervisord.SupervisordFault                  a ServiceFailed: supervisord refused a call
-    rlhf_core.training.rollouts.remote.client.EngineUnusable         another engine is asked
+    rlhf_core.training.rollouts.remote.client.EngineUnusable         the request goes to another engine
     rlhf_core.training.data.row_reader.MalformedRow                  one row is not valid
-    rlhf_core.worker.agent.job.AttemptAborted                        the attempt ends before workers could be started
-    rlhf_core.worker.agent.arrivals.AgentsMissing                    agents do not meet at the start of an attempt
-    rlhf_core.worker.channel.store.AgentStoreLost                    agents lose the place where they meet
-    rlhf_core.worker.groups.base.StartAbandoned                      workers were to end before they were started
+    rlhf_core.worker.agent.job.AttemptAborted                        the attempt ends before workers are started
+    rlhf_core.worker.agent.arrivals.AgentsMissing                    not all agents arrive at the start of an attempt
+    rlhf_core.worker.channel.store.AgentStoreLost                    agents lose the store that they communicate through
+    rlhf_core.worker.groups.base.StartAbandoned                      workers were told to stop before they were started
     rlhf_core.worker.nodes.membership.NodesError                     the environment of a node contradicts itself
-    rlhf_core.worker.channel.signing.MessageRefused                  a text in the agents' store is no message
-    rlhf_core.training.checkpoints.memory.peer_transfer.PeerRefused  a node sends or keeps no part of a checkpoint
+    rlhf_core.worker.channel.signing.MessageRefused                  a value in the agents' store is not a valid message
+    rlhf_core.training.checkpoints.memory.peer_transfer.PeerRefused  a node does not send or keep a part of a checkpoint
 
-Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
-program; `rlhf` then says that it is one.
+Python's own exceptions are raised where its conventions require them (validators, invalid numbers) and for bugs of this
+program, which ``rlhf`` then reports as such.
 """
 
 
 class RlhfError(Exception):
-    """Base of every error raised on purpose. ``exit_code`` is what the ``rlhf`` command ends with."""
+    """Base of every error raised on purpose. ``exit_code`` is the exit status of the ``rlhf`` command."""
 
     exit_code: int = 1
 
@@ -98,12 +98,12 @@ class HistoryError(RlhfError):
 
 
 class DatabaseUnavailable(HistoryError):
-    """The database does not answer, is full, locked or not writable, or the file is no database. It may pass."""
+    """The database does not answer, is full, locked or not writable, or the file is not one. It may be temporary."""
 
 
 class UnsafeDatabase(HistoryError):
-    """The database cannot be used safely as it is set up: SQLite on a network file system, where its locks do not hold;
-    PostgreSQL asked as a superuser, whom nothing keeps from doing harm."""
+    """The database setup is not safe: SQLite on a network file system, where its locks do not hold, or PostgreSQL
+    accessed as a superuser, whom no permission restricts."""
 
     exit_code = 2
 
@@ -146,7 +146,7 @@ class CheckpointCorrupt(RunDirError):
     """A checkpoint's files do not match the checksums in its ``COMPLETE`` file, or that file cannot be read.
 
     Attributes:
-        checkpoint: name of its folder, where the one before it can take its place; empty where it cannot.
+        checkpoint: name of its folder, if the previous checkpoint can take its place; otherwise empty.
     """
 
     def __init__(self, message: str, checkpoint: str = "") -> None:
@@ -155,7 +155,7 @@ class CheckpointCorrupt(RunDirError):
 
 
 class JournalDamaged(RunDirError):
-    """A whole line of ``control.jsonl`` cannot be read. The message names file and line."""
+    """A complete line of ``control.jsonl`` cannot be read. The message names file and line."""
 
 
 class ServiceFailed(RlhfError):
@@ -163,15 +163,15 @@ class ServiceFailed(RlhfError):
 
 
 class PrefectUnavailable(RlhfError):
-    """No Prefect server can be used. Nothing of a run depends on one: ``--no-prefect`` runs without."""
+    """No Prefect server can be used. No run depends on one: ``--no-prefect`` runs without."""
 
 
 class EnvironmentFailed(RlhfError):
-    """An environment of a trainer could not be made. It can be tried again."""
+    """An environment of a trainer could not be created. The command can be retried."""
 
 
 class PromotionFailed(RlhfError):
-    """The model directory of a completed run could not be written. The run is untouched; `rlhf approve` tries again."""
+    """The model directory of a completed run could not be written. The run is untouched; `rlhf approve` retries."""
 
 
 class RunNotBegun(RlhfError):
@@ -189,7 +189,7 @@ class RunCancelled(RlhfError):
 
 
 class WorkerError(RlhfError):
-    """Base of what is raised on the nodes. It reaches the control plane as text, never as an object."""
+    """Base of errors that are raised on the nodes. They reach the control plane as text, never as objects."""
 
 
 class MetricsMismatch(WorkerError):
@@ -205,7 +205,7 @@ class DiskFull(WorkerError):
 
 
 class FileSystemStalled(WorkerError):
-    """A checkpoint is written in the background, and the file system takes nothing of it any more."""
+    """A checkpoint is being saved in the background, and the file system no longer accepts its data."""
 
 
 class NonFiniteLoss(WorkerError):
@@ -213,10 +213,10 @@ class NonFiniteLoss(WorkerError):
 
 
 class DegenerateRl(WorkerError):
-    """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health/judge.py``.
+    """Training has stopped learning. The message is the finding of ``rlhf_core/training/health/judge.py``.
 
     Attributes:
-        rule: rule of ``[health]`` that has found it.
+        rule: the rule of ``[health]`` that found it.
     """
 
     def __init__(self, message: str, rule: str = "") -> None:
@@ -225,15 +225,15 @@ class DegenerateRl(WorkerError):
 
 
 class StaleWeights(WorkerError):
-    """A rollout engine has another version of the weights in force than the completions are to be made with, or other
-    weights than the trainer has at that version."""
+    """The active weights of a rollout engine are of another version than the completions are to be generated with, or
+    differ from the trainer's weights of that version."""
 
 
 class WeightSyncFailed(WorkerError):
-    """A version of the weights was not brought into force. The one before it stays in force on every engine.
+    """A version of the weights was not committed. The previous one stays active on every engine.
 
     Attributes:
-        peer: name of the process that is to blame; empty where none is.
+        peer: name of the process that is to blame; empty if there is none.
     """
 
     def __init__(self, message: str, peer: str = "") -> None:
@@ -242,12 +242,12 @@ class WeightSyncFailed(WorkerError):
 
 
 class EnginesLost(WorkerError):
-    """No rollout engine of the group serves, and none came back in time; or all fail at the same request."""
+    """No rollout engine of the group serves requests, and none recovered in time; or the same request fails on all."""
 
 
 class TrainerIncomplete(WorkerError):
-    """Another program that trains ended without an error before its last step, or began at another step than it was
-    told to."""
+    """An external trainer ended without an error before its last step, or began at another step than the requested
+    one."""
 
 
 class ResumeMismatch(WorkerError):

@@ -1,9 +1,9 @@
-"""Python's garbage collector, kept off what a program is made of.
+"""Less work for Python's garbage collector in programs with many long-lived objects.
 
-    python -m rlhf_core.garbage MODULE [ARGUMENT]...    runs a program of another package like that
+    python -m rlhf_core.garbage MODULE [ARGUMENT]...    runs a module of another package with fewer collections
 
-A process of ours makes some hundred thousand objects by importing Prefect or torch, nearly all of which stay until it
-ends. The collector looks through them time and again while they are made, and once more as the process ends.
+Importing Prefect or torch creates hundreds of thousands of objects, nearly all of which live until the process exits.
+By default, the collector traverses them repeatedly while they are created, and once more at exit.
 """
 
 import atexit
@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterator
 
 RARE = 10_000
-"""New objects between two looks of the collector; Python's own 700 is meant for programs of few."""
+"""Allocations between collections; Python's default of 700 is meant for programs with few objects."""
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Make large imports without the garbage collector, and keep it off what they made."""
-    was_enabled = gc.isenabled()  # not where it is used inside another one, which goes on
+    """Disable the collector for the block, such as a large import, and freeze the objects that exist at its end."""
+    was_enabled = gc.isenabled()  # False in a nested block: the outer one goes on
     gc.disable()
     try:
         yield
@@ -31,7 +31,7 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Have the collector look less often in this process, and not at all as it ends."""
+    """Make collections rarer in this process, and skip the one at exit."""
     gc.set_threshold(RARE)
     atexit.register(gc.freeze)
 

@@ -1,5 +1,5 @@
-"""Survival of errors that cannot be named beforehand: those of Prefect's client or of torch elastic, of a plug-in of a
-site or a user, of a whole round of a thread that must live on, or of work whose end is reported elsewhere.
+"""Recovery from errors that cannot be named beforehand: those of Prefect's client or torch elastic, of a plug-in of a
+site or a user, of a complete iteration of a thread that must live on, or of work whose outcome is reported elsewhere.
 
 Every use has a plan for the error. Where its kinds are known, they are named there, and this is not used.
 """
@@ -12,17 +12,17 @@ from rlhf_core.errors import RlhfError
 
 
 class Survived:
-    """Block after which its thread goes on, whatever the block raised. A cancellation, or the end of the process, goes
-    up all the same.
+    """Block whose exceptions are kept, so that its thread goes on. A cancellation and the exit of the process still
+    propagate.
 
     Args:
-        but: Errors that go up as well.
-        also: Further exceptions to survive, as the ``SystemExit`` of a module that is imported.
+        but: Errors that propagate as well.
+        also: Further exceptions to survive, such as the ``SystemExit`` of an imported module.
     """
 
     def __init__(self, *, but: tuple[type[Exception], ...] = (), also: tuple[type[BaseException], ...] = ()) -> None:
         self.error: BaseException | None = None
-        """Error of the block that was survived, if it had one."""
+        """Error of the block; None if it raised none."""
         self._goes_up = but
         self._kinds: tuple[type[BaseException], ...] = (Exception, *also)
 
@@ -44,7 +44,7 @@ class Survived:
 
     @property
     def message(self) -> str:
-        """The same, without the kind where the text was written to be read alone."""
+        """The same, without the kind if the text was written to be read alone."""
         return str(self.error) if isinstance(self.error, RlhfError | OSError) else self.problem
 
     @property

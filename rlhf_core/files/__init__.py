@@ -1,2 +1,3 @@
-"""Reading and writing of files: within bounds where others write them (``reading``), as a whole (``whole``), line by
-line (``appended``), for one user alone (``private``), the rows of data files, and fingerprints."""
+"""Reading and writing of files: bounded reads of files that other processes write (``reading``), writes of whole files
+(``whole``), appended lines (``appended``), files private to one user (``private``), rows of data files, and
+fingerprints."""

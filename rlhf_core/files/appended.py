@@ -1,6 +1,6 @@
-"""Files of one line after the other: appended by one writer, read to the last newline.
+"""Line-based files: appended by one writer, read up to the last newline.
 
-A line that does not parse is skipped, because a killed writer leaves a torn one behind.
+A line that does not parse is skipped, because a killed writer may leave a torn one behind.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class LineWriter:
-    """Writer that appends schemas as JSON lines to a file that only this process writes.
+    """Appends schemas as JSON lines to a file that only this process writes.
 
-    If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it
-    cannot swallow the next line. A file that is deleted or replaced while it is written is opened anew, with the lines
-    that it had: they are still in the open file, as long as its file system keeps it.
+    If the previous writer was killed in the middle of a line, the torn rest is terminated with a newline, so that it
+    cannot swallow the next line. A file that is deleted or replaced while it is written is created again, with its
+    earlier lines: they are still in the open file, as long as its file system keeps it.
 
     Args:
         on_loss: called with a sentence, before the next line is written, if the file was deleted, replaced or
@@ -36,7 +36,7 @@ class LineWriter:
         self._open()
 
     def write(self, model: BaseModel) -> None:
-        """Append one line and hand it to the operating system: it survives a kill of this process."""
+        """Append one line and pass it to the operating system: it survives a kill of this process."""
         lost = self._mend()
         if lost:
             self._on_loss(lost)
@@ -67,14 +67,14 @@ class LineWriter:
             rest = rest[self._file.write(rest) :]
 
     def _mend(self) -> str:
-        """Make sure that the next line goes into the file of that name. Returns a description of a loss, or an empty
+        """Make sure that the next line goes into the file at this path. Returns a description of a loss, or an empty
         text."""
         own = os.fstat(self._file.fileno())
         try:
             there = self._path.stat()
         except OSError:
             if not self._path.parent.is_dir():
-                return ""  # the whole folder is gone; its next user reports it
+                return ""  # the folder itself is gone; the next access reports it
             there = None
         is_own = there is not None and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
         if is_own and own.st_size >= self._end:
@@ -90,7 +90,7 @@ class LineWriter:
         try:
             self._file.seek(0)
             kept = self._file.read()
-        except OSError:  # deleted on another machine: a network file system keeps it only for its own
+        except OSError:  # deleted on another machine: NFS keeps open files only if deleted on this one
             kept = b""
         self._file.close()
         self._open()
@@ -110,10 +110,10 @@ def read_lines(
     is_inside: bool = False,
     longest: int | None = None,
 ) -> FileLines:
-    """Read whole lines of an appended file from ``offset`` on, and the offset after the last of them.
+    """Read complete lines of an appended file from ``offset`` on, and the offset after the last of them.
 
-    Reads at most about ``limit_bytes`` at once. A file that is not there, or is no file, has no lines. The other
-    arguments are those of :func:`rlhf_core.files.reading.lines_of`.
+    Reads about ``limit_bytes`` at most. A path without a regular file has no lines. For the other arguments, see
+    :func:`rlhf_core.files.reading.lines_of`.
     """
     try:
         with open_regular(path) as file:
@@ -124,10 +124,10 @@ def read_lines(
 
 @dataclass(frozen=True)
 class FilePosition:
-    """Position in an appended file, and the marks by which a reader recognises the file.
+    """Position in an appended file, and the fingerprints by which a reader recognises the file.
 
     A file is recognised by its content. Its inode is weaker evidence: a restored copy has another one, and a file that
-    was truncated and rewritten has the same.
+    was truncated and rewritten has the same one.
     """
 
     offset: int = 0
@@ -136,16 +136,17 @@ class FilePosition:
     head: int = 0
     """Fingerprint of the first bytes; 0 if unknown."""
     is_inside: bool = False
-    """True if the offset lies in a line that is too long."""
+    """True if the offset is within a line that is too long."""
 
 
 def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tuple[list[FileLine], FilePosition, bool]:
-    """Read whole lines of an appended file after a position, the position after them, and whether the file was
+    """Read complete lines of an appended file after a position, the position after them, and whether the file was
     replaced.
 
-    A file that was truncated or replaced by another one is read from its beginning: its bytes before the position are
-    not those that were read. A file rewritten with the same lines is continued. A missing one has no lines, nor has
-    what is no file, nor one that is shorter than it was: another machine may see an older version of it for a while.
+    A file that was truncated or replaced is read from its beginning: its bytes before the position are not the ones
+    that were read. A file rewritten with the same lines is continued. A missing file has no lines, nor does a path that
+    is not a regular file, nor a file that is shorter than before: another machine may see an older version of it for a
+    while.
     """
     try:
         with open_regular(path) as file:
@@ -165,7 +166,7 @@ def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tup
 
 
 def tail_mark(path: Path, offset: int) -> int:
-    """Fingerprint of the last bytes before an offset, to recognise a file; 0 if it cannot be taken."""
+    """Fingerprint of the last bytes before an offset, to recognise a file; 0 if it cannot be computed."""
     try:
         with open_regular(path) as file:
             return _tail(file, offset)
@@ -174,13 +175,13 @@ def tail_mark(path: Path, offset: int) -> int:
 
 
 def is_as_read(path: Path, offset: int, mark: int) -> bool:
-    """Return False if the bytes before an offset do not have this fingerprint. A file that is shorter
-    may be an older version, as another machine sees it."""
+    """Return False if the bytes before an offset do not have this fingerprint. A shorter file counts as unchanged: it
+    may be an older version, as seen from another machine."""
     try:
         with open_regular(path) as file:
             return not mark or file.seek(0, os.SEEK_END) < offset or _tail(file, offset) == mark
     except OSError:
-        return True  # missing, away, or not a file: its next reader reports it
+        return True  # missing, unreachable, or not a file: its next reader reports it
 
 
 _HEAD_BYTES = 64
@@ -198,7 +199,7 @@ def _mark(file: BinaryIO, begin: int, end: int) -> int:
 
 
 def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Model]:
-    """Parse JSON lines; those that are torn, foreign or too long are skipped."""
+    """Parse JSON lines; skips lines that are torn, of another schema or too long."""
     for line in lines:
         if line.text is None:
             continue
@@ -209,8 +210,7 @@ def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Mode
 
 
 def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[FileLine], int]]:
-    """Yield all whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after
-    it."""
+    """Yield all complete lines of an appended file from ``offset`` on, in blocks, each with the offset after it."""
     is_inside = False
     while True:
         lines, end, is_inside = read_lines(path, offset, is_inside=is_inside, longest=longest)
@@ -221,12 +221,12 @@ def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iter
 
 
 def read_models(path: Path, schema: type[Model]) -> list[Model]:
-    """Read all whole lines of an appended file, parsed."""
+    """Read and parse all complete lines of an appended file."""
     return [model for lines, _ in read_blocks(path) for model in parse_lines(lines, schema)]
 
 
 def read_tail(path: Path, limit_bytes: int) -> str:
-    """Read the end of a text file, from a line's beginning; empty if it cannot be read."""
+    """Read the end of a text file, starting at the beginning of a line; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)

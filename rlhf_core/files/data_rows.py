@@ -1,6 +1,6 @@
 """Rows of data files, and the names in the templates that are filled from them.
 
-The checks before a run and the run itself read with the same readers, which name a bad line by file and number.
+The preflight checks and the run itself use the same readers, which name the file and number of a bad line.
 """
 
 import codecs
@@ -17,11 +17,11 @@ from pydantic import JsonValue
 
 @dataclass(frozen=True)
 class Malformed:
-    """The problem of a row that is not valid, without its place."""
+    """Problem of an invalid row, without its place."""
 
     problem: str
     ends_file: bool = False
-    """True where nothing behind it can be read."""
+    """True if nothing after it can be read."""
 
 
 FileRow = tuple[int, Mapping[str, JsonValue] | Malformed]
@@ -64,11 +64,11 @@ _JSON_PROBLEMS: Mapping[str, str] = {
     "Invalid \\escape": "found an unknown escape after a backslash",
     "Invalid \\uXXXX escape": "found an incomplete \\u escape",
 }
-"""Messages of Python's parser, in the words of the other messages."""
+"""Messages of Python's parser, in the wording of our other messages."""
 
 
 def _json_problem(error: json.JSONDecodeError) -> str:
-    """Describe the problem of a line. Characters count from 1, from the beginning of the line."""
+    """Describe the problem of a line. Characters are counted from 1, from the beginning of the line."""
     length = len(error.doc)
     if error.msg.startswith("Unterminated string"):
         return f"the line ends at character {length}, inside the text that begins at character {error.pos + 1}"
@@ -78,9 +78,9 @@ def _json_problem(error: json.JSONDecodeError) -> str:
 
 
 def _read_csv(path: Path) -> Iterator[FileRow]:
-    """Every value stays text: ``007`` is an answer, not the number 7."""
+    """Yield rows with every value as text: ``007`` is an answer, not the number 7."""
     with path.open("rb") as file:
-        csv.field_size_limit(sys.maxsize)  # of the process; by default 128 KiB, which long texts exceed
+        csv.field_size_limit(sys.maxsize)  # applies to the process; long texts exceed the default of 128 KiB
         reader = csv.reader((line.decode() for line in _without_mark(file)), strict=True)
         try:
             header = next(reader, [])
@@ -97,21 +97,21 @@ def _read_csv(path: Path) -> Iterator[FileRow]:
 
 
 def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file without the byte order mark that some programs put first."""
+    """Lines of a file without the byte order mark that some programs write at its beginning."""
     for number, line in enumerate(lines):
         yield line if number else line.removeprefix(codecs.BOM_UTF8)
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[FileRow]]] = {".jsonl": _read_jsonl, ".csv": _read_csv}
-"""Reader of each kind of text file, by the end of its name. Parquet is read on the nodes, which have a library for it
+"""Reader of each kind of text file, by file name suffix. Parquet is read on the nodes, which have a library for it
 (``training/data/loading.py``)."""
 
 KINDS = (*READERS, ".parquet")
-"""Ends of the names of data files."""
+"""File name suffixes of data files."""
 
 
 def pair_problem(chosen: object, rejected: object) -> str:
-    """Problem of a pair of completions; empty if something can be learned from it."""
+    """Problem of a pair of completions; empty if the pair is usable for training."""
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not value:
             return f"the {name} completion is empty"
@@ -119,14 +119,14 @@ def pair_problem(chosen: object, rejected: object) -> str:
 
 
 def label_of(value: object) -> bool | None:
-    """Label that a value stands for: true or false, 1 or 0, also as text; None if it is none."""
+    """Boolean of a label: true or false, 1 or 0, also as text; None for anything else."""
     return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
 
 
 def template_columns(template: str) -> tuple[list[str], str]:
-    """Parse the names in a template and its problem (empty if it is well-formed).
+    """Names in a template, and its problem (empty if it is well-formed).
 
-    Plain ``{column}`` only; ``{{`` and ``}}`` stand for braces.
+    Only plain ``{column}`` is allowed; ``{{`` and ``}}`` stand for braces.
     """
     try:
         parts = list(string.Formatter().parse(template))

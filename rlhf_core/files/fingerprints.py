@@ -1,4 +1,4 @@
-"""Fingerprints of files and folders: to see that nodes read the same, and that nothing has changed since."""
+"""Fingerprints of files and folders: to verify that nodes read the same data, and that nothing has changed since."""
 
 import hashlib
 import itertools
@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHOLE_FILE_BYTES = 64 << 20
-"""Files up to this size are read as a whole; of larger ones, pieces."""
+"""Files up to this size are read completely; larger ones are sampled."""
 PIECES = 64
 PIECE_BYTES = 64 << 10
 NOT_THERE = "not there"
-"""Fingerprint of a path where nothing is."""
+"""Fingerprint of a path that does not exist."""
 
 
 def fingerprint(path: Path, max_files: int | None = None) -> str:
-    """Hash of a file, or of all files below a folder with their names; "not there" when it is neither.
+    """Hash of a file, or of all files below a folder with their names; "not there" if the path is neither.
 
-    Of a file above 64 MiB 64 pieces of 64 KiB count, spread evenly, and its size: a change in between goes unseen.
+    Of a file above 64 MiB, only its size and 64 evenly spread pieces of 64 KiB are hashed: a change in between goes
+    unseen.
 
     Args:
-        max_files: of a folder with more files than this, the names and sizes of so many count. Default: no limit.
+        max_files: of a folder with more files, only this many names and sizes are hashed. Default: no limit.
     """
     digest = hashlib.blake2b(digest_size=8)
     try:
@@ -50,7 +51,7 @@ def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files
 
 
 def _below(path: Path, in_order: bool) -> Iterator[Path]:
-    """Everything below a folder; in one order on all nodes, where only the first part of it counts."""
+    """Everything below a folder; if only the first part of it counts, in the same order on all nodes."""
     if not in_order:
         yield from path.rglob("*")
         return

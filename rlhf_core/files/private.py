@@ -1,6 +1,6 @@
-"""Private files and folders of one user, whatever the umask, without following links that others have planted.
+"""Files and folders private to one user, whatever the umask. Links planted by other users are not followed.
 
-Rights are given when a file is made and only ever taken away afterwards. Files of other users are left alone.
+Permissions are set on creation and only ever reduced afterwards. Files of other users are left alone.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ _MAX_SQUATTED = 100
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter, and those above it that are missing; one of this user that is there
-    is closed to others.
+    """Make a folder that only its owner may enter, along with its missing parents; if this user already has the folder,
+    close it to others.
 
     Raises:
-        OSError: it cannot be made, or is not a folder.
+        OSError: it cannot be created, or is not a folder.
     """
     for missing in reversed([one for one in path.parents if not one.exists()]):
         missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -31,7 +31,7 @@ def make_folder(path: Path) -> None:
 
 
 def close(path: Path) -> None:
-    """Take the rights of group and others off what this user owns; nothing happens where there is nothing."""
+    """Remove the permissions of group and others from a path that this user owns; does nothing if it does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.stat()
         if found.st_uid == os.geteuid() and found.st_mode & _OTHERS:
@@ -39,7 +39,7 @@ def close(path: Path) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """True if group or others have a right to a file or folder that is there."""
+    """True if group or others have any permission on an existing file or folder."""
     try:
         return bool(path.stat().st_mode & _OTHERS)
     except OSError:
@@ -47,16 +47,16 @@ def is_open(path: Path) -> bool:
 
 
 def give_rights_of(parent: Path, folder: Path) -> None:
-    """Let the group of ``parent`` read a folder of one's own in it, where it may read ``parent`` and others may not.
+    """Let the group of ``parent`` read a folder of this user in it, if the group, but not others, may read ``parent``.
 
-    A folder that also others may enter says nothing: the usual umask makes it so.
+    If others may enter ``parent`` too, the group's permission means nothing: the usual umask grants it.
     """
     mode = FOLDER_MODE | (_GROUP_READS if is_for_group(parent) else 0)
     folder.chmod(mode | stat.S_IMODE(folder.stat().st_mode) & stat.S_ISGID)
 
 
 def is_for_group(folder: Path) -> bool:
-    """True if the group of a folder may read it, and others may not."""
+    """True if the group of a folder, but not others, may read it."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -65,10 +65,10 @@ def is_for_group(folder: Path) -> bool:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that only its owner may read and that was not there.
+    """Write a new file that only its owner may read.
 
     Raises:
-        FileExistsError: something exists there, a link for instance.
+        FileExistsError: the path exists, for instance as a link.
         OSError: it cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
@@ -77,15 +77,15 @@ def write_new(path: Path, text: str) -> None:
 
 
 def own_folder(parent: Path) -> Path:
-    """Return this user's private folder among temporary files, the same at every call.
+    """Return this user's private folder for temporary files, the same at every call.
 
-    If another user has taken the name, a further name is used.
+    If another user has taken the name, another name is used.
 
     Args:
         parent: World-writable folder, for instance ``/dev/shm``.
 
     Raises:
-        OSError: none can be made.
+        OSError: none can be created.
     """
     for path in _names(parent):
         with contextlib.suppress(FileExistsError):

@@ -1,8 +1,8 @@
-"""Files that another process writes, read so that none of them can hold or exhaust the reader.
+"""Reads of files that other processes write, such that no file can block or exhaust the reader.
 
-Only regular files are opened: a FIFO, a device or a socket in the place of one would block the reader, and a
-symbolic link would have another file read. No more of a file is held in memory than its reader can use: a document or
-a line beyond the limit is refused or left out, whatever its size.
+Only regular files are opened: a FIFO, a device or a socket in the place of one would block the reader, and a symbolic
+link would redirect it to another file. The memory used is bounded: a document beyond the limit is refused, and a line
+beyond it is skipped, whatever its size.
 """
 
 import errno
@@ -15,12 +15,12 @@ from typing import BinaryIO, NamedTuple
 from rlhf_core.files.lookups import looked_up
 
 MAX_LINE_BYTES = 1 << 20
-"""Longest line of an appended file, unless its reader takes longer ones."""
+"""Longest line of an appended file, unless the reader sets another limit."""
 MAX_DOCUMENT_BYTES = 64 << 20
-"""Largest file that is read as one JSON document: an evaluation with ten thousand kept samples has about 20 MiB."""
+"""Largest file that is read as one JSON document: an evaluation with ten thousand samples has about 20 MiB."""
 
 _SKIP_BYTES = 1 << 30
-"""Most that is skipped of a line at a time: a hole of a terabyte must not hold the reader of all runs."""
+"""Most bytes of a line skipped at a time: a sparse file of a terabyte must not block the reader of all runs."""
 _CHUNK_BYTES = 1 << 20
 
 _KINDS = (
@@ -33,19 +33,19 @@ _KINDS = (
 
 
 class UnfitFile(OSError):
-    """A file that is no regular one, or larger than any that is written in its place. Unlike other errors of the
-    operating system it does not pass."""
+    """A file that is not a regular file, or is larger than any valid one. Unlike other errors of the operating system,
+    this is not temporary."""
 
 
 def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
-    """Open a regular file for reading, without waiting for anything. One that is missing is looked for a second time.
+    """Open a regular file for reading, without blocking. A missing file is looked up a second time.
 
     Args:
-        follow_link: open what a symbolic link of that name points to, as for files that a user names.
+        follow_link: open the target of a symbolic link, as for files that a user names.
 
     Raises:
-        UnfitFile: it is something else: a FIFO, a device, a folder, or a link.
-        OSError: it is not there or cannot be opened.
+        UnfitFile: it is not a regular file, but a FIFO, a device, a folder or a link.
+        OSError: it does not exist or cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     try:
@@ -68,7 +68,7 @@ def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_l
 
     Raises:
         UnfitFile: it is larger, or not a regular file.
-        OSError: it is not there or cannot be read.
+        OSError: it does not exist or cannot be read.
     """
     with open_regular(path, follow_link=follow_link) as file:
         content = file.read(limit_bytes + 1)
@@ -78,10 +78,10 @@ def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_l
 
 
 def bring_to_disk(path: Path) -> None:
-    """Have the operating system write a file's content, or a folder's list of names, to the disk now.
+    """Sync a file's content, or a folder's list of names, to disk.
 
     Raises:
-        OSError: it is not there or cannot be written.
+        OSError: it does not exist or cannot be written.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -99,32 +99,32 @@ def _unfit(path: Path, found: str) -> UnfitFile:
 
 
 class FileLine(NamedTuple):
-    """A whole line, without its newline."""
+    """A complete line, without its newline."""
 
     begin: int
-    """Byte of the file at which it begins."""
+    """Byte offset of the line in the file."""
     text: bytes | None
     """None for a line that is too long, which is not held in memory."""
 
 
 class FileLines(NamedTuple):
-    """Lines that were read from a place on."""
+    """Lines read from an offset on."""
 
     lines: list[FileLine]
     end: int
-    """Offset at which to read on."""
+    """Offset at which to continue."""
     is_inside: bool
-    """True if that is in the middle of a line that is too long, which is among ``lines`` already."""
+    """True if that is within a line that is too long, which is already among ``lines``."""
 
 
 def lines_of(
     file: BinaryIO, offset: int, limit_bytes: int, *, is_inside: bool = False, longest: int | None = None
 ) -> FileLines:
-    """Whole lines of an open file from ``offset`` on, about ``limit_bytes`` of them, in bounded memory.
+    """Complete lines of an open file from ``offset`` on, about ``limit_bytes`` of them, in bounded memory.
 
     Args:
-        is_inside: the offset lies in a line that was too long; its rest is skipped.
-        longest: longest line that is taken, in bytes. Default: ``MAX_LINE_BYTES``.
+        is_inside: the offset is within a line that was too long; its rest is skipped.
+        longest: longest accepted line in bytes. Default: ``MAX_LINE_BYTES``.
     """
     longest = MAX_LINE_BYTES if longest is None else longest
     file.seek(offset)
@@ -139,7 +139,7 @@ def lines_of(
     if len(block) > longest and b"\n" not in block:
         return FileLines([FileLine(offset, None)], *_skip_line(file, offset + len(block)))
     end = block.rfind(b"\n") + 1
-    # Not splitlines(): that would also split at a stray carriage return, and positions of lines would no longer add up.
+    # Not splitlines(): it also splits at a stray carriage return, and the offsets of lines would no longer add up.
     lines, begin = [], offset
     for text in block[:end].split(b"\n")[:-1]:
         lines.append(FileLine(begin, text if len(text) <= longest else None))
@@ -148,7 +148,7 @@ def lines_of(
 
 
 def _skip_line(file: BinaryIO, offset: int) -> tuple[int, bool]:
-    """Offset after the line that ``offset`` lies in, or as far as it was skipped, and whether it goes on there."""
+    """Offset after the line around ``offset``, or the offset reached, and whether the line continues there."""
     limit = offset + _SKIP_BYTES
     while offset < limit and (chunk := file.read(_CHUNK_BYTES)):
         found = chunk.find(b"\n")

@@ -1,4 +1,4 @@
-"""Files that are written as a whole: by write-then-rename, or once, by the first process that comes."""
+"""Files that are written as a whole: by write-then-rename, or once, by the first process."""
 
 import contextlib
 import errno
@@ -24,13 +24,13 @@ _SECRET = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 
 
 def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
-    """Write a whole file so that readers see the old one or the new one, never a part; it survives a power cut.
+    """Write a whole file such that readers see either the old or the new one, never a part; it survives a power cut.
 
     Args:
         mode: Its permissions, reduced by the umask.
 
     Raises:
-        OSError: the file system is full, read-only or gone. The old file is untouched then.
+        OSError: the file system is full, read-only or gone. The old file is then untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -58,7 +58,7 @@ def read_model(path: Path, schema: type[Model]) -> Model | None:
     """Read a schema; None if there is no file, or if it is not (yet) complete.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: the file system does not respond.
     """
     try:
         return schema.model_validate_json(read_document(path))
@@ -103,10 +103,10 @@ def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
 
 
 def write_for_user(path: Path, text: str) -> None:
-    """Write a file to a folder of the user, where it must not exist yet. A part of it is removed again.
+    """Write a new file to a folder of the user. If this fails, a partial file is removed.
 
     Raises:
-        FileExistsError: something is there.
+        FileExistsError: the path exists.
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,14 +123,14 @@ RESERVE_BYTES = 64 << 10
 
 
 def shared_secret(path: Path) -> bytes:
-    """A random secret in a file of its owner alone, the same for all that ask; made by the first one.
+    """A random secret in a file that only its owner may read, the same for all callers; the first one creates it.
 
     Raises:
-        OSError: it can be neither made nor read.
+        OSError: it can be neither created nor read.
         ValueError: the file holds something else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Before it is looked for: on a network file system that is what makes the one of another node seen.
+    # Before the lookup: on a network file system, creating it makes the file of another node visible.
     create_once(path, secrets.token_hex(SECRET_BYTES), FILE_MODE)
     with path.open("rb") as file:
         content = file.read(4 * SECRET_BYTES)
@@ -146,15 +146,15 @@ def is_disk_full(error: OSError) -> bool:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Reserve of a few blocks, so that the end of a run can be recorded on a disk that the run has filled."""
+    """A few blocks held back, so that the end of a run can be recorded on a disk that the run has filled."""
 
     path: Path
 
     def hold(self) -> None:
-        """Take the blocks. If there is no space even now, the first write that does not fit raises an error."""
+        """Allocate the blocks. If there is no space even now, the first write that does not fit raises an error."""
         try:
             with self.path.open("wb") as file:
-                # Random bytes: some file systems store holes and zeros without blocks.
+                # Random bytes: some file systems store holes and zeros without allocating blocks.
                 file.write(os.urandom(RESERVE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,2 +1,2 @@
-"""The machine a process is on: accounts of its operating system, main memory that may be used, Python interpreters and
+"""The machine that a process runs on: operating system accounts, usable main memory, and Python interpreters and
 environments of other programs."""

@@ -1,8 +1,8 @@
 """Operating system accounts behind claimed names.
 
 User names (of the owner of a run, of the approver of a model) are claims. Each is recorded with the account that the
-kernel reports of the process that made it; what comes through Prefect, where all have one password, is marked as not
-verified.
+kernel reports for the process that made it; names that come through Prefect, where all users share one password, are
+marked as not verified.
 """
 
 import os
@@ -12,7 +12,7 @@ from rlhf_core.text.formatting import attributed
 
 
 def user_name(uid: int | None = None) -> str:
-    """Name of a user, by default of this process, whatever its environment says; the number where there is none
+    """Name of a user, by default the user of this process, regardless of its environment; the uid if it has no name
     (containers)."""
     number = os.getuid() if uid is None else uid
     try:
@@ -22,7 +22,7 @@ def user_name(uid: int | None = None) -> str:
 
 
 def account() -> str:
-    """User of this process as the kernel knows it, for example ``anna, uid 1000``."""
+    """User of this process as the kernel reports it, for example ``anna, uid 1000``."""
     return f"{user_name()}, uid {os.getuid()}"
 
 

@@ -1,6 +1,6 @@
-"""Python environments of trainers that are other programs: virtual environments made from constraints kept here.
+"""Python environments of external trainers: virtual environments made from constraints kept here.
 
-A definition (``infra/environments/NAME.toml``) names the packages that are wanted and pins everything else, so that an
+A definition (``infra/environments/NAME.toml``) names the required packages and pins everything else, so that an
 environment is the one that was tested. An environment is complete once its stamp, written last, holds the hash of the
 definition.
 """
@@ -29,15 +29,15 @@ _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "definitions", _PACKAGE.parent / "infra" / "environments")
 """Inside the installed package, and in a checkout."""
 STAMP = "rlhf-environment.json"
-"""File in an environment that says what it was made from; written when all is installed."""
+"""File in an environment that records what it was made from; written once everything is installed."""
 _NUM_LINES_SHOWN = 15
 _TORCH = re.compile(r"^torch\b", re.IGNORECASE)
-_PIP_IS_WHOLE = """
+_PIP_IS_COMPLETE = """
 import importlib.metadata, sys
 names = ["pip"] if sys.version_info >= (3, 12) else ["pip", "setuptools"]
 sys.exit(not all(importlib.metadata.distribution(name).read_text("INSTALLER") for name in names))
 """
-"""Ends with 0 if what ``python -m venv`` installs is there: INSTALLER is written once a package is unpacked."""
+"""Exits with 0 if pip and setuptools are complete: pip writes INSTALLER after it has unpacked a package."""
 
 _VERSIONS = """\
 import importlib.metadata, json, sys
@@ -59,20 +59,20 @@ class Definition:
 
     name: str
     summary: str
-    """One sentence on what it is for."""
+    """Purpose, in one sentence."""
     torch: str
     """Requirement of torch that it was tested with."""
     requirements: tuple[str, ...]
-    """Packages that are wanted, as pip takes them; torch is not among them."""
+    """Required packages, as arguments of pip, without torch."""
     constraints: tuple[str, ...]
-    """Versions of everything else that was tested with them."""
+    """Tested versions of all other packages."""
 
     def lines(self, torch: str) -> tuple[str, ...]:
-        """Constraints with another torch: what was pinned for the tested one does not hold for it."""
+        """Constraints for a requirement of torch; the pins of torch's own packages hold only for the tested one."""
         return self.constraints if torch == self.torch else tuple(x for x in self.constraints if not _TORCH.match(x))
 
     def content_hash(self, torch: str, python: str) -> str:
-        """Hash of all that decides what is installed.
+        """Hash of everything that determines what is installed.
 
         Args:
             torch: Requirement of torch.
@@ -91,7 +91,7 @@ class Found:
     torch: str = ""
     """Requirement of torch that it was made with; empty unless it is ready or outdated."""
     python: str = ""
-    """Its version of Python."""
+    """Python version, such as "3.11"; empty unless it is ready or outdated."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def names() -> tuple[str, ...]:
 
 
 def definition(name: str) -> Definition:
-    """The definition of a name.
+    """Definition with a given name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such definition.
     """
     for folder in _FOLDERS:
         path = folder / f"{name}.toml"
@@ -126,7 +126,7 @@ def read_definition(path: Path) -> Definition:
     """Read a definition.
 
     Raises:
-        BadInput: it is not of the form that definitions have.
+        BadInput: its content is not a definition.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +142,7 @@ def read_definition(path: Path) -> Definition:
 
 
 def default_folder(name: str, home: Path) -> Path:
-    """Folder of an environment that was made without naming one.
+    """Folder of an environment that was made without naming a folder.
 
     Args:
         name: Name of the definition.
@@ -152,14 +152,14 @@ def default_folder(name: str, home: Path) -> Path:
 
 
 def environment_folder(name_or_folder: str, home: Path) -> Path:
-    """The folder of ``trainer.environment``.
+    """Folder that ``trainer.environment`` refers to.
 
     Args:
         name_or_folder: Name of an environment of ``rlhf env create``, or the folder of any virtual environment.
         home: Home folder of the site.
 
     Raises:
-        BadConfig: it is not there, or was not finished.
+        BadConfig: it does not exist, or was not finished.
     """
     found = f"found trainer.environment = {name_or_folder!r}"
     if "/" in name_or_folder or name_or_folder.startswith((".", "~")):
@@ -176,8 +176,8 @@ def environment_folder(name_or_folder: str, home: Path) -> Path:
             f"{found}, and no {folder}; expected {', '.join(names())} (made by `rlhf env create`), or the path of a "
             "virtual environment with a / in it"
         )
-    left = "was not finished" if folder.exists() else "is not there"
-    raise BadConfig(f"{found}, and {folder} {left}; run `rlhf env create {name_or_folder}`")
+    state = "was not finished" if folder.exists() else "is not there"
+    raise BadConfig(f"{found}, and {folder} {state}; run `rlhf env create {name_or_folder}`")
 
 
 def inspect(wanted: Definition, folder: Path) -> Found:
@@ -199,19 +199,19 @@ def create(
     pip_arguments: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> Made:
-    """Make an environment, or go on with one that was not finished; nothing happens where it is complete.
+    """Make an environment, or resume an unfinished one; does nothing if it is complete.
 
     Args:
-        wanted: Its content.
-        folder: Folder of it; must be empty, absent, or a virtual environment.
-        torch: Requirement of torch; empty for the one that it was tested with.
+        wanted: Definition of its content.
+        folder: Its folder; must be empty, absent, or a virtual environment.
+        torch: Requirement of torch; empty for the one in the definition.
         python: Interpreter to make it with.
         pip_arguments: Further arguments of ``pip install``.
         tell: Called with each line of progress.
 
     Raises:
         BadInput: the folder holds something else, or another process is making it.
-        EnvironmentFailed: it could not be made; it can be tried again and goes on with what is there.
+        EnvironmentFailed: it could not be made; a retry resumes from what is there.
     """
     torch = torch or wanted.torch
     started = time.monotonic()
@@ -220,7 +220,7 @@ def create(
         return Made(folder, True, 0.0)
     if folder.exists() and not (folder / "pyvenv.cfg").exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder} is no virtual environment and not empty; give another --folder, or remove it first")
-    with _alone(folder):
+    with _locked(folder):
         (folder / STAMP).unlink(missing_ok=True)
         tell(f"making {folder} with Python {version}")
         _make_virtual(folder, python, tell)
@@ -245,7 +245,7 @@ def _interpreter(folder: Path) -> Path:
 
 
 def _stamp(folder: Path) -> dict[str, Any]:
-    """Content of the stamp; empty without one that can be read."""
+    """Content of the stamp; empty if it is missing or cannot be read."""
     try:
         found = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -261,8 +261,8 @@ def _write_stamp(folder: Path, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep a second ``rlhf env create`` away. The lock ends with the process, whatever becomes of it."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude a second ``rlhf env create``. The lock ends with the process, however that ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
@@ -289,11 +289,11 @@ def _python_version(python: str) -> str:
 
 
 def _make_virtual(folder: Path, python: str, tell: Callable[[str], None]) -> None:
-    """Make a virtual environment, or go on with one: pip, most of the work, is unpacked only if it is not whole."""
+    """Make a virtual environment, or resume one: pip, most of the work, is unpacked only if it is incomplete."""
     command = [python, "-I", "-m", "venv", str(folder)]
     if (folder / "pyvenv.cfg").exists():
-        _run([*command, "--without-pip"], tell, f"python -m venv {folder}")  # it may be for another Python
-        answer = subprocess.run([_interpreter(folder), "-I", "-c", _PIP_IS_WHOLE], capture_output=True, check=False)
+        _run([*command, "--without-pip"], tell, f"python -m venv {folder}")  # it may have been made for another Python
+        answer = subprocess.run([_interpreter(folder), "-I", "-c", _PIP_IS_COMPLETE], capture_output=True, check=False)
         if answer.returncode == 0:
             return
     _run(command, tell, f"python -m venv {folder}")
@@ -313,12 +313,12 @@ def _install(
 
 
 def _run(command: Sequence[str], tell: Callable[[str], None], shown: str) -> None:
-    """Run a program, telling its lines.
+    """Run a program, passing on its lines of output.
 
     Raises:
-        EnvironmentFailed: it does not start or fails; with its last lines.
+        EnvironmentFailed: it does not start or fails; the message has its last lines.
     """
-    # A PYTHONPATH would let packages pass for installed that the environment does not have.
+    # With PYTHONPATH, packages from elsewhere would count as installed in the environment.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment["PYTHONNOUSERSITE"] = "1"
     last: deque[str] = deque(maxlen=_NUM_LINES_SHOWN)
@@ -339,9 +339,9 @@ def _run(command: Sequence[str], tell: Callable[[str], None], shown: str) -> Non
     except OSError as error:
         raise EnvironmentFailed(f"{shown}: cannot start {command[0]}: {error.strerror}") from None
     if program.returncode:
-        said = "\n".join(f"  {line}" for line in last)
+        output = "\n".join(f"  {line}" for line in last)
         raise EnvironmentFailed(
-            f"{shown} ended with {program.returncode}; its last lines:\n{said}\nThe next `rlhf env create` goes on "
+            f"{shown} ended with {program.returncode}; its last lines:\n{output}\nThe next `rlhf env create` goes on "
             "with what is there"
         )
 
@@ -369,7 +369,7 @@ def _check_versions(wanted: Definition, folder: Path, torch: str) -> None:
 
 
 def _pinned(requirement: str) -> tuple[str, str] | None:
-    """Name and version of a requirement; the version is empty unless it is pinned with ``==``. None for an address."""
+    """Name and version of a requirement; the version is empty unless pinned with ``==``. None for a URL or path."""
     found = re.match(r"^([A-Za-z0-9][\w.-]*)(?:\[[\w,.\s-]*\])?\s*(?:==\s*([\w.+!-]+))?", requirement)
     if not found or "/" in requirement or "@" in requirement:
         return None

@@ -1,4 +1,4 @@
-"""Python interpreters of other programs: where one is found, and what is installed there, without importing it."""
+"""Python interpreters of other programs: finding one, and listing what is installed there without importing it."""
 
 import re
 import shutil
@@ -28,15 +28,15 @@ except ImportError:
     ours = ""
 print(json.dumps({"version": list(sys.version_info[:3]), "packages": packages, "modules": modules, "rlhf_flows": ours}))
 """
-"""Program for ``python -c``: prints version, packages, and which of the modules that its arguments name are there. It
-imports nothing but the top of rlhf_core, and runs on Python 3.8 and newer."""
+"""Program for ``python -c``: prints the version, the packages, and which of the modules named in its arguments exist.
+It imports only the top-level package rlhf_core, and runs on Python 3.8 and newer."""
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?t?$")
 _LONGEST_FIRST_LINE = 512
 
 
 def find_program(name: str, environment: str, search: str) -> Path | None:
-    """Find the program that a shell would start.
+    """Find the program that a shell would run.
 
     Args:
         name: first word of the command.
@@ -49,8 +49,8 @@ def find_program(name: str, environment: str, search: str) -> Path | None:
 
 
 def interpreter_of(program: Path) -> Path | None:
-    """Interpreter that runs a program: the program itself if it is a Python, otherwise the one in its first line; None
-    for anything else."""
+    """Interpreter that runs a program: the program itself if it is a Python, otherwise the one in its shebang line;
+    None for anything else."""
     if _PYTHON.fullmatch(program.name):
         return program
     try:
@@ -62,7 +62,7 @@ def interpreter_of(program: Path) -> Path | None:
     if not start.startswith(b"#!"):
         return None
     if words[:1] == ["/bin/sh"]:
-        # A path that is too long for a first line: pip writes `'''exec' "/path/to/python" "$0" "$@"`.
+        # The path is too long for a shebang line: pip writes `'''exec' "/path/to/python" "$0" "$@"`.
         quoted = re.search(rb"^'''exec' \"?([^\"\n]+?)\"? \"\$0\"", start, re.MULTILINE)
         return Path(quoted[1].decode()) if quoted else None
     if words and Path(words[0]).name == "env":

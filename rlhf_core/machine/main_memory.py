@@ -1,4 +1,4 @@
-"""Main memory that the processes of a job may use: that of the node, or of their control group."""
+"""Main memory that the processes of a job may use: the node's, or that of their control group."""
 
 import contextlib
 from pathlib import Path
@@ -7,8 +7,8 @@ import psutil
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Free bytes and all bytes that the processes of this job may use: of the node, or of the control group where that
-    has less. Pages of files that are not in use are free: they are given up before anything fails."""
+    """Free and total bytes that the processes of this job may use: those of the node, or of the control group if it has
+    less. Unused pages of the page cache count as free: the kernel reclaims them before an allocation fails."""
     node = psutil.virtual_memory()
     free, total = node.available, node.total
     group = control_group()

@@ -1,2 +1,2 @@
-"""Folder of a run: the paths in it (``run``, ``attempt``, ``checkpoint``) and the reader of its journal. Every path
-that two programs share is here."""
+"""Run directories: the paths in them (``run``, ``attempt``, ``checkpoint``) and the reader of the journal. Every path
+that two programs share is defined here."""

@@ -24,45 +24,45 @@ class RestartDir:
 
     @property
     def samples(self) -> Path:
-        """Completions kept for reading; trainer rank 0 appends."""
+        """Sampled completions for inspection; trainer rank 0 appends."""
         return self.root / "samples.jsonl"
 
     @property
     def weight_syncs(self) -> Path:
-        """Ledger of the weights that rollout engines were given; trainer rank 0 appends."""
+        """Ledger of the weights that rollout engines received; trainer rank 0 appends."""
         return self.root / "weight-syncs.jsonl"
 
     @property
     def launch_order(self) -> Path:
-        """Agreement on one start of another program's launch line; the worker of rank 0 writes it."""
+        """Agreed parameters of one start of an external trainer's launch line; the worker of rank 0 writes it."""
         return self.root / "launch.json"
 
     @property
     def warnings(self) -> Path:
-        """Findings of trainers that leave the run going, one a line; the trainer of rank 0 appends."""
+        """Findings that do not end training, one per line; the trainer of rank 0 appends."""
         return self.warnings_of(0)
 
     def warnings_of(self, rank: int) -> Path:
-        """The same of one trainer rank, which appends: those of other ranks than 0 concern what that rank alone saw."""
+        """Warnings of one trainer rank, which appends; those of ranks other than 0 concern that rank alone."""
         return self.root / (f"warnings-{rank}.jsonl" if rank else "warnings.jsonl")
 
     def all_warnings(self) -> list[Path]:
-        """Files of all ranks that have found something."""
+        """Warning files of all ranks that have any."""
         return paths_in(self.root, "warnings*.jsonl")
 
     @property
     def artifacts(self) -> Path:
-        """Further files of another program that are kept with this start."""
+        """Further files of an external trainer that are kept with this start."""
         return self.root / "artifacts"
 
     @property
     def rank_output(self) -> Path:
-        """Output of the ranks of another program, one folder for each node, where its launcher is one of torch's."""
+        """Output of the ranks of an external trainer, one folder per node, if its launcher is one of torch's."""
         return self.root / "ranks"
 
     @property
     def checkpoints_aside(self) -> Path:
-        """Checkpoints that another program had made after the one that this start goes on from."""
+        """Checkpoints that an external trainer had made after the one from which this start resumes."""
         return self.root / "aside"
 
     @property
@@ -71,15 +71,15 @@ class RestartDir:
         return self.root / "agents"
 
     def agent_status(self, node: str) -> Path:
-        """Status that the agent of ``node`` publishes; that agent replaces it."""
+        """Published status of the agent of ``node``, which replaces it."""
         return self.agents / f"{node}.json"
 
     def agent_statuses(self) -> list[Path]:
-        """Status files of all agents that have published one."""
+        """Published status files of all agents."""
         return paths_in(self.agents, "*.json")
 
     def events(self, node: str) -> Path:
-        """Events of the agent of ``node``; that agent appends."""
+        """Events of the agent of ``node``, which appends."""
         return self.root / f"events-{node}.jsonl"
 
     def event_files(self) -> list[Path]:
@@ -87,7 +87,7 @@ class RestartDir:
         return paths_in(self.root, "events-*.jsonl")
 
     def worker_events(self, role: str, node: str, local_rank: int) -> Path:
-        """Messages of a worker for the user, for instance about a deleted file; that worker appends."""
+        """Messages of a worker to the user, for instance about a deleted file; that worker appends."""
         return self.root / f"events-{node}-{role}-{local_rank}.jsonl"
 
     def telemetry(self, node: str) -> Path:
@@ -100,7 +100,7 @@ class RestartDir:
 
     @property
     def evidence_dir(self) -> Path:
-        """Evidence of incidents; each agent its own files."""
+        """Evidence of incidents; each agent writes its own files."""
         return self.root / "incident"
 
     @property
@@ -113,15 +113,15 @@ class RestartDir:
         return self.incidents_dir / f"{number}.json"
 
     def decision(self, number: int) -> Path:
-        """The decision about an incident; written before it is acted on."""
+        """The decision about an incident; written before it is carried out."""
         return self.incidents_dir / f"{number}.decision.json"
 
     def incident_files(self) -> list[Path]:
-        """Files of all incidents, in order; first the place that version 0.1 knew."""
+        """Files of all incidents, in order; those at the path of version 0.1 come first."""
         return self._numbered_files("incident", ".json")
 
     def decision_files(self) -> list[Path]:
-        """Files of all decisions, in order; first the place that version 0.1 knew."""
+        """Files of all decisions, in order; those at the path of version 0.1 come first."""
         return self._numbered_files("decision", ".decision.json")
 
     def _numbered_files(self, earlier: str, ending: str) -> list[Path]:
@@ -158,7 +158,7 @@ class AttemptDir:
 
     @property
     def submission(self) -> Path:
-        """Answer of the scheduler to the submission."""
+        """Response of the scheduler to the submission."""
         return self.root / "submission.json"
 
     @property
@@ -168,12 +168,12 @@ class AttemptDir:
 
     @property
     def claim(self) -> Path:
-        """The agent 0 that owns this attempt; created once, a second agent 0 exits."""
+        """Claim of the agent 0 that owns this attempt; created once: a second agent 0 exits."""
         return self.root / "claim"
 
     @property
     def key(self) -> Path:
-        """Key of the messages between agents; the first agent makes it. Only the owner of the run may read it."""
+        """Key of the messages between agents; the first agent creates it. Only the owner of the run may read it."""
         return self.root / "key"
 
     @property
@@ -187,31 +187,31 @@ class AttemptDir:
 
     @property
     def engine_key(self) -> Path:
-        """Token that rollout engines ask for; the first that needs it makes it. Only its owner may read it."""
+        """Token that rollout engines require; created at its first use. Only its owner may read it."""
         return self.engines / "key"
 
     @property
     def weights(self) -> Path:
-        """Folder of the weights for rollout engines, where they go through files."""
+        """Folder of the weights for rollout engines, if they are transferred through files."""
         return self.engines / "weights"
 
     @property
     def commands(self) -> Path:
-        """Folder of orders from the control plane to agent 0."""
+        """Folder of commands from the control plane to agent 0."""
         return self.root / "commands"
 
     @property
     def probe(self) -> Path:
-        """Folder of the facts of the nodes, and of agent 0's report on them."""
+        """Folder of the facts about the nodes, and of agent 0's report on them."""
         return self.root / "probe"
 
     def node_facts(self, node: str) -> Path:
-        """Facts of a node; its agent writes them. Only the owner of the run may read it."""
+        """Facts about a node; its agent writes them. Only the owner of the run may read it."""
         return self.probe / f"{node}.json"
 
     @property
     def probe_key(self) -> Path:
-        """Key of the hashes in them; the first agent makes it. Only the owner of the run may read it."""
+        """Key of the hashes in the facts; the first agent creates it. Only the owner of the run may read it."""
         return self.probe / "key"
 
     @property
@@ -226,7 +226,7 @@ class AttemptDir:
 
     @property
     def reserve(self) -> Path:
-        """A few blocks held back so that agent 0 can still write its outcome on a full disk; agent 0 frees them."""
+        """A few blocks held back, so that agent 0 can still write its outcome on a full disk; agent 0 frees them."""
         return self.root / "reserve"
 
     def restart(self, number: int) -> RestartDir:
@@ -235,27 +235,27 @@ class AttemptDir:
 
     @property
     def groups_dir(self) -> Path:
-        """Folder of the groups of workers that run beside the one whose restarts are counted."""
+        """Folder of the worker groups other than the one whose restarts are counted."""
         return self.root / "groups"
 
     def group_dir(self, role: str, generation: int) -> Path:
-        """Folder of one start of workers of such a group."""
+        """Folder of one start of such a group's workers."""
         return self.groups_dir / role / str(generation)
 
     def group(self, role: str, generation: int) -> RestartDir:
-        """Files of one start of workers of such a group; it has what a restart has."""
+        """Files of one start of such a group's workers: the same as those of a restart."""
         return RestartDir(self.group_dir(role, generation), self.number, generation)
 
     def groups(self) -> list[RestartDir]:
-        """Starts of workers of such groups, by role and generation."""
+        """Starts of such groups' workers, by role and generation."""
         folders = paths_in(self.groups_dir)
         return [self.group(folder.name, number) for folder in folders for number in numbered_folders(folder)]
 
     def restarts(self) -> list[RestartDir]:
-        """Restarts that were begun, in order."""
+        """Restarts that have begun, in order."""
         return [self.restart(number) for number in numbered_folders(self.root / "restarts")]
 
 
 def numbered_folders(folder: Path) -> list[int]:
-    """Numbers that name the entries of a folder, in order; none where there is no such folder."""
+    """Entries of a folder whose names are numbers, in order; empty if there is no such folder."""
     return sorted(int(path.name) for path in paths_in(folder) if _NUMBER.fullmatch(path.name))

@@ -12,9 +12,9 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """File of an adapter's weights in the folder of a model, as peft names it."""
 BASE_RECORD = "base_model.json"
-"""File beside an adapter of the native trainer with the checksums of the base model that it was trained on."""
+"""File next to an adapter of the native trainer, with the checksums of the base model that it was trained on."""
 ADAPTER_OF_MERGED = "adapter"
-"""Folder of the adapter in that of the model that it was merged into."""
+"""Folder of the adapter, within the folder of the model that it was merged into."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CheckpointDir:
 
     @property
     def complete(self) -> Path:
-        """Checksums of everything else; written last. Without it the checkpoint does not count."""
+        """Checksums of all other files; written last. Without it the checkpoint does not count."""
         return self.root / "COMPLETE"
 
     @property
@@ -36,12 +36,12 @@ class CheckpointDir:
 
     @property
     def critic(self) -> Path:
-        """The weights of a value model that is trained beside the policy, of an algorithm that has one."""
+        """The weights of the value model, for algorithms that train one beside the policy."""
         return self.root / "critic"
 
     @property
     def trainer_state(self) -> Path:
-        """Optimizer, random number generators and data position, per rank."""
+        """State of the optimizer, the random number generators and the data position, per rank."""
         return self.root / "trainer_state"
 
     def manifest(self) -> CheckpointManifest | None:
@@ -49,29 +49,29 @@ class CheckpointDir:
         try:
             return read_model(self.complete, CheckpointManifest)
         except OSError:
-            return None  # an unreadable checkpoint cannot be resumed from; the one before it can
+            return None  # not resumable; the previous checkpoint may be
 
     def put_in_place(self, final: "CheckpointDir", manifest: CheckpointManifest) -> None:
-        """Have this checkpoint count under another name: its files are on the disk, and ``COMPLETE`` comes last.
+        """Make this checkpoint count under another name: its files are on disk, and ``COMPLETE`` is written last.
 
         Raises:
-            OSError: the file system does not take it.
+            OSError: the file system refuses it.
         """
         write_model(self.complete, manifest)
         bring_to_disk(self.root)
-        remove_tree(final.root)  # an older one of the same step, when training went back
+        remove_tree(final.root)  # an older one of the same step, if training was rolled back
         self.root.rename(final.root)
         bring_to_disk(final.root.parent)
 
     def damage(self) -> list[str]:
-        """Problems of the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
+        """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte."""
         manifest = self.manifest()
         if manifest is None:
             return [f"{self.complete.name} is {self._fault_of_manifest()}"]
         problems = [] if manifest.step == self.step else [f"{self.complete.name} is of step {manifest.step}"]
         for name, expected in manifest.files.items():
             fault = self._fault_of(name, expected)
-            # Read again before a checkpoint is given up: a disk or a network may have failed for a moment only.
+            # Read once more before giving up a checkpoint: the failure of a disk or a network may be temporary.
             if fault and (fault := self._fault_of(name, expected)):
                 problems.append(fault)
         return problems

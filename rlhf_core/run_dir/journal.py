@@ -1,9 +1,8 @@
-"""Reader of ``control.jsonl``: a line that cannot be read is an error, since the state of the run is a fold over all
-lines.
+"""Reader of ``control.jsonl``. An unreadable line is an error, since the state of the run is a fold over all lines.
 
-One exception: a line that its writer had not finished when it was killed was never acted upon, and is left out. It can
-only be the last one, for the next controller removes it before it writes. Version 0.1 closed it off with a newline
-instead, so that in the middle of a journal of that version a line may be cut short too.
+There is one exception: a line that was unfinished when its writer was killed was never acted upon, and is skipped. It
+can only be the last one, since the next controller removes it before it writes. Version 0.1 terminated it with a
+newline instead, so a journal of that version may also have a truncated line in the middle.
 """
 
 import os
@@ -25,7 +24,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Scanned(NamedTuple):
-    """Line with its position in its file."""
+    """Line with its position in the file."""
 
     begin: int
     """Offset of its first byte."""
@@ -35,7 +34,7 @@ class Scanned(NamedTuple):
 
 
 def read_journal(path: Path) -> list[JournalLine]:
-    """Read all whole lines of a journal; none if there is no file.
+    """Read all complete lines of a journal; empty if there is no file.
 
     Raises:
         JournalDamaged: a line cannot be read.
@@ -44,7 +43,7 @@ def read_journal(path: Path) -> list[JournalLine]:
 
 
 def valid_lines(lines: Iterable[JournalLine]) -> list[JournalLine]:
-    """Leave out what controllers wrote after they had lost the run."""
+    """Skip lines that controllers wrote after they had lost the run."""
     kept: list[JournalLine] = []
     token = 0
     for line in lines:
@@ -55,7 +54,7 @@ def valid_lines(lines: Iterable[JournalLine]) -> list[JournalLine]:
 
 
 def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:
-    """Yield whole lines of a journal from byte ``offset`` on.
+    """Yield complete lines of a journal from byte ``offset`` on.
 
     Raises:
         JournalDamaged: a line cannot be read; those before it have been yielded.
@@ -89,7 +88,7 @@ def _require_a_file(path: Path) -> None:
 
 
 def remove_unfinished_line(path: Path) -> None:
-    """Remove an unfinished line of a killed writer. For the holder of the run's lease, before it writes.
+    """Remove the unfinished line of a killed writer. For the holder of the run's lease, before it writes.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -136,7 +135,7 @@ def _parse(text: bytes) -> JournalLine:
 
 
 def _version(text: bytes) -> int:
-    """Read the version of a line, whatever else it holds."""
+    """Read the version of a line, whatever else it contains."""
     try:
         content = from_json(text)
     except ValueError:
@@ -154,7 +153,7 @@ def _refuse_newer(version: int) -> None:
 
 
 def _is_cut_short(text: bytes) -> bool:
-    """True if it is the beginning of a JSON object, and not all of it."""
+    """True if it is an incomplete JSON object."""
     try:
         return isinstance(from_json(text, allow_partial=True), dict)
     except ValueError:

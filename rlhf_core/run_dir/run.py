@@ -1,9 +1,9 @@
 """Folder of a run: the paths of its files, and its checkpoints.
 
 Rules (docs/run_directory.md has the table of files): exactly one writer per file; whole files appear by
-write-then-rename (:mod:`rlhf_core.files.whole`); appended files are read to the last newline
-(:mod:`rlhf_core.files.appended`). All are read through :mod:`rlhf_core.files.reading`, so that no other file in their
-place can block or exhaust a reader.
+write-then-rename (:mod:`rlhf_core.files.whole`); appended files are read up to the last newline
+(:mod:`rlhf_core.files.appended`). All are read through :mod:`rlhf_core.files.reading`, so that no other kind of file at
+their path can block or exhaust a reader.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def new_run_id(name: str) -> str:
 
 @dataclass(frozen=True)
 class RunDir:
-    """``<runs>/<run_id>/``: the wire between the control plane and the nodes."""
+    """``<runs>/<run_id>/``: the channel between the control plane and the nodes."""
 
     root: Path
 
@@ -48,8 +48,8 @@ class RunDir:
         """Return the directory of one run; it need not exist.
 
         Raises:
-            RunDirError: the text is no run id, or its folder is a link that leads out of ``runs``. An id may come from
-                any user who can fill in a form: nothing else is ever opened by one.
+            RunDirError: the text is not a run id, or its folder is a link that leads out of ``runs``. Any user who can
+                fill in a form can supply an id: it must never open anything else.
         """
         if not is_run_id(run_id):
             raise RunDirError(f"found {run_id[:200]!r}, expected a run id such as sort-20260301-120000-a1b2c3")
@@ -63,7 +63,7 @@ class RunDir:
 
     @classmethod
     def find(cls, runs: Path, text: str) -> "RunDir | None":
-        """Return the directory of a run, if the text is the id of an existing one."""
+        """Return the directory of a run if the text is the id of an existing one."""
         try:
             found = cls.of(runs, text)
         except RunDirError:
@@ -97,7 +97,7 @@ class RunDir:
 
     @property
     def promotion_answer(self) -> Path:
-        """Answer to the question whether the model may be promoted; the first one counts."""
+        """Response to the question whether the model may be promoted; the first one counts."""
         return self.root / "promotion.json"
 
     @property
@@ -112,7 +112,8 @@ class RunDir:
         return self.code_copy(copy) if copy > 1 else self.root / "code"
 
     def code_copy(self, copy: int) -> Path:
-        """A later copy of the user's code, from 2, for the attempts after it; the first one is of the request."""
+        """A later copy of the user's code, numbered from 2, for the attempts after it; the first belongs to the
+        request."""
         return self.root / f"code-{copy}"
 
     def newest_code_copy(self) -> int:
@@ -125,7 +126,7 @@ class RunDir:
 
     @property
     def initial_model(self) -> Path:
-        """Model and tokenizer that training starts from, if they are built here; trainer rank 0 writes them once."""
+        """Model and tokenizer that training starts from, if built here; trainer rank 0 writes them once."""
         return self.root / "initial_model"
 
     @property
@@ -139,7 +140,7 @@ class RunDir:
         return self.root / "checkpoints"
 
     def merged(self, step: int) -> CheckpointDir:
-        """Model of a checkpoint that holds an adapter, merged with its base model for promotion."""
+        """Model of an adapter checkpoint, merged with its base model for promotion."""
         return CheckpointDir(self.merged_dir / f"step-{step:06d}", step)
 
     @property
@@ -162,11 +163,11 @@ class RunDir:
         return AttemptDir(self.attempts_dir / str(number), number)
 
     def attempts(self) -> list[AttemptDir]:
-        """Attempts that were planned, in order."""
+        """Planned attempts, in order."""
         return [self.attempt(number) for number in numbered_folders(self.attempts_dir)]
 
     def is_superseded(self, attempt: int) -> bool:
-        """True if the attempt after this one was planned: nothing of this one may run or write any more."""
+        """True if the next attempt has been planned: nothing of this one may run or write any more."""
         return is_there(self.attempt(attempt + 1).placement)
 
     def checkpoint(self, step: int) -> CheckpointDir:
@@ -178,24 +179,24 @@ class RunDir:
         return [checkpoint for checkpoint in self.saved_checkpoints() if checkpoint.manifest() is not None]
 
     def saved_checkpoints(self) -> list[CheckpointDir]:
-        """Every checkpoint that was saved, oldest first. An incomplete one is damaged: a folder gets its name when
-        all its files are complete."""
+        """Every saved checkpoint, oldest first. An incomplete one is damaged: a folder gets its name only once all its
+        files are complete."""
         matches = (_CHECKPOINT_NAME.fullmatch(path.name) for path in paths_in(self.checkpoints_dir))
         found = [CheckpointDir(self.checkpoints_dir / match[0], int(match[1])) for match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def checkpoint_before(self, name: str) -> CheckpointDir | None:
-        """The newest complete checkpoint that is older than the one of that name, if there is any."""
+        """The newest complete checkpoint that is older than the given one, if any."""
         match = _CHECKPOINT_NAME.fullmatch(name)
         older = [checkpoint for checkpoint in self.checkpoints() if match and checkpoint.step < int(match[1])]
         return older[-1] if older else None
 
     def damaged(self, attempt: int, restart: int) -> Path:
-        """Folder of the checkpoints that were found damaged in a restart, kept for inspection."""
+        """Folder of the checkpoints that a restart found damaged, kept for inspection."""
         return self.checkpoints_dir / f"damaged-{attempt}.{restart}"
 
     def put_damaged_aside(self, name: str, attempt: int, restart: int) -> None:
-        """Move a damaged checkpoint out of the way, so that nothing resumes from it.
+        """Move a damaged checkpoint aside, so that nothing resumes from it.
 
         Raises:
             OSError: it cannot be moved.
@@ -205,16 +206,16 @@ class RunDir:
         (self.checkpoints_dir / name).rename(folder / name)
 
     def put_aside_folders(self) -> list[Path]:
-        """Folders of checkpoints that were put aside, damaged or of a branch that was given up; by name."""
+        """Folders of checkpoints that were put aside, damaged or of an abandoned branch, by name."""
         return [path for path in paths_in(self.checkpoints_dir) if _ASIDE_NAME.fullmatch(path.name)]
 
     def aside(self, attempt: int) -> Path:
-        """Folder of the checkpoints whose branch was given up after an attempt."""
+        """Folder of the checkpoints whose branch was abandoned after an attempt."""
         return self.checkpoints_dir / f"aside-{attempt}"
 
     def put_aside_newer_than(self, name: str, attempt: int) -> None:
-        """Move checkpoints that are newer than one out of the way: the branch they belong to is given up, and no later
-        attempt may resume from them. Harmless if it was done before, in whole or in part.
+        """Move checkpoints newer than the given one aside: their branch is abandoned, and no later attempt may resume
+        from them. Harmless if it was done before, completely or in part.
 
         Raises:
             RunDirError: ``name`` is not the name of a checkpoint.
@@ -234,11 +235,11 @@ class RunDir:
         return max((int(name[1]) for name in found if name is not None), default=0)
 
     def newest_checkpoint(self) -> CheckpointDir | None:
-        """The complete checkpoint of the highest step, if there is any."""
+        """The complete checkpoint of the highest step, if any."""
         return next(reversed(self.checkpoints()), None)
 
     def remove_checkpoints_but(self, steps: Collection[int]) -> None:
-        """Remove the complete checkpoints of other steps."""
+        """Remove the complete checkpoints of all other steps."""
         for checkpoint in self.checkpoints():
             if checkpoint.step not in steps:
                 remove_tree(checkpoint.root)
@@ -255,7 +256,7 @@ class RunDir:
         """Read ``spec.json``.
 
         Raises:
-            RunDirError: there is none, it is damaged, or a newer program wrote it.
+            RunDirError: it is missing or damaged, or a newer program wrote it.
         """
         try:
             content: Any = from_json(read_document(self.spec))
@@ -301,5 +302,5 @@ def is_run_id(text: str) -> bool:
 
 
 def run_name(run_id: str) -> str:
-    """Name of the run of an id; empty for a text that is none."""
+    """Name of the run with a given id; empty if the text is not a run id."""
     return run_id.rsplit("-", 3)[0] if is_run_id(run_id) else ""

@@ -1,2 +1,2 @@
-"""Launch lines and shell scripts, read without a shell: words and operators, commands and variables of a script, and
-the launcher, program and options of one line. Pure."""
+"""Launch lines and shell scripts, parsed without a shell: words and operators, commands and variables of a script, and
+the launcher, program and options of a line. Pure."""

@@ -1,8 +1,8 @@
-"""Launch lines of training programs, taken apart: who starts the ranks, the program, and its options. Pure.
+"""Parser of launch lines of training programs: the launcher of the ranks, the program, and its options. Pure.
 
-Launchers know which of their options take a value, as their own command lines say (torch 2.13, accelerate 1.14,
-deepspeed 0.19, torchtune 0.6). Programs are read without such knowledge: words after an option that do not begin with
-a dash are its values.
+For launchers, it knows which of their options take a value, according to their command lines (torch 2.13, accelerate
+1.14, deepspeed 0.19, torchtune 0.6). For programs it does not: words after an option that do not begin with a dash are
+taken as its values.
 """
 
 import re
@@ -16,40 +16,40 @@ Launcher = Literal[
     "python", "",
 ]  # fmt: skip
 """Program that starts the ranks. ``swift``, ``trl`` and the like start torchrun or accelerate themselves; with srun,
-mpirun and python each process is a rank; empty for a program of another name."""
+mpirun and python, each process is a rank; empty for an unknown program."""
 
 Role = Literal["variable", "wrapper", "launcher", "launcher_option", "program", "argument", "positional"]
 
 
 @dataclass(frozen=True)
 class LaunchItem:
-    """Part of a launch line, with its place in argv."""
+    """Part of a launch line, with its position in argv."""
 
     role: Role
     name: str
-    """Name of a variable or option, normalised; of a wrapper, its own. Empty for the others."""
+    """Normalised name of a variable or option; for a wrapper, its own name; otherwise empty."""
     start: int
     stop: int
     """Index after its last word."""
     is_joined: bool = False
-    """True if name and value are one word: ``--name=value``."""
+    """True if name and value form one word: ``--name=value``."""
 
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Program in front of the launcher, such as ``srun`` or ``nohup``."""
+    """Program before the launcher, such as ``srun`` or ``nohup``."""
 
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options, normalised, to their values; empty for those without one."""
+    """Values by normalised option; empty for options without a value."""
 
 
 @dataclass(frozen=True)
 class LaunchLine:
-    """Parts of a launch line. Names of options have no leading dashes, and ``_`` for ``-``."""
+    """Parts of a launch line. Names of options have no leading dashes, and ``_`` instead of ``-``."""
 
     argv: tuple[str, ...]
-    """The line as it was given."""
+    """The original line."""
     launcher: Launcher = ""
     launcher_options: Mapping[str, str] = field(default_factory=dict)
     """Options of the launcher; empty text for those without a value."""
@@ -58,19 +58,20 @@ class LaunchLine:
     is_module: bool = False
     """True if the program is a module, given with ``-m``."""
     arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Options of the program and their values; of one given twice the last. ``a.b=c`` counts as one."""
+    """Options of the program and their values; the last values if one is repeated. ``a.b=c`` counts as an option."""
     positional: tuple[str, ...] = ()
-    """Words of the program that belong to no option."""
+    """Words of the program that do not belong to an option."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables assigned in front of it, or by ``env``."""
+    """Variables assigned before the command, or by ``env``."""
     config_files: tuple[str, ...] = ()
-    """Files that hold further settings: of the launcher, of the program, of DeepSpeed."""
+    """Files with further settings: of the launcher, the program or DeepSpeed."""
     wrappers: tuple[Wrapper, ...] = ()
     items: tuple[LaunchItem, ...] = ()
-    """Every part with its place; each word of argv belongs to one."""
+    """All parts with their positions; each word of argv belongs to one."""
 
     def value(self, *names: str) -> str | None:
-        """First value of the first of these options of the program that is there; None without one, or a value."""
+        """First value of the first of these options of the program that is present; None without such an option or
+        value."""
         return next((self.arguments[name][0] for name in names if self.arguments.get(name)), None)
 
 
@@ -102,7 +103,7 @@ _FLAGS: Mapping[str, frozenset[str]] = {
     "ray": _words("no_wait verbose no_format"),
     "container": _words("nv rocm cleanenv e c contain C containall writable_tmpfs no_home"),
 }
-"""Options without a value; all others of these programs take one."""
+"""Options without a value; all other options of these programs take one."""
 
 _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "env": (),
@@ -125,7 +126,7 @@ _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "singularity": ("exec",),
     "sudo": (),
 }
-"""Programs that only start another one, with the words of their subcommand."""
+"""Programs that only start another program, with the words of their subcommand."""
 _WORD_AFTER = _words("apptainer singularity")
 """Wrappers with one word before the program: the image."""
 
@@ -147,7 +148,7 @@ _MODULES: Mapping[str, tuple[Launcher, int]] = {
     "accelerate.commands.accelerate_cli": ("accelerate", 1),
     "deepspeed.launcher.runner": ("deepspeed", 0),
 }
-"""Modules that are launchers, and the words of their subcommand."""
+"""Modules that are launchers, with the words of their subcommand."""
 _SUITES: Mapping[str, Launcher] = {
     "swift": "swift",
     "megatron": "swift",
@@ -156,7 +157,7 @@ _SUITES: Mapping[str, Launcher] = {
     "llamafactory-cli": "llamafactory",
     "llamafactory": "llamafactory",
 }
-"""Programs that start their ranks themselves, by a subcommand."""
+"""Programs that start their ranks themselves, with a subcommand."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
 _SETTING = re.compile(r"\+{0,2}~?([A-Za-z_@][\w.@/-]*)=", re.ASCII)
@@ -169,12 +170,12 @@ _CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 def normalized(word: str) -> str:
-    """Name of an option without leading dashes and value, with ``_`` for ``-``."""
+    """Name of an option without leading dashes and value, with ``_`` instead of ``-``."""
     return word.lstrip("-").partition("=")[0].replace("-", "_")
 
 
 def read_launch_line(argv: Sequence[str]) -> LaunchLine:
-    """Take a launch line apart. Never raises: a line of an unknown kind is a program with arguments."""
+    """Parse a launch line. Never raises: a line of an unknown kind is a program with arguments."""
     reader = _LineReader(tuple(argv))
     reader.read()
     return reader.line()
@@ -256,7 +257,7 @@ class _LineReader:
         self.at = stop
 
     def _options(self, flags: frozenset[str], role: Role) -> None:
-        """Take options up to the first other word, or to the one that says that a module or code follows."""
+        """Take options up to the first other word, or to the option that introduces a module or code."""
         while self.at < len(self.argv) and self.argv[self.at].startswith("-") and self.argv[self.at] not in ("-", "--"):
             word = self.argv[self.at]
             name, is_joined = normalized(word), "=" in word
@@ -326,7 +327,7 @@ class _LineReader:
                 self._take("argument", stop - self.at, normalized(word))
 
     def line(self) -> LaunchLine:
-        """The parts that were found."""
+        """The parsed parts."""
         arguments = {item.name: self._values(item) for item in self.items if item.role == "argument"}
         options = {item.name: (self._values(item) or ("",))[0] for item in self.items if item.role == "launcher_option"}
         positional = tuple(self.argv[item.start] for item in self.items if item.role == "positional")

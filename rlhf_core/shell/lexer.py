@@ -1,4 +1,4 @@
-"""Words and operators of shell scripts, with what is quoted and what the shell would fill in. Pure."""
+"""Words and operators of shell scripts, with what is quoted and what the shell would expand. Pure."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _FOLDER_OF_SCRIPT = re.compile(
 )
 
 FOLDER_OF_SCRIPT = "dirname of $0"
-"""Name under which the folder of the script is looked up: no variable can be called so."""
+"""Name under which the folder of the script is looked up: not a valid name of a variable."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ShellPiece:
     kind: str
     """text, variable, arithmetic or unread."""
     text: str
-    """The text, the name, the expression; of unread ones their source."""
+    """The text, name or expression; for unread pieces, their source."""
     source: str
     quoted: bool
     default: str | None = None
@@ -41,14 +41,14 @@ class ShellToken:
 
     @property
     def plain(self) -> str:
-        """The word as written, if nothing in it is quoted or expanded; else empty."""
+        """The word as written, if nothing in it is quoted or expanded; otherwise empty."""
         if any(piece.kind != "text" or piece.quoted for piece in self.pieces):
             return ""
         return "".join(piece.text for piece in self.pieces)
 
 
 class UnclosedShell(Exception):
-    """A quote or bracket that is opened and not closed; ends the reading."""
+    """A quote or bracket is never closed; ends the lexing."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ShellLexer:
             found = self.text[self.at]
             if found in " \t\r":
                 break
-            if self.text.startswith(("\\\n", "\\\r\n"), self.at):  # a word goes on where the next line begins with it
+            if self.text.startswith(("\\\n", "\\\r\n"), self.at):  # an escaped line break does not end a word
                 self._advance(self.text.index("\n", self.at) + 1)
                 continue
             if _OPERATOR.match(self.text, self.at):
@@ -154,7 +154,8 @@ class ShellLexer:
             yield ShellPiece("text", source, source, quoted=False)
 
     def quoted(self, end: str) -> Iterator[ShellPiece]:
-        """Yield the parts of a text in double quotes, up to a character that ends it; empty for the whole rest."""
+        """Yield the parts of a double-quoted text, up to the character that ends it; an empty ``end`` means the whole
+        rest."""
         part = re.compile(r'[^"\\$`]+|\\\r?\n|\\.|"', re.DOTALL)
         while self.at < len(self.text):
             found = self.text[self.at]

@@ -1,7 +1,7 @@
-"""Shell scripts, read without a shell: their commands and variables, and what only running them would tell. Pure.
+"""Shell scripts, parsed without a shell: their commands and variables, and what only running them would reveal. Pure.
 
-Nothing is executed. Variables that the script assigns are filled in; everything that depends on the machine or on the
-course of the script (command substitution, arrays, branches, its own arguments) stays as written and is named.
+Nothing is executed. Variables that the script assigns are expanded; everything that depends on the machine or on the
+control flow of the script (command substitution, arrays, branches, its own arguments) stays as written and is reported.
 """
 
 import ast
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from rlhf_core.shell.lexer import ShellLexer, ShellPiece, ShellToken, UnclosedShell
 
 MAX_CHARACTERS = 1 << 20
-"""Longest script that is read."""
+"""Longest script that is parsed."""
 _MAX_VALUE = 1 << 16
-"""Longest value of a variable: assignments that double it would fill the memory."""
+"""Longest value of a variable: assignments that double it would exhaust the memory."""
 _MAX_FILLED = 8 << 20
 _MAX_EXPORTED = 1000
 _MAX_UNREAD = 100
@@ -38,21 +38,21 @@ class ShellCommand:
     """A simple command of a script."""
 
     argv: tuple[str, ...]
-    """Words with known variables filled in; other expansions as they were written."""
+    """Words with known variables expanded; other expansions stay as written."""
     variables: Mapping[str, str]
-    """Variables that the script gives it: exported before, or assigned in front of it."""
+    """Variables that the script sets for it: exported earlier, or assigned before the command."""
     line: int
     """Number of its first line, from 1."""
     in_background: bool = False
     is_conditional: bool = False
-    """True in a branch, a loop, a function or after ``||``: it may run or not."""
+    """True in a branch, a loop or a function, or after ``||``: it may or may not run."""
     unread: tuple[str, ...] = ()
-    """Expansions in its words and variables that stayed as written, for instance ``$(hostname)``."""
+    """Expansions in its words and variables that stay as written, for instance ``$(hostname)``."""
 
 
 @dataclass(frozen=True)
 class ShellScript:
-    """Content of a script, as far as it can be known without running it."""
+    """Content of a script, as far as it is known without running it."""
 
     commands: tuple[ShellCommand, ...]
     sbatch: tuple[str, ...]
@@ -63,14 +63,14 @@ class ShellScript:
 
 @dataclass(frozen=True)
 class _Value:
-    """Value of a variable; what of it is not known stays as written."""
+    """Value of a variable; unknown parts of it stay as written."""
 
     text: str
     unread: tuple[str, ...] = ()
 
 
 def _split(value: _Value) -> list[str]:
-    """Fields of a value; expansions that stayed as written are not cut."""
+    """Fields of a value; expansions that stay as written are not split."""
     text = value.text
     kept = {f"\ue000{number}\ue001": name for number, name in enumerate(value.unread) if name in text}
     for mark, name in kept.items():
@@ -80,7 +80,8 @@ def _split(value: _Value) -> list[str]:
 
 
 def _distinct(values: Iterable[_Value]) -> tuple[str, ...]:
-    """Unread parts of values, each once: they would double with every assignment that names a variable twice."""
+    """Unread parts of values, without duplicates: they would double with every assignment that uses a variable
+    twice."""
     return tuple(dict.fromkeys(name for value in values for name in value.unread))[:_MAX_UNREAD]
 
 
@@ -94,7 +95,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _calculated(expression: str) -> int | None:
-    """Value of an expression of whole numbers; None where it is anything else."""
+    """Value of an integer expression; None for anything else."""
     if len(expression) > 200 or not re.fullmatch(r"[\d\s()+*/%-]+", expression, re.ASCII):
         return None
     try:
@@ -115,20 +116,20 @@ def _evaluated(node: ast.expr) -> int:
 
 @dataclass
 class _Reader:
-    """State of the reading: variables so far, and whether the place is sure to be reached."""
+    """State of the parser: the variables so far, and whether the current position is certain to be reached."""
 
     known: dict[str, _Value]
     arguments: Sequence[str] = ()
     exported: set[str] = field(default_factory=set)
     budget: int = _MAX_FILLED
-    """Characters that may still be filled in."""
+    """Number of characters that may still be expanded."""
     depth: int = 0
     after_or: bool = False
     commands: list[ShellCommand] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def set_arguments(self, arguments: Sequence[str]) -> None:
-        """Give ``$1``, ``$@`` and the like their values."""
+        """Set ``$1``, ``$@`` and the like."""
         self.arguments = arguments
         given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("123456789", "")}
         given |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
@@ -139,7 +140,7 @@ class _Reader:
         pieces = [*pieces]
         spread = [piece for piece in pieces if piece.text or piece.kind != "text"]
         if len(spread) == 1 and spread[0].kind == "variable" and spread[0].text == "@":
-            return [_Value(argument) for argument in self.arguments]  # as many words as there are arguments
+            return [_Value(argument) for argument in self.arguments]  # one word per argument
         fields: list[str] = []
         unread: list[str] = []
         current, begun = "", False
@@ -182,7 +183,7 @@ class _Reader:
                 return _Value(piece.source, (piece.source,))
             if piece.text in self.known and (piece.default is None or self.known[piece.text].text):
                 return self.known[piece.text]
-            # A default holds where the script itself gives no value: the environment of the user is not read.
+            # A default applies if the script sets no value: the user's environment is not read.
             if piece.default is not None:
                 return self.assigned(ShellLexer(piece.default).quoted(""))
         if piece.kind == "arithmetic":
@@ -197,7 +198,7 @@ class _Reader:
         return found if re.fullmatch(r"\d+", found, re.ASCII) else name
 
     def assign(self, name: str, value: _Value, line: int, *, adds: bool = False) -> None:
-        """Set a variable; in a branch its value is not known afterwards."""
+        """Set a variable; if set in a branch, its value is unknown afterwards."""
         if self.depth or self.after_or:
             value = _Value(f"${name}", (f"${name} (assigned in a branch, line {line})",))
         elif adds and name in self.known:
@@ -206,7 +207,7 @@ class _Reader:
         self.known[name] = value
 
     def here_document(self, tokens: list[ShellToken], body: ShellToken) -> None:
-        """Take in ``read NAME <<END``, which sets a variable; any other is named."""
+        """Process ``read NAME <<END``, which sets a variable; report any other here-document."""
         words = [token.plain for token in tokens]
         if words[:1] == ["read"] and _NAME.fullmatch(words[-1]):
             self.assign(words[-1], self.assigned(body.pieces), body.line)
@@ -214,7 +215,7 @@ class _Reader:
             self.notes.append(f"here-document in line {body.line}")
 
     def command(self, words: Iterable[ShellToken], end: str) -> None:
-        """Take in the words between two separators."""
+        """Process the words between two separators."""
         tokens = deque(words)
         while tokens and tokens[0].plain in _PREFIXES | _CLOSING:
             token = tokens.popleft()
@@ -286,11 +287,11 @@ class _Reader:
 
 
 def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> ShellScript:
-    """Read a shell script. Never raises: what is not understood is named.
+    """Parse a shell script. Never raises: constructs that are not understood are reported.
 
     Args:
-        text: The script; of one longer than ``MAX_CHARACTERS`` nothing is read.
-        known: Variables that are known to be the same where it will run, for instance HOME.
+        text: The script; one longer than ``MAX_CHARACTERS`` is not parsed at all.
+        known: Variables known to have the same value on the machine that will run it, for instance HOME.
         arguments: Arguments of the script.
     """
     if len(text) > MAX_CHARACTERS:

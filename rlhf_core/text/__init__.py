@@ -1,1 +1,1 @@
-"""Text that people are shown: figures formatted, untrusted text escaped, secrets masked. Pure."""
+"""Text shown to people: formatting of figures, escaping of untrusted text, masking of secrets. Pure."""

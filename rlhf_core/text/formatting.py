@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 
 _SHOWN = 5
-"""Number of ranges of steps that are listed."""
+"""Largest number of step ranges that are listed."""
 
 
 THROUGH_PREFECT = "through Prefect, unverified"
-"""Account of a name that was typed into a form of Prefect, or sent to its API."""
+"""Account of a name that was entered in a form of Prefect, or sent to its API."""
 
 
 def duration(seconds: float) -> str:
@@ -29,7 +29,7 @@ def count(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Format the first names of many: ``node1, node2 and 6 more``."""
+    """Format a list by its first names: ``node1, node2 and 6 more``."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
@@ -38,19 +38,19 @@ _LONGEST_CLAIM = 128
 
 
 def attributed(name: str, account: str) -> str:
-    """Format a claimed name with the account behind it: ``Head of Safety (anna, uid 1000)``, or shorter where both are
-    one.
+    """Format a claimed name with the account behind it: ``Head of Safety (anna, uid 1000)``, or shorter if the two are
+    the same.
 
     The part in brackets at the end is never part of the claim.
 
     Args:
-        name: The name as it was typed.
-        account: Of ``rlhf_core.machine.accounts.account``, or :data:`THROUGH_PREFECT`; empty in records of rlhf-flows
+        name: The name as it was entered.
+        account: From ``rlhf_core.machine.accounts.account``, or :data:`THROUGH_PREFECT`; empty in records of rlhf-flows
             0.1.
     """
     if not account:
         return name
-    # Records keep so many characters of a name; a longer claim would push the account out.
+    # Records truncate names at this length; a longer claim would push the account out.
     claim = name if len(name) <= _LONGEST_CLAIM else f"{name[: _LONGEST_CLAIM - 1]}…"
     return f"{claim} ({account.removeprefix(f'{name}, ')})"
 
@@ -61,12 +61,12 @@ def place_text(attempt: int, restart: int) -> str:
 
 
 def missing_steps(known: Collection[int], total: int, state: str) -> str:
-    """List the steps of an ended run that have no metrics; empty if none is missing.
+    """List the steps of an ended run that have no metrics; empty if none are missing.
 
     Args:
-        known: steps that left metrics.
+        known: steps that have metrics.
         total: requested steps.
-        state: final state of the run; if it was not completed, only the steps up to its last one were made.
+        state: final state of the run; if it was not completed, only the steps up to its last one were taken.
     """
     if state not in ("completed", "failed", "cancelled"):
         return ""

@@ -1,7 +1,7 @@
-"""Recognition and masking of secrets: names of variables that hold one, and values that carry one. Pure.
+"""Detection and masking of secrets: names of variables that hold one, and values that contain one. Pure.
 
 Everything stored (rows, run directories, Prefect, logs) has more readers than the user who requested the run. A value
-that is recognised here is never printed, by no message and no finding.
+detected here is never printed in any message or finding.
 """
 
 import hashlib
@@ -22,17 +22,17 @@ _SECRET_WORDS = _words(
     PASS PASSCODE PASSPHRASE PASSWD PASSWORD PAT PGPASSWORD PRIVATE PW PWD SALT SECRET SECRETS TOKEN WEBHOOK
     """
 )
-"""A name with one of these between its underscores holds a secret."""
+"""A name with one of these words between its underscores holds a secret."""
 _JOINED = ("APIKEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIAL")
-"""Found inside a word too: ``MYSQLPASSWORD``."""
+"""These are detected within a word too: ``MYSQLPASSWORD``."""
 _NO_SECRET_ENDS = _words("DIR DIRECTORY FILE ID NAME PATH SOCK SOCKET TYPE")
-"""Endings of names that only lead to a secret, or name one: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
+"""Suffixes of names that only refer to a secret: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
 _NOT_MEANT = frozenset({"PWD", "OLDPWD"})
 
 _REFERENCE = re.compile(r"(?:[/~.${<].*)?", re.DOTALL)
-"""Values that only lead to a secret: paths, other variables, places in a template."""
+"""Values that only refer to a secret: paths, other variables, placeholders in a template."""
 _SWITCH = re.compile(r"[+-]?[\d.]*|true|false|yes|no|on|off|none|null|auto|default", re.IGNORECASE)
-"""Values that are no secret unless they are called a password."""
+"""Values that are not secret unless the name is that of a password."""
 
 _TOKEN = re.compile(
     r"""
@@ -63,11 +63,11 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-
 _ASSIGNMENT = re.compile(
     r"""(?<![\w.])(?<![\w.]-)(?P<name>[A-Za-z_][\w.-]*+)(?:\s?=\s?|["']\s*:\s*(?=["']))(?P<value>"[^"]*"|'[^']*'|[^\s,;&]+)"""
 )
-"""``name=value``, and ``"name": "value"``. A name begins where a word does: else the time would grow with the square
-of the length of a line."""
+"""``name=value``, and ``"name": "value"``. A name must begin at a word boundary: otherwise the time would grow
+quadratically with the length of a line."""
 
 NAMED_BY_USERS = ("slurm.environment", "data.generator_args")
-"""Tables whose keys are names of variables and arguments. Those of a model's configuration are not: ``eos_token``."""
+"""Tables whose keys are names of variables and arguments. Those of a model configuration are not: ``eos_token``."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -79,12 +79,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def carries_secret(value: str) -> bool:
-    """True if a text holds a password, a token or a private key, whatever its name."""
+    """True if a text contains a password, a token or a private key, whatever its name."""
     return masked(value) != value
 
 
 def masked(value: str) -> str:
-    """Replace the secrets in a text: user and password of addresses, tokens, keys, ``password=...``."""
+    """Replace the secrets in a text: user names and passwords in URLs, tokens, keys, ``password=...``."""
     value = _PRIVATE_KEY.sub(MASK, value)
     value = _USER_INFO.sub(_without_user_info, value)
     value = _WEBHOOK.sub(rf"\1{MASK}", value)
@@ -97,7 +97,7 @@ def _without_user_info(match: "re.Match[str]") -> str:
     scheme, info = match["scheme"], match["info"]
     user, colon, password = info.partition(":")
     is_web = scheme.lower().removesuffix("://") in _WEB
-    # `postgresql://anna@host` names a user; what stands there in a web address is a token (GitHub, Sentry).
+    # `postgresql://anna@host` names a user; in a web address, that part is a token (GitHub, Sentry).
     if (colon and password and password != MASK) or (is_web and user and user != MASK):
         return f"{scheme}{MASK}@"
     return match[0]
@@ -115,8 +115,8 @@ def secrets_in(name: str, value: object) -> Iterator[str]:
 
     Args:
         name: Dotted name of a setting.
-        value: Its value: text, or lists and tables of it. Names count in tables of a user's own making, whose keys
-            are not ours: there ``API_KEY = "..."`` is a secret whatever its form.
+        value: Its value: text, or lists and tables of it. Names are considered only in tables with user-defined keys:
+            there ``API_KEY = "..."`` is a secret whatever its form.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -140,6 +140,5 @@ def _is_named_secret(name: str, value: str) -> bool:
 
 
 def keyed_hash(value: str, key: bytes) -> str:
-    """Short hash by which a value can be compared without being shown; without the key, values cannot be guessed
-    from it."""
+    """Short hash for comparing a value without revealing it; without the key, the value cannot be guessed from it."""
     return hmac.new(key, value.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()[:12]

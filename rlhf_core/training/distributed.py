@@ -31,7 +31,7 @@ MAX_GATHERED_BYTES = 256 << 20
 
 _POLL_S = 0.02
 _EVIDENCE_S = 600.0
-"""Time the agent has to collect evidence before a collective times out on its own, in seconds."""
+"""Time in seconds that the agent has to collect evidence before a collective times out by itself."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Wrap a collective call: mark this rank as inside it until the result is there.
+        """Wrap a collective call: mark this rank as inside it until the result is available.
 
-        NCCL only enqueues a collective. Without the synchronization, the rank would wait for its peers where it reads
-        the result: to the agent it would be silent outside any collective, which is what a hang looks like.
+        NCCL only enqueues a collective. Without the synchronization, the rank would wait for its peers later, where it
+        reads the result: to the agent this would be silence outside any collective, which looks like a hang.
         """
         with self.reporter.collective():
             yield
@@ -119,8 +119,8 @@ class Ranks:
             length = _checked_length(0, int(size))
             data = _padded(content, length, self.device)
             dist.broadcast(data, src=0)
-        told: str = json.loads(_bytes(data, length))
-        return told
+        broadcast: str = json.loads(_bytes(data, length))
+        return broadcast
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's contiguous part of a global batch; the parts in rank order make up the batch."""
@@ -132,25 +132,25 @@ class Ranks:
 
         Returns the values received within ``wait_s`` seconds; a rank that is busy elsewhere is missing.
         """
-        answers: dict[int, dict[str, Any]] = {}
+        received: dict[int, dict[str, Any]] = {}
         # One deadline for all ranks: separate ones would add up, over many silent ranks, to an apparent hang.
         deadline = time.monotonic() + wait_s
         try:
             self.store.set(f"{topic}/{self.rank}", json.dumps(content))
             for rank in range(self.num_ranks):
                 key = f"{topic}/{rank}"
-                if not self._comes(key, deadline):
+                if not self._wait_for_key(key, deadline):
                     continue
-                answers[rank] = json.loads(self.store.get(key))
+                received[rank] = json.loads(self.store.get(key))
             # Rank 0 hosts the store, so it must not exit before the others have read.
             self.store.add(f"{topic}/read", 1)
             if self.is_first:
-                self._wait_for_readers(f"{topic}/read", len(answers), wait_s)
+                self._wait_for_readers(f"{topic}/read", len(received), wait_s)
         except RuntimeError:  # torch's own error for a lost store; a file store raises no other
-            answers.setdefault(self.rank, content)
-        return answers
+            received.setdefault(self.rank, content)
+        return received
 
-    def _comes(self, key: str, deadline: float) -> bool:
+    def _wait_for_key(self, key: str, deadline: float) -> bool:
         """Wait for a key until the deadline; True if it arrived. The wait of torch's file store polls only once a
         second."""
         while not self.store.check([key]):
@@ -180,7 +180,7 @@ def init_process_group(context: WorkerContext) -> Ranks:
     make_deterministic(device)
     timeout = collective_timeout(spec.supervise)
     with context.reporter.collective():
-        store, rank, num_ranks = _meet(context, timeout)
+        store, rank, num_ranks = _rendezvous(context, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -195,7 +195,7 @@ def init_process_group(context: WorkerContext) -> Ranks:
     return ranks
 
 
-def _meet(context: WorkerContext, timeout: timedelta) -> tuple[Store, int, int]:
+def _rendezvous(context: WorkerContext, timeout: timedelta) -> tuple[Store, int, int]:
     if context.store is not None:
         return FileStore(str(context.store), context.num_ranks), context.rank, context.num_ranks
     store, rank, num_ranks = next(iter(rendezvous("env://", context.rank, context.num_ranks, timeout=timeout)))

@@ -254,10 +254,10 @@ def _hash(text: str, bits: int) -> int:
 def _explain(step: int, names: list[str], odd: list[int], steps_found: list[float], ranks: Ranks) -> str:
     """Report the odd ranks and the steps and metrics of all. Uses no collective: the ranks' collectives no longer
     match."""
-    told = ranks.tell("metrics-mismatch", {"step": step, "names": names}, _DIAGNOSIS_WAIT_S)
-    silent = [rank for rank in range(ranks.num_ranks) if rank not in told]
-    steps = {rank: content["step"] for rank, content in told.items()}
-    names_of = {rank: tuple(content["names"]) for rank, content in told.items()}
+    received = ranks.tell("metrics-mismatch", {"step": step, "names": names}, _DIAGNOSIS_WAIT_S)
+    missing = [rank for rank in range(ranks.num_ranks) if rank not in received]
+    steps = {rank: content["step"] for rank, content in received.items()}
+    names_of = {rank: tuple(content["names"]) for rank, content in received.items()}
     parts = [f"the metrics of the ranks do not match (rank {ranks.rank} reduced step {step})"]
     if len(odd) < ranks.num_ranks:
         which = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
@@ -271,6 +271,6 @@ def _explain(step: int, names: list[str], odd: list[int], steps_found: list[floa
         )
         differing = set().union(*names_of.values()) - set(names_of[ranks.rank]).intersection(*names_of.values())
         parts.append(f"not on every rank: {sorted(differing)}")
-    if silent:
-        parts.append(f"not in the metric collective but in another one: ranks {silent}")
+    if missing:
+        parts.append(f"not in the metric collective but in another one: ranks {missing}")
     return "; ".join(parts) + ". A rank skipped or added a collective or a metric: this is a bug in the training code"

@@ -19,7 +19,7 @@ def sorted_pairs(
 
     Args:
         errors: kinds of errors in the rejected completions, drawn at random: ``order`` swaps two different adjacent
-            digits (numbers whose digits are all equal have none and are left out), ``digit`` replaces one to three
+            digits (numbers whose digits are all equal have none and are omitted), ``digit`` replaces one to three
             digits and stays sorted, ``length`` drops a digit or repeats one.
 
     Raises:

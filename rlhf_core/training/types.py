@@ -44,14 +44,14 @@ class NullReporter:
     """A reporter for tests and scripts, which have no agent."""
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def collective(self) -> AbstractContextManager[None]:
-        """Wraps nothing."""
+        """Wrap nothing."""
         return nullcontext()
 
     def speak_for(self, pids: Sequence[int]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def request(self) -> Literal["", "save", "stop"]:
         """Return no request."""
@@ -87,7 +87,7 @@ class WorkerContext:
     address: str = "127.0.0.1"
     """Address at which other nodes of the allocation reach this one."""
     listening_address: str = "127.0.0.1"
-    """Address of the interface of this node on which to listen for them; empty for all interfaces."""
+    """Address of the interface of this node on which to listen for other nodes; empty for all interfaces."""
     store: Path | None = None
     """File for the rendezvous of ranks that share one node; without it they use MASTER_ADDR and MASTER_PORT."""
     memory: Path | None = None

@@ -4,16 +4,16 @@
     offers = sender.offer(version, tensors, weights, names, beat)
          -- offer (HTTP) ---------------------------------->  staged = receiver.receive(offer, beat)
     sender.send(beat)  ================== weights =========>  ... into its staging area
-         <--------------------------------- staged.receipt --  verified, not in force
+         <--------------------------------- staged.receipt --  verified, not active
     require_agreement(sender.sent(beat), receipts, names)
          -- commit (HTTP) --------------------------------->  load(receiver.commit(version).tensors())
          <------------------------------- applied version --
 
-Until the commit the old version is in force everywhere: a sender or an engine that dies earlier, and a bucket that
-arrives damaged, cost a sync and nothing else. ``session.synchronize`` is this exchange over any control channel.
+Until the commit, the old version stays active everywhere: the death of a sender or an engine before it, or a damaged
+bucket, costs one sync and nothing else. ``session.synchronize`` is this exchange over any control channel.
 
-A way of the weights is a pair of :class:`Outgoing` and :class:`Incoming`, in files of its own. Over the network several
-ranks of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
+A transport is a pair of :class:`Outgoing` and :class:`Incoming`, in files of its own. Over the network, several ranks
+of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from rlhf_core.schemas.weight_sync import AppliedVersion, Manifest, Offer, Recei
 from rlhf_core.weight_sync.layout import Share
 
 Beat = Callable[[], None]
-"""Called after every bucket, so that a process that works is not taken for one that hangs."""
+"""Called after every bucket, so that a busy process is not taken for a hung one."""
 Weights = Iterable[tuple[str, Tensor]]
-"""Names and tensors in the order of a manifest, without aliases. On any device, of any strides; each is read before the
-next one is asked for."""
+"""Names and tensors in the order of a manifest, without aliases. On any device, with any strides; each is read before
+the next one is requested."""
 
 
 class Outgoing(Protocol):
-    """The trainer's half of a way. One version at a time."""
+    """The trainer's end of a transport. One version at a time."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Outgoing(Protocol):
             Offer to the first receiver, with the chain of this sender alone.
 
         Raises:
-            ValueError: the way has one sender alone, and the share is not the whole.
+            ValueError: the transport supports a single sender, and the share is not the whole.
         """
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
@@ -56,42 +56,42 @@ class Outgoing(Protocol):
             Checksums of its buckets.
 
         Raises:
-            WeightSyncFailed: an engine is lost or silent, or the weights are not what was offered.
+            WeightSyncFailed: an engine is lost or does not respond, or the weights do not match the offer.
         """
 
     def cancel(self) -> None:
         """Have :meth:`send` fail soon. From another thread, when an engine is known to be lost."""
 
     def reset(self) -> None:
-        """Rely on nothing that an engine has kept of an earlier version: one has failed, or other engines or senders
-        take part."""
+        """Stop relying on what engines have kept of an earlier version: one has failed, or the engines or senders have
+        changed."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""
 
 
 class Incoming(Protocol):
-    """An engine's half of a way."""
+    """An engine's end of a transport."""
 
     def connect(self, offer: Offer) -> None:
-        """Reach the processes that a version comes from and goes on to. Nothing is written to a row yet.
+        """Connect to the processes that a version comes from and goes on to. Nothing is written to a row yet.
 
         Raises:
-            WeightSyncFailed: one has not come.
+            WeightSyncFailed: one did not connect.
         """
 
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Fill ``row`` (bytes ``[total_bytes]`` in main memory) with the buckets of a version, once connected.
 
         Returns:
-            Checksums of all buckets, each as found in ``row`` and equal to the sender's.
+            Checksums of all buckets, each computed from ``row`` and equal to the sender's.
 
         Raises:
-            WeightSyncFailed: a bucket has not come, or is damaged. The row may be written to even afterwards.
+            WeightSyncFailed: a bucket did not arrive, or is damaged. The row may still be written to afterwards.
         """
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""
 
 
 class StagedVersion(Protocol):
@@ -103,7 +103,7 @@ class StagedVersion(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Names of tied tensors, with the name that each is tied to."""
+        """Names of tied tensors, each with the name that it is tied to."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors in main memory, aliases left out.
@@ -115,8 +115,8 @@ class StagedVersion(Protocol):
 class EngineControl(Protocol):
     """Control channel to one engine, as :func:`rlhf_core.weight_sync.session.synchronize` uses it: HTTP in a run.
 
-    Each call blocks until the engine has answered, and raises ``WeightSyncFailed`` as the engine has raised it, or
-    ``OSError`` (``TimeoutError`` is one) where the engine is gone or does not answer.
+    Each call blocks until the engine has responded, and raises the engine's ``WeightSyncFailed``, or ``OSError``
+    (``TimeoutError`` is one) if the engine is gone or does not respond.
     """
 
     @property
@@ -124,23 +124,23 @@ class EngineControl(Protocol):
         """Name of the engine."""
 
     def receive(self, offer: Offer) -> Receipt:
-        """Have the engine receive."""
+        """Have the engine receive a version."""
 
     def is_ready(self, version: int) -> bool:
-        """True if the engine lives and has this version staged."""
+        """True if the engine is alive and has this version staged."""
 
     def commit(self, version: int) -> AppliedVersion:
-        """Have the engine load what it has staged."""
+        """Have the engine load its staged version."""
 
     def abort(self, version: int) -> None:
-        """Have the engine drop what it has staged."""
+        """Have the engine drop its staged version."""
 
 
 def require_agreement(sent: SentVersion, receipts: Sequence[Receipt], receivers: Sequence[str]) -> None:
-    """Refuse a commit unless every receiver has staged what was sent.
+    """Refuse a commit unless every receiver has staged exactly the version that was sent.
 
     Raises:
-        WeightSyncFailed: a receipt is missing, or is of another version or other weights. ``peer`` names the engine.
+        WeightSyncFailed: a receipt is missing, or is for another version or other weights. ``peer`` names the engine.
     """
     by_name = {receipt.receiver: receipt for receipt in receipts}
     for name in receivers:

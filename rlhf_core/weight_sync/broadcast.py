@@ -1,11 +1,11 @@
 """Broadcast along a chain: a sender gives each bucket to the first engine, and each engine relays it to the next.
 
-Where every process has a link of its own, ``n`` engines take the time of one engine and of ``n - 1`` buckets: while an
-engine receives a bucket, it relays the one before. A tree has fewer hops, but its inner nodes send every byte twice
-over the same link.
+If every process has a link of its own, ``n`` engines take the time of one engine and ``n - 1`` buckets: while an engine
+receives a bucket, it relays the previous one. A tree has fewer hops, but its inner nodes send every byte twice over the
+same link.
 
-Each of several senders has a chain of its own for its share of the buckets, with other links. Before each bucket goes
-its head: version, index, checksum. This is the sender's end; the engine's is ``broadcast_incoming``.
+With several senders, each has a chain of its own for its share of the buckets, with separate links. Each bucket is
+preceded by its head: version, index, checksum. This is the sender's end; the engine's is ``broadcast_incoming``.
 """
 
 import threading
@@ -26,13 +26,13 @@ from rlhf_core.weight_sync.links import BUCKET, CONNECT_TIMEOUT_S, HEAD, Link, L
 
 POLL_INTERVAL_S = 0.002
 ABANDONED = -1
-"""Index in the head that follows when a version is given up; no bucket follows it."""
+"""Index in the head that announces that a version was abandoned; no bucket follows it."""
 
 HEAD_BYTES = 32
 
 
 class BroadcastOutgoing:
-    """The head of a chain, in a trainer rank."""
+    """The start of a chain, in a trainer rank."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class BroadcastOutgoing:
 
         Args:
             name: name of this process, for messages.
-            address: own address, at which the engines reach this process.
+            address: own address, at which the engines connect to this process.
             stall_timeout_s: longest wait for the next bucket, here and in the engines.
-            backend: kind of all links of this chain.
-            fallback: kind that they are of from then on where the first version does not go through.
-            pinned: weights lie on a GPU.
+            backend: backend of all links of this chain.
+            fallback: backend that replaces it permanently if the first version cannot be sent.
+            pinned: True if the weights are on a GPU.
         """
         self.name, self.backend = name, backend
         self._fallback = fallback
@@ -92,7 +92,7 @@ class BroadcastOutgoing:
         )
 
     def send(self, manifest: Manifest, weights: Weights, beat: Beat) -> list[bytes]:
-        """Send that share; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
+        """Send the offered share; see :class:`rlhf_core.weight_sync.base.Outgoing`."""
         try:
             checksums = self._send_linked(manifest, weights, beat)
         except Exception as error:
@@ -153,15 +153,15 @@ class BroadcastOutgoing:
         return self._buffers[index // self._share.senders % len(self._buffers)]
 
     def _reserve(self, link: Link, size: int) -> None:
-        """Have memory for as many buckets as are under way: one is packed while the others are on the wire.
+        """Allocate memory for as many buckets as are in flight: one is packed while the others are on the wire.
 
-        More than two, so that the wire stays full while another process has the processor.
+        There are more than two, so that the wire stays full while another process has the CPU.
         """
         if not self._buffers or len(self._buffers[0].memory) < size:
             self._buffers = [_Buffer(size, self._pinned, link.gpu) for _ in range(link.depth)]
 
     def _abandon(self, manifest: Manifest) -> None:
-        """Tell the engines, where that is possible, and have new links for the next version."""
+        """Notify the engines, if possible, and make new links for the next version."""
         link, self._link = self._link, None
         if link is not None:
             link.post(head(manifest.version, ABANDONED, bytes(16)), HEAD)
@@ -179,13 +179,13 @@ class BroadcastOutgoing:
             link.close()
 
     def close(self) -> None:
-        """Let go of link and memory."""
+        """Release link and memory."""
         self.reset()
         self._buffers = []
 
 
 class _Buffer:
-    """Memory of one bucket, and the messages that it is being sent with."""
+    """Memory of one bucket, and its messages in flight."""
 
     def __init__(self, size: int, pinned: bool, gpu: Gpu | None) -> None:
         self._gpu = gpu
@@ -194,11 +194,11 @@ class _Buffer:
         self._pending: list[tuple[Pending, Tensor]] = []
 
     def send(self, link: Link, bucket: Tensor, head_bytes: Tensor) -> None:
-        """Begin to send the bucket behind its head."""
+        """Begin to send the bucket, after its head."""
         self._pending = [(link.send(head_bytes, HEAD), head_bytes), (link.send(bucket, BUCKET), bucket)]
 
     def in_main_memory(self, bucket: Tensor) -> Tensor:
-        """The bucket that fills this memory, where a checksum can be taken of it."""
+        """The bucket in this memory, copied to main memory if needed, so that its checksum can be computed."""
         if self._gpu is None:
             return bucket
         staging = self._staging[: len(bucket)]
@@ -206,7 +206,7 @@ class _Buffer:
         return staging
 
     def wait(self) -> None:
-        """Wait until the memory may be filled again."""
+        """Wait until the memory may be reused."""
         for pending, _ in self._pending:
             pending.wait()
         self._pending = []

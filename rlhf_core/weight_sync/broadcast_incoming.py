@@ -1,8 +1,8 @@
-"""The engine's end of the broadcast: receives from the process before it and relays to the one behind it.
+"""The engine's end of the broadcast: receives from its predecessor in the chain and relays to its successor.
 
-Buckets arrive in staging where they stay, so that relaying copies nothing; or on the GPU, from which they are relayed
-and copied to staging. The shares of several senders come at once,
-each over its own chain and in a thread of its own, into the same row of bytes.
+Buckets arrive at their place in staging, so that relaying copies nothing; or on the GPU, from which they are relayed
+and copied to staging. The shares of several senders arrive concurrently, each over its own chain and in its own thread,
+into the same row of bytes.
 """
 
 import threading
@@ -39,18 +39,18 @@ class BroadcastIncoming:
         count = len(offer.chains)
         self._places += [_PlaceInChain() for _ in range(len(self._places), count)]
         try:
-            _all_at_once(
+            _concurrently(
                 [partial(self._places[index].connect, offer, chain) for index, chain in enumerate(offer.chains)]
             )
         except BaseException:
-            self.close()  # a sender that waits at the links that were made sees it
+            self.close()  # a sender that already waits on the other links notices
             raise
 
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Receive a version; see :class:`rlhf_core.weight_sync.base.Incoming`.
 
-        The shares that are not lost are received to their end before it fails, with the error that came first: a
-        sender gives up when it hears of another's failure.
+        The shares that are not lost are received completely before the first error is raised: a sender stops as soon as
+        it learns of another's failure.
         """
         count = len(offer.chains)
         lock = threading.Lock()
@@ -59,7 +59,7 @@ class BroadcastIncoming:
             with lock:
                 beat()
 
-        shares = _all_at_once(
+        shares = _concurrently(
             [
                 partial(self._places[index].fill, offer, chain, Share(index, count), row, beat_alone)
                 for index, chain in enumerate(offer.chains)
@@ -68,14 +68,14 @@ class BroadcastIncoming:
         return merged(offer.manifest, shares)
 
     def close(self) -> None:
-        """Let go of the links."""
+        """Close the links."""
         for place in self._places:
             place.close()
         self._places = []
 
 
-def _all_at_once(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
-    """Answers of calls, each in a thread of its own. All are waited for, and the error that came first is raised."""
+def _concurrently(calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
+    """Results of calls, each in its own thread. Waits for all of them, then raises the first error to occur."""
     with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="share") as pool:
         running = [pool.submit(call) for call in calls]
         errors = [error for one in as_completed(running) if (error := one.exception()) is not None]
@@ -92,7 +92,7 @@ class _PlaceInChain:
         self._links: tuple[Link, Link | None] | None = None
 
     def connect(self, offer: Offer, chain: Chain) -> None:
-        """Make the links of a new session, or find those of the last version."""
+        """Make the links of a new session, or keep those of the last version."""
         if chain.is_new_session:
             self.close()
             self._links, self._session = _connect(offer, chain), chain.session
@@ -103,33 +103,33 @@ class _PlaceInChain:
             )
 
     def fill(self, offer: Offer, chain: Chain, share: Share, row: Tensor, beat: Beat) -> list[bytes]:
-        """Receive a share over these links; the checksums of its buckets.
+        """Receive a share over these links; returns the checksums of its buckets.
 
-        An engine whose successor is lost, or that finds a bucket damaged, goes on to the end before it fails: stopping
-        would look to its predecessor like a loss of its own.
+        An engine that loses its successor or finds a damaged bucket receives the rest before it fails: if it stopped,
+        its predecessor would take it for lost.
         """
         links = self._links
         assert links is not None, "connect before fill"
-        gpu, before = links[0].gpu, chain.before(offer.receiver)
+        gpu, predecessor = links[0].gpu, chain.before(offer.receiver)
         try:
             with nullcontext() if gpu is None else gpu.aside():
-                return _Passage(offer.manifest, before, share, row, *links).run(beat)
+                return _Relay(offer.manifest, predecessor, share, row, *links).run(beat)
         except BaseException:
-            self.close()  # used again only after a share that has come as a whole
+            self.close()  # links are reused only after a complete share
             raise
 
     def close(self) -> None:
-        """Let go of the links."""
+        """Close the links."""
         links, self._links = self._links, None
         for link in links or ():
             if link is not None:
                 link.close()
 
 
-class _Landing:
-    """Memory in which buckets arrive: their own place in the row, or one of a few on the GPU, in turn.
+class _ReceiveBuffers:
+    """Memory into which buckets are received: their own place in the row, or buffers on the GPU, used in turn.
 
-    Of those there are enough for the buckets that are expected and those that are being relayed.
+    There are enough buffers for the buckets that are expected and those that are being relayed.
     """
 
     def __init__(self, gpu: Gpu | None, depth: int, size: int) -> None:
@@ -139,7 +139,7 @@ class _Landing:
         self._next = 0
 
     def for_bucket(self, bucket: Tensor) -> Tensor:
-        """Memory for a bucket that has its place here in the row."""
+        """Memory to receive a bucket into; ``bucket`` is its place in the row."""
         if not self._buffers:
             return bucket
         buffer = self._buffers[self._next % len(self._buffers)]
@@ -147,47 +147,49 @@ class _Landing:
         return buffer[: len(bucket)]
 
     def settle(self, arrived: Tensor, bucket: Tensor) -> None:
-        """Have a bucket that has arrived in its place in the row."""
+        """Copy a received bucket to its place in the row, unless it is already there."""
         if self._gpu is not None and self._staging is not None:
             staging = self._staging[: len(bucket)]
             self._gpu.copy_out(arrived, staging)
             bucket.copy_(staging)
 
 
-class _Passage:
-    """One share of a version on its way through an engine."""
+class _Relay:
+    """One share of a version as it passes through an engine."""
 
     def __init__(
-        self, manifest: Manifest, before: str, share: Share, row: Tensor, upstream: Link, downstream: Link | None
+        self, manifest: Manifest, predecessor: str, share: Share, row: Tensor, upstream: Link, downstream: Link | None
     ) -> None:
-        self._manifest, self._before = manifest, before
+        self._manifest, self._predecessor = manifest, predecessor
         self._upstream, self._downstream = upstream, downstream
         buckets = list(buckets_of(manifest, row))
         self._buckets = [(index, buckets[index]) for index in share.buckets(manifest)]
         self._depth = upstream.depth
-        self._landing = _Landing(upstream.gpu, self._depth, min(manifest.bucket_bytes, manifest.total_bytes))
+        self._receive_buffers = _ReceiveBuffers(
+            upstream.gpu, self._depth, min(manifest.bucket_bytes, manifest.total_bytes)
+        )
         self._expected: deque[tuple[Tensor, Tensor, Pending, Pending]] = deque()
         self._relayed: deque[Pending] = deque()
         self._kept: list[Tensor] = []
         self._failure: WeightSyncFailed | None = None
 
     def run(self, beat: Beat) -> list[bytes]:
-        """Receive and relay every bucket; its checksums."""
+        """Receive and relay every bucket; returns their checksums."""
         found = []
         for _, bucket in self._buckets[: self._depth]:
             self._expect(bucket)
         for number, (index, bucket) in enumerate(self._buckets):
             try:
-                announced, arrived = self._receive(index)
+                head_bytes, arrived = self._receive(index)
             except WeightSyncFailed as error:
                 self._relay_end()
                 raise self._failure or error from error
-            self._relay(arrived, announced)
-            self._landing.settle(arrived, bucket)
+            self._relay(arrived, head_bytes)
+            self._receive_buffers.settle(arrived, bucket)
             if number + self._depth < len(self._buckets):
                 self._expect(self._buckets[number + self._depth][1])
             found.append(checksum(bucket))
-            self._verify(index, announced, found[-1])
+            self._verify(index, head_bytes, found[-1])
             beat()
         self._settle(0)
         if self._failure is not None:
@@ -195,38 +197,38 @@ class _Passage:
         return found
 
     def _expect(self, bucket: Tensor) -> None:
-        announced = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        memory = self._landing.for_bucket(bucket)
-        announcement = self._upstream.receive(announced, HEAD)
-        self._expected.append((announced, memory, announcement, self._upstream.receive(memory, BUCKET)))
+        head_bytes = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        memory = self._receive_buffers.for_bucket(bucket)
+        head_message = self._upstream.receive(head_bytes, HEAD)
+        self._expected.append((head_bytes, memory, head_message, self._upstream.receive(memory, BUCKET)))
 
     def _receive(self, index: int) -> tuple[Tensor, Tensor]:
-        announced, memory, announcement, transfer = self._expected.popleft()
-        announcement.wait()
-        version, found = announced[:16].view(torch.int64).tolist()
+        head_bytes, memory, head_message, transfer = self._expected.popleft()
+        head_message.wait()
+        version, found = head_bytes[:16].view(torch.int64).tolist()
         if found == ABANDONED:
-            raise WeightSyncFailed(f"{self._before} gave up version {self._manifest.version}", self._before)
+            raise WeightSyncFailed(f"{self._predecessor} gave up version {self._manifest.version}", self._predecessor)
         if (version, found) != (self._manifest.version, index):
             raise WeightSyncFailed(
-                f"{self._before} has sent bucket {found} of version {version}, expected bucket {index} of version "
+                f"{self._predecessor} has sent bucket {found} of version {version}, expected bucket {index} of version "
                 f"{self._manifest.version}",
-                self._before,
+                self._predecessor,
             )
         transfer.wait()
-        return announced, memory
+        return head_bytes, memory
 
-    def _relay(self, bucket: Tensor, announced: Tensor) -> None:
+    def _relay(self, bucket: Tensor, head_bytes: Tensor) -> None:
         if self._downstream is None:
             return
         try:
-            self._relayed.extend([self._downstream.send(announced, HEAD), self._downstream.send(bucket, BUCKET)])
-            self._kept.append(announced)
+            self._relayed.extend([self._downstream.send(head_bytes, HEAD), self._downstream.send(bucket, BUCKET)])
+            self._kept.append(head_bytes)
             self._settle(2 * self._depth)
         except WeightSyncFailed as error:
             self._lose_downstream(error)
 
     def _settle(self, most: int) -> None:
-        """Wait until at most so many messages are under way to the successor."""
+        """Wait until at most ``most`` messages to the successor are in flight."""
         try:
             while len(self._relayed) > most:
                 self._relayed.popleft().wait()
@@ -244,17 +246,17 @@ class _Passage:
         if self._downstream is not None:
             self._downstream.post(head(self._manifest.version, ABANDONED, bytes(16)), HEAD)
 
-    def _verify(self, index: int, announced: Tensor, found: bytes) -> None:
-        if bytes(announced[16:].tolist()) != found and self._failure is None:
+    def _verify(self, index: int, head_bytes: Tensor, found: bytes) -> None:
+        if bytes(head_bytes[16:].tolist()) != found and self._failure is None:
             self._failure = WeightSyncFailed(
-                f"bucket {index} of version {self._manifest.version} was damaged on the way from {self._before}; send "
-                "the version again, and check that link if this repeats",
-                self._before,
+                f"bucket {index} of version {self._manifest.version} was damaged on the way from {self._predecessor}; "
+                "send the version again, and check that link if this repeats",
+                self._predecessor,
             )
 
 
 def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
-    """Links of an engine to the process before it and to the engine behind it, if there is one."""
+    """Links of an engine to its predecessor and to its successor, if there is one."""
     store = reach(chain.address, chain.port, chain.sender)
     own = own_address(chain.address)
 
@@ -262,10 +264,10 @@ def _connect(offer: Offer, chain: Chain) -> tuple[Link, Link | None]:
         end = LinkEnd(is_source, own, peer, offer.stall_timeout_s)
         return connect(chain.backend, store, link_key(chain.session, receiver), end)
 
-    behind = chain.after(offer.receiver)
+    successor = chain.after(offer.receiver)
     try:
         upstream = link(offer.receiver, False, chain.before(offer.receiver))
-        downstream = None if behind is None else link(behind, True, behind)
+        downstream = None if successor is None else link(successor, True, successor)
         store.set(linked_key(chain.session, offer.receiver), "")
     except (WeightSyncFailed, RuntimeError) as error:
         if answers(store):

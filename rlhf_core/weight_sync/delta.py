@@ -1,10 +1,10 @@
-"""Sparse deltas: the elements that have changed since the version in force, in place of the whole weights.
+"""Sparse deltas: the elements that have changed since the active version, instead of the whole weights.
 
 At the learning rates of RL, a step of AdamW moves most bf16 weights by less than half of their last bit, so that nearly
-all of them stay bitwise what they were. Of each tensor is sent whatever is smallest: the values that have changed, in
-the tensor's own type, each with its distance from the one before in 16 bits; or the whole tensor; or nothing.
+all of them stay bitwise equal. For each tensor, the smallest encoding is sent: the changed values, in the tensor's own
+type, each with its 16-bit distance from the previous one; or the whole tensor; or nothing.
 
-Elements are compared by their bits, and the digest of the whole result is verified in the engine: a delta either gives
+Elements are compared by their bits, and the engine verifies the digest of the complete result: a delta either yields
 exactly the trainer's weights or is refused.
 """
 
@@ -30,7 +30,7 @@ from rlhf_core.weight_sync.layout import (
 GAPS, VALUES = "#gaps", "#values"
 """Suffixes of the two parts of a sparse tensor."""
 FULL_EVERY = 50
-"""Versions after which the whole weights are sent again, whether or not a delta could be."""
+"""Number of versions after which the whole weights are sent again, even if a delta is possible."""
 
 _LARGEST_GAP = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,8 +39,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def encode_changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """Changed elements of a tensor: gaps ``[n]`` (int16, read as unsigned) and values ``[n]`` in its own type.
 
-    A gap is the distance from the element before, less one. Where it has no room in 16 bits, elements in between are
-    sent too, with the value they have.
+    A gap is the distance from the previous element, minus one. If it does not fit in 16 bits, unchanged elements in
+    between are sent too.
 
     Args:
         new: contiguous, of any shape.
@@ -49,14 +49,14 @@ def encode_changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     bits = _bits(new)
     changed = (bits != _bits(old)).nonzero().squeeze(-1)
     steps = torch.diff(changed, prepend=changed.new_tensor([-1]))
-    fillers = (steps - 1) // _LARGEST_GAP  # sent elements in front of each changed one
+    fillers = (steps - 1) // _LARGEST_GAP  # unchanged elements sent before each changed one
     gaps = torch.full((len(changed) + int(fillers.sum()),), _LARGEST_GAP - 1, dtype=torch.int64)
     gaps[torch.arange(len(changed)) + fillers.cumsum(0)] = (steps - 1) % _LARGEST_GAP
     return gaps.to(torch.int16), bits[_places(gaps)].view(new.dtype)
 
 
 def decode_places(gaps: Tensor) -> Tensor:
-    """Flat indices ``[n]`` int64 of the elements with these gaps."""
+    """Flat indices ``[n]`` (int64) of the elements with these gaps."""
     return _places(gaps.to(torch.int64) & 0xFFFF)
 
 
@@ -66,7 +66,7 @@ def _places(gaps: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Base:
-    """The version that the engines have in force, as the sender knows it."""
+    """The version that is active on the engines, as the sender knows it."""
 
     manifest: Manifest
     digest: str
@@ -74,13 +74,13 @@ class _Base:
 
 
 class DeltaEncoder:
-    """The sender's copy of the last version, in main memory, and what has changed since."""
+    """The sender's copy of the last version, in main memory, and the changes since."""
 
     def __init__(self, full_every: int = FULL_EVERY) -> None:
-        """Have no copy yet.
+        """Start without a copy.
 
         Args:
-            full_every: versions after which the whole weights are sent again; 1 sends no delta.
+            full_every: number of versions after which the whole weights are sent again; 1 sends no deltas.
         """
         self._full_every = full_every
         self._row = torch.empty(0, dtype=torch.uint8)
@@ -91,12 +91,12 @@ class DeltaEncoder:
     def encode(
         self, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], receivers: Sequence[str], beat: Beat
     ) -> tuple[Manifest, Iterator[tuple[str, Tensor]]]:
-        """Manifest and weights of a delta where all receivers have its base, otherwise those given.
+        """Manifest and weights of a delta if all receivers have its base, otherwise the ones passed in.
 
-        The whole weights are copied as they are sent; for a delta, they are gone through here.
+        The whole weights are copied while they are sent; for a delta, they are iterated over here.
         """
         base, self._base, self._layout = self._base, None, manifest
-        if base is None or not self._suits(base, manifest, receivers):
+        if base is None or not self._is_base_for(base, manifest, receivers):
             if len(self._row) != manifest.total_bytes:
                 self._row = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
             self._deltas = 0
@@ -117,7 +117,7 @@ class DeltaEncoder:
         )
         return delta, iter(parts.items())
 
-    def _suits(self, base: _Base, manifest: Manifest, receivers: Sequence[str]) -> bool:
+    def _is_base_for(self, base: _Base, manifest: Manifest, receivers: Sequence[str]) -> bool:
         is_like_base = base.manifest.model_copy(update={"version": manifest.version}) == manifest
         return is_like_base and base.receivers >= set(receivers) and self._deltas + 1 < self._full_every
 
@@ -128,7 +128,7 @@ class DeltaEncoder:
             yield entry.name, copies[entry.name]
 
     def _changes(self, manifest: Manifest, weights: Iterator[tuple[str, Tensor]], beat: Beat) -> dict[str, Tensor]:
-        """Parts of the delta by name; afterwards the copy is the new version."""
+        """Parts of the delta by name. Afterwards the copy holds the new version."""
         copies = tensors_of(manifest, self._row)
         parts: dict[str, Tensor] = {}
         for entry, tensor in matched(manifest, weights):
@@ -143,7 +143,7 @@ class DeltaEncoder:
         return parts
 
     def settle(self, sent: SentVersion, in_force: Collection[str]) -> None:
-        """Take note of the engines that have the last version in force: a delta is against it."""
+        """Record on which engines the last version is active: they can receive a delta against it."""
         if self._layout is not None and sent.version == self._layout.version:
             self._base = _Base(self._layout, sent.digest, frozenset(in_force))
 
@@ -168,10 +168,10 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
         layout: manifest of the whole weights in ``row``.
 
     Returns:
-        Function that puts the base back.
+        Function that restores the base.
 
     Raises:
-        WeightSyncFailed: it does not fit the row. The row is as it was.
+        WeightSyncFailed: it does not fit the row, which is unchanged.
     """
     whole = tensors_of(layout, row)
     before: list[tuple[Tensor, Tensor | slice, Tensor]] = []
@@ -199,5 +199,5 @@ def apply_delta(delta: Manifest, parts: dict[str, Tensor], layout: Manifest, row
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Elements ``[n]`` of a contiguous tensor as integers: every type can be compared and indexed so."""
+    """Elements ``[n]`` of a contiguous tensor as integers: these can be compared and indexed for every type."""
     return tensor.view(-1).view(_INTEGERS[tensor.element_size()])

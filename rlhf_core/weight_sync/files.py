@@ -1,7 +1,7 @@
-"""A file system that trainer and engines share: the fallback where processes reach each other in no other way.
+"""A file system that trainer and engines share: the fallback for processes that cannot reach each other otherwise.
 
 Every version is a folder of safetensors files, which engines can also load by their own means, and ``COMPLETE``,
-written last, with the checksums of the buckets that the same weights have on any other way.
+written last, with the same bucket checksums that the weights have on every other transport.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from rlhf_core.weight_sync.layout import WHOLE, Share, buckets_of, checksum, pac
 
 COMPLETE, ABANDONED = "COMPLETE", "ABANDONED"
 SHARD_BYTES = 1 << 30
-"""Size of a file; the trainer holds one in main memory."""
+"""Size of a file; the trainer holds one file in main memory."""
 POLL_INTERVAL_S = 0.05
 
 
 class FilesOutgoing:
-    """The trainer's half."""
+    """The trainer's end."""
 
     def __init__(self, name: str, folder: Path, *, stall_timeout_s: float = 300.0) -> None:
         """Write nothing yet.
 
         Args:
             name: name of this process, for messages.
-            folder: folder of its own for versions; the two newest are kept.
-            stall_timeout_s: longest time in which an engine sees no file grow.
+            folder: its own folder for versions; the two newest are kept.
+            stall_timeout_s: longest time without growth of a file before an engine gives up.
         """
         self.name, self._folder, self._timeout_s = name, folder, stall_timeout_s
         self._cancelled = threading.Event()
@@ -47,7 +47,7 @@ class FilesOutgoing:
         """Announce a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
 
         Raises:
-            WeightSyncFailed: its folder cannot be made anew.
+            WeightSyncFailed: its folder cannot be created.
         """
         require_whole(share)
         path = self._path(manifest.version)
@@ -72,7 +72,7 @@ class FilesOutgoing:
         """Write a version; see :class:`rlhf_core.weight_sync.base.Outgoing`.
 
         Raises:
-            WeightSyncFailed: also where the file system takes no more.
+            WeightSyncFailed: also if the file system accepts no more data.
         """
         path = self._path(manifest.version)
         buffer = torch.empty(manifest.bucket_bytes, dtype=torch.uint8)
@@ -105,7 +105,7 @@ class FilesOutgoing:
         self._cancelled.set()
 
     def reset(self) -> None:
-        """Nothing to do: engines keep nothing."""
+        """Do nothing: engines keep nothing."""
 
     def close(self) -> None:
         """Remove the versions."""
@@ -113,7 +113,7 @@ class FilesOutgoing:
 
 
 class _Shards:
-    """Tensors on their way into files."""
+    """Tensors that wait to be written to files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,7 +121,7 @@ class _Shards:
         self._bytes = self._written = 0
 
     def add(self, name: str, tensor: Tensor) -> Tensor:
-        """Take a copy of a tensor; the copy."""
+        """Copy a tensor; returns the copy."""
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         if self._waiting and self._bytes + copy.nbytes > SHARD_BYTES:
             self.write()
@@ -130,7 +130,7 @@ class _Shards:
         return copy
 
     def write(self) -> None:
-        """Write what waits."""
+        """Write the tensors that wait."""
         if self._waiting:
             self._written += 1
             save_file(self._waiting, self._folder / f"weights-{self._written:05d}.safetensors")
@@ -138,16 +138,16 @@ class _Shards:
 
 
 class FilesIncoming:
-    """An engine's half."""
+    """An engine's end."""
 
     def connect(self, offer: Offer) -> None:
-        """Nothing to do: the trainer is not waited for before it writes."""
+        """Do nothing: :meth:`fill` waits for the trainer."""
 
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
         """Read a version; see :class:`rlhf_core.weight_sync.base.Incoming`."""
         path = Path(offer.path)
         _await_complete(offer, path, beat)
-        row.zero_()  # the gaps between tensors count too
+        row.zero_()  # the checksums include the gaps between tensors
         targets = tensors_of(offer.manifest, row)
         try:
             expected = [bytes.fromhex(text) for text in json.loads((path / COMPLETE).read_bytes())]
@@ -165,11 +165,11 @@ class FilesIncoming:
         return found
 
     def close(self) -> None:
-        """Nothing is held between versions."""
+        """Do nothing: nothing is held between versions."""
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of the files in a folder, without those that the trainer renames or removes meanwhile."""
+    """Sizes of the files in a folder, without those that the trainer renames or removes in the meantime."""
     sizes = {}
     with contextlib.suppress(FileNotFoundError):
         for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The trainer's side of weight sync, of every sender but the first."""
+"""The trainer's side of weight sync, for every sender but the first."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,23 +18,23 @@ class FurtherSender:
 
     def __init__(self, outgoing: Outgoing, group: SenderGroup) -> None:
         """Args:
-        group: all senders, of which this is not the first.
+        group: all senders; this one is not the first.
         """
         self._outgoing, self._group = outgoing, group
 
     def send(self, weights: Weights, beat: Beat) -> None:
-        """Send this sender's share of the next version, and tell the first sender what has become of it.
+        """Send this sender's share of the next version, and report the outcome to the first sender.
 
-        No failure of its own is raised: the first sender decides, and tells the engines.
+        A failure of its own is not raised: the first sender decides, and notifies the engines.
 
         Args:
-            weights: all of them, gone through to the end whatever happens, because gathering may be collective.
+            weights: all of them, iterated to the end even after a failure, because gathering may be collective.
 
         Raises:
             WeightSyncFailed: the first sender is gone.
         """
         source = iter(weights)
-        with Survived() as failed:  # the first sender is told
+        with Survived() as failed:  # reported to the first sender
             share = self._send(source, beat)
         if failed.error is not None:
             self._group.cancel()
@@ -58,11 +58,11 @@ class FurtherSender:
         return SentShare(error=f"{self._group.name} failed: {failed.problem}", peer=self._group.name)
 
     def close(self) -> None:
-        """Give back what the sender holds."""
+        """Release the sender's resources."""
         self._outgoing.close()
 
 
 def rotated(receivers: Sequence[str], place: int) -> list[str]:
-    """Engines in the order of a sender's chain: each begins with another one, so that all are first as often."""
+    """Engines in the order of a sender's chain: each chain begins with another engine, to spread the load evenly."""
     first = place % len(receivers)
     return [*receivers[first:], *receivers[:first]]

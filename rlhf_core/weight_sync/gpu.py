@@ -1,6 +1,7 @@
-"""The GPU of this process, for links over NCCL (on AMD: RCCL, by the same name). All of CUDA that they need is here.
+"""The GPU of this process, for links over NCCL (on AMD: RCCL, under the same name). Contains all uses of CUDA for
+links.
 
-Not run on GPUs yet: the tests have a stand-in of the same methods in main memory, over gloo, in its place.
+Not run on GPUs yet: the tests replace it with a stand-in that has the same methods, in main memory and over gloo.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 _FOREVER = timedelta(days=1)
-"""Limit of a message for torch's watchdog, which would end the process; messages have limits of their own."""
+"""Message timeout of torch's watchdog, which would end the process; messages have timeouts of their own."""
 _NO_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""Read where a group is made: at an error of this one the watchdog does nothing. By default it ends the process."""
+"""Read when a group is made: the watchdog ignores errors of this group. By default it ends the process."""
 _MAKING = threading.Lock()
 
 
@@ -28,11 +29,11 @@ def has_nccl() -> bool:
 
 
 class Gpu:
-    """The current GPU, with a stream beside the one that computes."""
+    """The current GPU, with a separate stream from the one that computes."""
 
     def __init__(self) -> None:
         """Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no GPU.
         """
         if not has_nccl():
             raise RuntimeError("found no GPU, or torch without NCCL")
@@ -45,14 +46,15 @@ class Gpu:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def group(self, store: Store, rank: int, connect_timeout_s: float) -> Any:
-        """Make a process group of two, which is connected by its first message.
+        """Make a process group of two, which connects at its first message.
 
         Args:
-            connect_timeout_s: longest wait for the other end. Once a process: torch reads it once.
+            connect_timeout_s: longest wait for the other end. The first value holds for the process: torch reads it
+                once.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
-        options.config.blocking = 0  # so that waiting for the other end has a limit, and an abort is possible
+        options.config.blocking = 0  # so that connecting can time out or be aborted
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(connect_timeout_s)))
         with _MAKING, _variables(_NO_HANDLING):
             return dist.ProcessGroupNCCL(store, rank, 2, options)
@@ -62,17 +64,17 @@ class Gpu:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def staging(self, size: int) -> Tensor:
-        """Main memory that this GPU copies to at the full speed of its link, bytes ``[size]``."""
+        """Main memory to which this GPU copies at the full speed of its link, bytes ``[size]``."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def copy_out(self, bucket: Tensor, staging: Tensor) -> None:
-        """Copy bytes of this GPU to main memory; they are there when this returns."""
+        """Copy bytes of this GPU to main memory; returns when they have arrived."""
         staging.copy_(bucket, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Have what this thread does on the GPU wait for nothing that computes on it."""
+        """Run this thread's GPU work on a separate stream, so that it does not wait for computations."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 

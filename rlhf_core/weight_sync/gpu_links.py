@@ -1,11 +1,10 @@
-"""A link whose buckets go from GPU to GPU over NCCL, and whose heads go over gloo beside them.
+"""A link whose buckets go from GPU to GPU over NCCL, and whose heads go over gloo.
 
-NCCL neither ends a message whose other end is gone, nor tells one that was aborted from one that has arrived. So heads,
-which say that a version is given up, do not go over it; a message is asked for its end, with a limit, in place of being
-waited for; and the communicator is aborted when the limit is passed. An abort frees the GPU of the kernel that would
-wait for ever, and leaves memory half written: a link that was aborted delivers nothing any more
-(torch ``ProcessGroupNCCL.cpp``, ``WorkNCCL::wait`` and ``abort``; huggingface/trl#6796 is a run that hung for want of
-it).
+NCCL does not complete a message whose other end is gone, and does not distinguish an aborted message from one that has
+arrived. So heads, which may announce that a version was abandoned, do not go over it; the completion of a message is
+polled, with a timeout, instead of waited for; and the communicator is aborted on timeout. An abort frees the GPU of a
+kernel that would wait for ever, and leaves memory half written: an aborted link delivers nothing more (torch
+``ProcessGroupNCCL.cpp``, ``WorkNCCL::wait`` and ``abort``; huggingface/trl#6796 is a run that hung for lack of it).
 """
 
 import time
@@ -22,31 +21,31 @@ from rlhf_core.weight_sync.links import BUCKET, CONNECT_TIMEOUT_S, HEAD, GlooLin
 
 POLL_INTERVAL_S = 0.0005
 LAST_MESSAGES_TIMEOUT_S = 2.0
-"""Longest wait for buckets under way when a link is closed: the other end may still take them."""
+"""Longest wait for buckets in flight when a link is closed: the other end may still receive them."""
 
 
 def connect(backend: LinkBackend, store: Store, key: str, end: LinkEnd) -> Link:
-    """Make a link; blocks until the other end has come.
+    """Make a link; blocks until the other end has connected.
 
     Args:
         key: name of the link, the same at both ends and used once.
 
     Raises:
-        WeightSyncFailed: it has not come, or is no end for this kind of link.
+        WeightSyncFailed: it did not connect, or does not support this backend.
     """
     return GpuLink(store, key, end) if backend is LinkBackend.NCCL else GlooLink(store, key, end)
 
 
 class GpuLink:
-    """One way from a GPU to the next one in the chain."""
+    """Unidirectional link from a GPU to the next one in the chain."""
 
-    depth = 4  # NCCL takes messages in the order of its stream: more would only hold memory of the GPU
+    depth = 4  # NCCL processes messages in stream order: more would only hold GPU memory
 
     def __init__(self, store: Store, key: str, end: LinkEnd) -> None:
-        """Connect; blocks until the other end has come.
+        """Connect; blocks until the other end has connected.
 
         Raises:
-            WeightSyncFailed: it has not come, has no GPU, or has the same one.
+            WeightSyncFailed: it did not connect, has no GPU, or has the same one.
         """
         self._peer, self._timeout_s = end.peer, end.stall_timeout_s
         self._other = int(end.is_source)
@@ -82,7 +81,7 @@ class GpuLink:
         self._heads.post(message, tag)
 
     def close(self) -> None:
-        """Let the other end take what is under way, and free both GPUs of it."""
+        """Let the other end receive the messages in flight, and free both GPUs of them."""
         deadline = time.monotonic() + LAST_MESSAGES_TIMEOUT_S
         while not self.is_aborted and time.monotonic() < deadline:
             if all(work.is_completed() for work in self._sending):
@@ -107,7 +106,7 @@ class GpuLink:
         return work
 
     def _own_gpu(self, place: Store) -> Gpu:
-        """The GPU of this end, which is not that of the other one."""
+        """The GPU of this end, which must differ from that of the other end."""
         own, other = f"is/{1 - self._other}", f"is/{self._other}"
         try:
             gpu = Gpu()
@@ -122,14 +121,14 @@ class GpuLink:
         return gpu
 
     def _meet(self, is_source: bool) -> None:
-        """Send a first byte: NCCL connects for it, and only here may it take long."""
+        """Send a first byte: NCCL connects at the first message, and only here may it take long."""
         byte = self.gpu.empty(1)
         work = self._begin(byte, self._group.send if is_source else self._group.recv)
         _PendingBucket(self, work, self._peer, CONNECT_TIMEOUT_S).wait()
 
 
 class _PendingBucket:
-    """A bucket under way over NCCL."""
+    """A bucket in flight over NCCL."""
 
     def __init__(self, link: GpuLink, work: Work, peer: str, timeout_s: float) -> None:
         self._link, self._work, self._peer, self._timeout_s = link, work, peer, timeout_s
@@ -141,10 +140,10 @@ class _PendingBucket:
                 self._link.abort()
                 raise WeightSyncFailed(f"{self._peer} did not send or receive for {self._timeout_s:g} s", self._peer)
             time.sleep(POLL_INTERVAL_S)
-        if self._link.is_aborted:  # completed by that, not by the other end
+        if self._link.is_aborted:  # completed by the abort, not by the other end
             raise WeightSyncFailed(f"the link with {self._peer} was given up", self._peer)
         try:
-            self._work.wait()  # does not block any more, and raises what NCCL has found
+            self._work.wait()  # does not block any more, and raises NCCL's error
         except RuntimeError as error:
             self._link.abort()
             raise WeightSyncFailed(f"{self._peer} is lost: {first_line(error)}", self._peer) from error

@@ -1,6 +1,6 @@
 """Layout of a version in one row of bytes: entries, buckets packed from tensors, and tensors as views of the row.
 
-Every way has the same layout, so that the digest of a version is the same however it has come.
+Every transport uses the same layout, so that the digest of a version does not depend on the transport.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,18 +14,17 @@ from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import ALIGNMENT, Manifest, TensorEntry
 
 BUCKETS = 32
-"""Buckets that a version is cut into, within the limits below: a chain of ``n`` engines takes the time of ``n - 1``
-buckets longer than one engine."""
+"""Target number of buckets of a version, within the limits below: a chain of ``n`` engines takes longer than one engine
+by the time of ``n - 1`` buckets."""
 SMALLEST_BUCKET_BYTES = 2 << 20
-"""Below it, the messages around a bucket cost more than a shorter chain gains."""
+"""Below this size, the messages around a bucket cost more than the shorter pipeline delay gains."""
 LARGEST_BUCKET_BYTES = 16 << 20
 
 
 class Share(NamedTuple):
-    """The buckets of one sender: every ``senders``-th one from ``place`` on.
+    """The buckets of one sender: every ``senders``-th one, starting at ``place``.
 
-    So shares are equal to within a bucket whatever the tensors are, and all senders have something to send from the
-    first tensors on.
+    So shares are equal to within one bucket for any tensors, and all senders have work from the first tensors on.
     """
 
     place: int
@@ -38,16 +37,16 @@ class Share(NamedTuple):
         return bucket % self.senders == self.place
 
     def buckets(self, manifest: Manifest) -> range:
-        """Indices of its buckets; empty where there are fewer buckets than senders before it."""
+        """Indices of its buckets; empty if there are no more buckets than senders before it."""
         return range(self.place, manifest.num_buckets, self.senders)
 
 
 WHOLE = Share(0, 1)
-"""All buckets, of a sender that is alone."""
+"""All buckets, for a single sender."""
 
 
 def require_whole(share: Share) -> None:
-    """Refuse a share of a version on a way that has one sender.
+    """Refuse a share of a version on a transport with a single sender.
 
     Raises:
         ValueError: it is not the whole.
@@ -64,7 +63,7 @@ def entries_of(
     """Entries of tensors of these types and shapes, in their order (``gathering.weight_shapes`` of a model).
 
     Args:
-        aliases: names of tied tensors, with the name in ``shapes`` that each is tied to (:func:`tied_names`).
+        aliases: names of tied tensors, each with the name in ``shapes`` that it is tied to (:func:`tied_names`).
     """
     own = [
         TensorEntry(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape))
@@ -78,7 +77,7 @@ def entries_of(
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several, with the first name of each."""
+    """Additional names of parameters that have several, each with the first name of the parameter."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -88,25 +87,25 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def bucket_bytes_for(tensors: Iterable[TensorEntry]) -> int:
-    """Bytes of a bucket of these tensors."""
+    """Bucket size in bytes for these tensors."""
     total = sum(entry.num_bytes for entry in tensors)
     wanted = min(max(total // BUCKETS, SMALLEST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
     return -(-wanted // ALIGNMENT) * ALIGNMENT
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Elements of a tensor as bytes ``[n]``: a view where it is contiguous."""
+    """Elements of a tensor as bytes ``[n]``: a view if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def packed(
     manifest: Manifest, weights: Iterable[tuple[str, Tensor]], share: Share, take: Callable[[int], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Buckets of a share one after the other, copied together from the tensors of a version.
+    """Buckets of a share, one after the other, packed from the tensors of a version.
 
     Args:
-        weights: all of them; what lies in other shares is passed over.
-        take: gives the memory of a bucket by its index, at least ``bucket_bytes`` long; called when it is needed.
+        weights: all of them; those of other shares are skipped.
+        take: returns the memory of a bucket for its index, at least ``bucket_bytes`` long; called when it is needed.
 
     Yields:
         Index and bytes ``[n]`` of a bucket.
@@ -137,7 +136,7 @@ def packed(
 
 
 def matched(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorEntry, Tensor]]:
-    """Tensors with their entries.
+    """Tensors, each with its entry.
 
     Raises:
         WeightSyncFailed: ``weights`` are not the tensors of the manifest, in its order.
@@ -170,7 +169,7 @@ def merged(manifest: Manifest, shares: Sequence[Sequence[bytes]]) -> list[bytes]
     """Checksums of all buckets in their order, from those of each share.
 
     Raises:
-        ValueError: a share has not as many as it has buckets.
+        ValueError: the number of checksums of a share is not its number of buckets.
     """
     found = [b""] * manifest.num_buckets
     for place, checksums in enumerate(shares):
@@ -190,14 +189,14 @@ def tensors_of(manifest: Manifest, row: Tensor) -> dict[str, Tensor]:
 
 
 def aliases_of(manifest: Manifest) -> dict[str, str]:
-    """Names of tied tensors, with the name that each is tied to."""
+    """Names of tied tensors, each with the name that it is tied to."""
     return {entry.name: entry.alias_of for entry in manifest.tensors if entry.alias_of}
 
 
 def checksum(data: Tensor) -> bytes:
-    """Checksum of bytes in main memory (XXH3, 128 bits: 10 GB/s of a core, where SHA-256 has 1).
+    """Checksum of bytes in main memory (XXH3, 128 bits: 10 GB/s per core, where SHA-256 reaches 1 GB/s).
 
-    It finds what memory and networks damage, not what an attacker forges.
+    It detects damage by memory and networks, not forgery by an attacker.
     """
     return xxhash.xxh3_128_digest(data.numpy().data)
 

@@ -1,7 +1,7 @@
-"""A link between two processes: a torch process group of two, beside whatever groups they are in.
+"""A link between two processes: a torch process group of two, independent of any other groups.
 
-A group of two in place of one of all, because it names the process that is lost, needs no connections but those of the
-chain, and a failure leaves the other links as they are.
+A group of two is used instead of one group of all because it identifies the lost process, needs only the connections of
+the chain, and leaves the other links intact after a failure.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ HEAD, BUCKET = 0, 1
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the other end of a link to appear."""
 _GLOO_TIMEOUT_S = 2.0
-"""Gloo waits five times as long for a connection. Messages have a limit of their own."""
+"""Gloo waits five times as long for a connection. Messages have timeouts of their own."""
 _LAST_MESSAGE_TIMEOUT_S = 2.0
 
 
 class Pending(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self) -> None:
         """Wait until its memory may be used: it has been sent, or has arrived.
 
         Raises:
-            WeightSyncFailed: the other end is lost or silent.
+            WeightSyncFailed: the other end is lost or does not respond.
         """
 
 
@@ -43,9 +43,9 @@ class LinkEnd:
     """One end of a link."""
 
     is_source: bool
-    """True at the end that sends."""
+    """True at the sending end."""
     address: str
-    """Own address, at which the other end reaches this process."""
+    """Own address, at which the other end connects to this process."""
     peer: str
     """Name of the process at the other end, for messages."""
     stall_timeout_s: float
@@ -53,27 +53,27 @@ class LinkEnd:
 
 
 class Link(Protocol):
-    """One way from a process to the next one in the chain."""
+    """Unidirectional link from a process to the next one in the chain."""
 
     @property
     def depth(self) -> int:
-        """Buckets under way at once: sent, or received, before one is waited for."""
+        """Number of buckets in flight: sent or received before one is waited for."""
 
     @property
     def gpu(self) -> Gpu | None:
-        """GPU that buckets lie on; None in main memory. Heads always lie there."""
+        """GPU that holds the buckets; None for main memory. Heads are always in main memory."""
 
     def send(self, message: Tensor, tag: int) -> Pending:
-        """Begin to send bytes; they must stay as they are until the message is waited for."""
+        """Begin to send bytes; they must not change until the message has been waited for."""
 
     def receive(self, message: Tensor, tag: int) -> Pending:
-        """Begin to receive the message of this tag, which has as many bytes as ``message``."""
+        """Begin to receive the message with this tag, which has as many bytes as ``message``."""
 
     def post(self, message: Tensor, tag: int) -> None:
-        """Send a last head; no error where the other end is gone."""
+        """Send a last head; does not fail if the other end is gone."""
 
     def close(self) -> None:
-        """Give the link up, with what is still to come over it."""
+        """Close the link and drop its pending messages."""
 
 
 class GlooLink:
@@ -83,13 +83,13 @@ class GlooLink:
     gpu = None
 
     def __init__(self, store: Store, key: str, end: LinkEnd) -> None:
-        """Connect; blocks until the other end has come.
+        """Connect; blocks until the other end has connected.
 
         Args:
             key: name of the link, the same at both ends and used once.
 
         Raises:
-            WeightSyncFailed: it has not come.
+            WeightSyncFailed: it did not connect.
         """
         self._peer = peer = end.peer
         self._timeout = timedelta(seconds=end.stall_timeout_s)
@@ -121,7 +121,7 @@ class GlooLink:
             self._group.send([message], self._other, tag).wait(timedelta(seconds=_LAST_MESSAGE_TIMEOUT_S))
 
     def close(self) -> None:
-        """Leave it to gloo, whose connection goes with the group."""
+        """Leave the rest to gloo, whose connection ends with the group."""
 
     def _begin(self, begin: Callable[[], Work]) -> "_PendingWork":
         try:
@@ -131,7 +131,7 @@ class GlooLink:
 
 
 class _PendingWork:
-    """A message of gloo."""
+    """A message over gloo."""
 
     def __init__(self, work: Work, peer: str, timeout: timedelta) -> None:
         self._work, self._peer, self._timeout = work, peer, timeout
@@ -144,15 +144,15 @@ class _PendingWork:
 
 
 def numeric(address: str) -> str:
-    """Address of a host as a number: a store and gloo would each resolve a name in a way of their own."""
+    """Numeric address of a host: a store and gloo could each resolve a name differently."""
     return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def listen(address: str) -> TCPStore:
-    """Open the store at which links are arranged, on a free port.
+    """Open the store through which links are negotiated, on a free port.
 
     Args:
-        address: own address, at which the other processes reach this one.
+        address: own address, at which the other processes connect to this one.
     """
     return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT_S))
 
@@ -161,7 +161,7 @@ def reach(address: str, port: int, owner: str) -> TCPStore:
     """Connect to the store of another process.
 
     Raises:
-        WeightSyncFailed: it does not answer.
+        WeightSyncFailed: it does not respond.
     """
     timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     try:
@@ -171,7 +171,7 @@ def reach(address: str, port: int, owner: str) -> TCPStore:
 
 
 def answers(store: Store) -> bool:
-    """True if the process that keeps a store lives."""
+    """True if the process that hosts a store is alive."""
     try:
         store.check(["alive"])
     except RuntimeError:
@@ -180,10 +180,10 @@ def answers(store: Store) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Address of this host on the way to another one."""
+    """Address of this host as seen on the route to another one."""
     family = socket.getaddrinfo(towards, 9)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # nothing is sent: the kernel chooses the interface
+        probe.connect((towards, 9))  # sends nothing: the kernel only chooses the interface
         return str(probe.getsockname()[0])
 
 
@@ -195,5 +195,5 @@ def _lost(peer: str, error: RuntimeError, timeout: timedelta | None = None) -> W
 
 
 def first_line(error: RuntimeError) -> str:
-    """Text of an error of torch's groups, without its place in their code."""
+    """First line of an error of torch's groups, without the code location that follows it."""
     return str(error).splitlines()[0].partition("] ")[2].partition(". This is")[0] or str(error).splitlines()[0]

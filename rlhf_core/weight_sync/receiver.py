@@ -24,19 +24,19 @@ class Staged:
         self, receipt: Receipt, layout: Manifest, row: Tensor, undo: Callable[[], None] = lambda: None
     ) -> None:
         """Args:
-        layout: of the whole weights in ``row``.
-        undo: puts the version before back into ``row``, where this one came as a delta.
+        layout: manifest of the whole weights in ``row``.
+        undo: restores the previous version in ``row``, if this one arrived as a delta.
         """
         self.receipt, self.layout, self.undo = receipt, layout, undo
         self._row = row
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Names of tied tensors, with the name that each is tied to."""
+        """Names of tied tensors, each with the name that it is tied to."""
         return aliases_of(self.layout)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors, also of a version that came as a delta."""
+        """Names and whole tensors, also of a version that arrived as a delta."""
         yield from tensors_of(self.layout, self._row).items()
 
 
@@ -45,18 +45,18 @@ def _own_memory(size: int) -> Tensor:
 
 
 class Receiver:
-    """The staging area of one engine, in its main memory: one copy of the weights, used for every version.
+    """The staging area of one engine, in its main memory: one copy of the weights, reused for every version.
 
-    The copy stays after a commit, as the base of the next delta. While a version comes in it is no base, and the engine
-    has its own weights to serve with.
+    The copy stays after a commit, as the base of the next delta. It is not a base while a version is being received,
+    and the engine serves from its own weights.
     """
 
     def __init__(self, name: str, allocate: Callable[[int], Tensor] = _own_memory) -> None:
-        """Have no version yet.
+        """Start without a version.
 
         Args:
-            name: name of the engine, as offers have it.
-            allocate: gives a row of so many bytes; raises OSError where there is not as much memory.
+            name: name of the engine, as in offers.
+            allocate: returns a row of the given number of bytes; raises OSError if there is not enough memory.
         """
         self.name = name
         self._allocate = allocate
@@ -64,18 +64,18 @@ class Receiver:
         self._row: Tensor | None = None
         self._base: Staged | None = None
         self._staged: Staged | None = None
-        self._ways: dict[Transport, Incoming] = {}
+        self._incoming: dict[Transport, Incoming] = {}
         self._receiving = threading.Lock()
         self._newest: Offer | None = None
 
     def receive(self, offer: Offer, beat: Beat) -> StagedVersion:
-        """Take a version into staging; blocks until it is there and verified.
+        """Receive a version into staging; blocks until it is complete and verified.
 
-        One at a time: an earlier transfer that the trainer has given up may still write to its row. It stages nothing
-        once a later one has begun.
+        One transfer at a time: an earlier one that the trainer has abandoned may still write to its row. It stages
+        nothing once a later one has begun.
 
         Raises:
-            WeightSyncFailed: it is not; nothing of it is kept. ``peer`` names the process that is to blame.
+            WeightSyncFailed: the transfer failed; nothing of it is kept. ``peer`` names the process that is to blame.
         """
         if offer.receiver != self.name:
             raise WeightSyncFailed(f"found an offer for {offer.receiver}, expected one for {self.name}", self.name)
@@ -83,13 +83,13 @@ class Receiver:
         if not self._receiving.acquire(timeout=offer.stall_timeout_s):
             raise WeightSyncFailed(f"{self.name} is still busy with an earlier transfer", self.name)
         try:
-            return self._receive_alone(offer, beat)
+            return self._receive_exclusively(offer, beat)
         finally:
             self._receiving.release()
 
-    def _receive_alone(self, offer: Offer, beat: Beat) -> Staged:
+    def _receive_exclusively(self, offer: Offer, beat: Beat) -> Staged:
         if self._newest is not offer:
-            raise self._overtaken(offer)
+            raise self._superseded(offer)
         self._drop()
         begin = time.perf_counter()
         manifest = offer.manifest
@@ -98,18 +98,18 @@ class Receiver:
         else:
             self._base = None
             row = self._row = self._take_row(manifest.total_bytes, beat)
-            way = self._connected(offer)
-            self._row = None  # after a failure the way may still write to it
-            digest = digest_of(manifest, way.fill(offer, row, beat))
+            incoming = self._connected(offer)
+            self._row = None  # after a failure the transport may still write to it
+            digest = digest_of(manifest, incoming.fill(offer, row, beat))
             self._row = row
             staged = Staged(self._receipt(manifest, digest, begin), manifest, row)
         if self._newest is not offer:
             staged.undo()
-            raise self._overtaken(offer)
+            raise self._superseded(offer)
         self._staged = staged
         return staged
 
-    def _overtaken(self, offer: Offer) -> WeightSyncFailed:
+    def _superseded(self, offer: Offer) -> WeightSyncFailed:
         text = f"{self.name} gave up version {offer.manifest.version}: a later transfer has begun"
         return WeightSyncFailed(text, self.name)
 
@@ -118,7 +118,7 @@ class Receiver:
         return self._staged is not None and self._staged.receipt.version == version
 
     def commit(self, version: int) -> StagedVersion:
-        """Take the staged version as the one in force; the caller now loads it.
+        """Make the staged version the active one; the caller then loads it.
 
         Raises:
             WeightSyncFailed: another version is staged, or none.
@@ -130,15 +130,15 @@ class Receiver:
         return self._base
 
     def abort(self, version: int) -> None:
-        """Drop a staged version. Harmless where it is not staged."""
+        """Drop a staged version. Does nothing if it is not staged."""
         if self.is_ready(version):
             self._drop()
 
     def close(self) -> None:
-        """Give back memory and links."""
-        for way in self._ways.values():
-            way.close()
-        self._ways, self._row, self._base, self._staged = {}, None, None, None
+        """Release memory and links."""
+        for incoming in self._incoming.values():
+            incoming.close()
+        self._incoming, self._row, self._base, self._staged = {}, None, None, None
 
     def _receive_delta(self, offer: Offer, begin: float, beat: Beat) -> Staged:
         manifest, base, row = offer.manifest, self._base, self._row
@@ -164,12 +164,12 @@ class Receiver:
         return Staged(self._receipt(manifest, digest, begin), base.layout, row, undo)
 
     def _connected(self, offer: Offer) -> Incoming:
-        way = self._ways.setdefault(offer.transport, _INCOMING[offer.transport]())
-        way.connect(offer)
-        return way
+        incoming = self._incoming.setdefault(offer.transport, _INCOMING[offer.transport]())
+        incoming.connect(offer)
+        return incoming
 
     def _take_row(self, size: int, beat: Beat) -> Tensor:
-        """Memory for a version, that of the last one where it has the size."""
+        """Memory for a version: that of the last one if the size is the same."""
         row, self._row = self._row, None
         if row is not None and len(row) == size:
             return row

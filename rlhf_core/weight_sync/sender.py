@@ -1,4 +1,4 @@
-"""The trainer's side of weight sync: of a sender that is alone, or of the first of several."""
+"""The trainer's side of weight sync, for a single sender or the first of several."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -14,10 +14,10 @@ from rlhf_core.weight_sync.sender_group import SenderGroup
 
 
 class Sender:
-    """Sends versions of weights over one way, one at a time.
+    """Sends versions of weights over one transport, one at a time.
 
     Every rank of the trainer gathers; one of them has this sender, some may have a :class:`FurtherSender`, and the
-    others go through their weights beside them.
+    others iterate over their weights in parallel.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Sender:
 
         Args:
             bucket_bytes: size of a bucket; by default one that suits the size of the version.
-            delta: sends changes in place of whole weights where it can; for a sender that is alone.
-            group: all senders, of which this is the first; None for one that is alone.
+            delta: sends changes instead of whole weights if it can; for a single sender.
+            group: all senders, of which this is the first; None for a single one.
         """
         self._outgoing, self._bucket_bytes, self._delta = outgoing, bucket_bytes, delta
         self._alone = SenderGroup.alone(outgoing.name)
@@ -47,7 +47,7 @@ class Sender:
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the senders of the version that was offered last; the first is this one."""
+        """Names of the senders of the last offered version; this one is the first."""
         return self._group.names
 
     def offer(
@@ -63,15 +63,15 @@ class Sender:
         """Announce a version: one offer per receiver, in their order.
 
         Args:
-            version: number of optimizer steps that the weights have behind them.
+            version: number of optimizer steps behind the weights.
             tensors: layout of ``weights`` (``layout.entries_of``).
-            weights: gone through to the end whatever happens, because gathering may be collective: by :meth:`send`, or
-                here where the layout of what is sent depends on them (a delta).
+            weights: iterated to the end even after a failure, because gathering may be collective: by :meth:`send`, or
+                here if the layout of the transfer depends on them (a delta).
             receivers: names of the engines.
-            is_alone: the other senders are busy with something else, and take no part.
+            is_alone: True if the other senders are busy and take no part.
 
         Raises:
-            WeightSyncFailed: another sender does not answer; ``peer`` is its name.
+            WeightSyncFailed: another sender does not respond; ``peer`` is its name.
         """
         manifest = Manifest(
             version=version, tensors=tuple(tensors), bucket_bytes=self._bucket_bytes or bucket_bytes_for(tensors)
@@ -97,11 +97,11 @@ class Sender:
             raise
 
     def send(self, beat: Beat) -> None:
-        """Send this sender's share of the version that was offered last, while it is gathered.
+        """Send this sender's share of the last offered version, while it is gathered.
 
         Raises:
-            WeightSyncFailed: an engine is lost or silent, or the weights are not what was offered. Nothing has come
-                into force. ``peer`` names the process that is to blame, if it is not one that has cancelled.
+            WeightSyncFailed: an engine is lost or does not respond, or the weights do not match the offer. Nothing has
+                been committed. ``peer`` names the process that is to blame, unless that is one that has cancelled.
         """
         assert self._offered is not None, "offer before send"
         (manifest, source), self._offered = self._offered, None
@@ -109,14 +109,14 @@ class Sender:
         self._shares.append(send_share(self._outgoing, self._group, manifest, source, beat))
 
     def failures_of_others(self, beat: Beat) -> dict[str, Exception]:
-        """Errors of the other senders by name. To be asked for when the engines have answered."""
+        """Errors of the other senders by name. Call it once the engines have responded."""
         shares = self._group.shares(beat)
         self._shares += shares
         named = zip(self.names[1:], shares, strict=True)
         return {name: WeightSyncFailed(share.error, share.peer) for name, share in named if share.error}
 
     def sent(self) -> SentVersion:
-        """Account of the version, which all senders have sent."""
+        """Summary of the version, once all senders have sent it."""
         manifest = self._manifest
         assert manifest is not None, "send before sent"
         checksums = merged(manifest, [[bytes.fromhex(one) for one in share.checksums] for share in self._shares])
@@ -129,38 +129,38 @@ class Sender:
         )
 
     def settle(self, sent: SentVersion, in_force: Collection[str]) -> None:
-        """Take note of the engines that have a version in force: a later delta is against it.
+        """Record on which engines a version is active: a later delta is against it.
 
-        Without this call the next version takes the last one for failed, and relies on nothing that engines have kept.
+        Without this call, the next version treats the last one as failed, and relies on nothing that engines have kept.
         """
         self._is_settled = True
         if self._delta is not None:
             self._delta.settle(sent, in_force)
 
     def reset(self) -> None:
-        """Rely on nothing that engines have kept: one was restarted."""
+        """Stop relying on what engines have kept: one was restarted."""
         self._is_settled = False
 
     def cancel(self) -> None:
-        """Have :meth:`send` fail soon, and so the other senders. From another thread, when an engine is known to be
+        """Have :meth:`send` and the other senders fail soon. From another thread, when an engine is known to be
         lost."""
         self._group.cancel()
         self._outgoing.cancel()
 
     def close(self) -> None:
-        """Give back what the sender holds."""
+        """Release the sender's resources."""
         self._outgoing.close()
 
 
 def send_share(
     outgoing: Outgoing, group: SenderGroup, manifest: Manifest, source: Iterator[tuple[str, Tensor]], beat: Beat
 ) -> SentShare:
-    """Send the share that was offered last, until another sender gives the version up; the weights are gone through to
-    the end.
+    """Send the share that was offered last, until another sender abandons the version. The weights are iterated to the
+    end in any case.
 
     Raises:
-        WeightSyncFailed: as :meth:`Outgoing.send`, all senders told to give up. ``peer`` is the name of this sender
-            where the failure is its own, and empty where it was told to give up.
+        WeightSyncFailed: as in :meth:`Outgoing.send`, after all senders were told to stop. ``peer`` is the name of this
+            sender if the failure is its own, and empty if it was told to stop.
     """
     begin = time.perf_counter()
     try:
@@ -176,6 +176,7 @@ def send_share(
 
 
 def go_through(source: Iterator[tuple[str, Tensor]], beat: Beat) -> None:
-    """Take part in the rest of a gathering: the other ranks would wait for this one for ever."""
+    """Iterate over the rest of the weights: in a collective gathering, the other ranks would wait for this one for
+    ever."""
     for _ in source:
         beat()

@@ -1,4 +1,4 @@
-"""The ranks of a trainer that send weights, each its share, and their messages to each other.
+"""The trainer ranks that send weights, each its share, and the messages between them.
 
     first sender (sender.Sender)                              others (further_sender.FurtherSender)
     tell_version(announcement)  --------------------------->  announced()
@@ -7,7 +7,8 @@
     cancel()  <------------ at the first failure ---------->  cancel()
          <----------------------------------- SentShare -----  tell_share(share)
 
-They meet in a store that the first sender keeps. Nothing here is a collective: weights are gathered meanwhile.
+They communicate through a store that the first sender hosts. Nothing here is a collective: weights are gathered
+meanwhile.
 """
 
 import contextlib
@@ -27,18 +28,18 @@ from rlhf_core.weight_sync.layout import Share
 
 POLL_INTERVAL_S = 0.002
 WATCH_INTERVAL_S = 0.05
-"""Seconds between two looks for a failure of another sender."""
+"""Interval in seconds at which a sender polls for a failure of another one."""
 
 
 def sender_ranks(nodes: Sequence[str], senders: int) -> list[int]:
-    """Ranks that send: the first one of every node, then the second ones, and so on, so that each brings a link.
+    """Ranks that send: the first rank of every node, then the second ones, and so on, to use the links of all nodes.
 
     Args:
         nodes: name of the node of each rank.
-        senders: number of senders; all ranks where there are fewer.
+        senders: number of senders; all ranks if there are fewer.
 
     Returns:
-        Ranks in the order of their shares. Rank 0 is the first.
+        Ranks in the order of their shares. Rank 0 comes first.
     """
     seen: dict[str, int] = {}
     turns = []
@@ -49,14 +50,14 @@ def sender_ranks(nodes: Sequence[str], senders: int) -> list[int]:
 
 
 class SenderGroup:
-    """The senders of a trainer, as one of them reaches the others. One version at a time, of which all take part."""
+    """The senders of a trainer, from the view of one of them. One version at a time, in which all take part."""
 
     def __init__(self, names: Sequence[str], place: int, store: Store, *, timeout_s: float) -> None:
         """Args:
-        names: of all senders, in the order of their shares.
-        place: index of this one.
-        store: reached by all, and used for nothing else.
-        timeout_s: longest wait for a word of another sender.
+        names: names of all senders, in the order of their shares.
+        place: index of this sender.
+        store: reachable by all senders, and used for nothing else.
+        timeout_s: longest wait for a message of another sender.
         """
         self.names, self.share = tuple(names), Share(place, len(names))
         self._store, self._timeout_s = store, timeout_s
@@ -64,7 +65,7 @@ class SenderGroup:
 
     @classmethod
     def alone(cls, name: str) -> Self:
-        """A sender without others."""
+        """A group of a single sender."""
         return cls([name], 0, HashStore(), timeout_s=0.0)
 
     @property
@@ -76,24 +77,24 @@ class SenderGroup:
     # The first sender
 
     def tell_version(self, announcement: Announcement, beat: Beat) -> list[Chain]:
-        """Have the others send their shares of a version; their chains.
+        """Have the other senders send their shares of a version; returns their chains.
 
         Raises:
-            WeightSyncFailed: one does not answer; ``peer`` is its name.
+            WeightSyncFailed: one does not respond; ``peer`` is its name.
         """
         self._begin()
-        self._tell(self._key("announcement"), announcement)
-        return [Chain.model_validate_json(self._told("chain", place, beat)) for place in self._others]
+        self._send(self._key("announcement"), announcement)
+        return [Chain.model_validate_json(self._receive("chain", place, beat)) for place in self._others]
 
     def shares(self, beat: Beat) -> list[SentShare]:
-        """Accounts of the others. To be asked for when the engines have answered: none has much to do then.
+        """Reports of the other senders. Call it once the engines have responded: none has much left to do then.
 
-        One that says nothing has failed.
+        A sender that does not report has failed.
         """
         found = []
         for place in self._others:
             try:
-                found.append(SentShare.model_validate_json(self._told("share", place, beat)))
+                found.append(SentShare.model_validate_json(self._receive("share", place, beat)))
             except WeightSyncFailed as error:
                 found.append(SentShare(error=str(error), peer=error.peer))
         return found
@@ -112,31 +113,31 @@ class SenderGroup:
             WeightSyncFailed: none is announced.
         """
         self._begin()
-        return Announcement.model_validate_json(self._awaited(self._key("announcement"), self.names[0], beat))
+        return Announcement.model_validate_json(self._wait_for(self._key("announcement"), self.names[0], beat))
 
     def tell_chain(self, chain: Chain) -> None:
-        """Tell the first sender the chain of this one."""
-        self._tell(self._key(f"chain/{self.share.place}"), chain)
+        """Send the chain of this sender to the first one."""
+        self._send(self._key(f"chain/{self.share.place}"), chain)
 
     def tell_share(self, share: SentShare) -> None:
-        """Tell the first sender what has become of this one's share.
+        """Report the outcome of this sender's share to the first sender.
 
         Raises:
             WeightSyncFailed: it is gone.
         """
-        self._tell(self._key(f"share/{self.share.place}"), share)
+        self._send(self._key(f"share/{self.share.place}"), share)
 
     # -----------------------------------------------------------------------------------------------------------------
     # All
 
     def cancel(self) -> None:
-        """Have all senders give the version up. From any thread."""
-        with contextlib.suppress(RuntimeError):  # of torch: the first sender is gone, and the version with it
+        """Have all senders abandon the version. From any thread."""
+        with contextlib.suppress(RuntimeError):  # from torch: the first sender is gone, and the version with it
             self._store.set(self._key("cancelled"), "")
 
     @property
     def is_cancelled(self) -> bool:
-        """True if a sender gives the version up, or the first one is gone."""
+        """True if a sender has abandoned the version, or the first one is gone."""
         try:
             return bool(self._store.check([self._key("cancelled")]))
         except RuntimeError:
@@ -144,7 +145,7 @@ class SenderGroup:
 
     @contextlib.contextmanager
     def watched(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Call ``cancel``, from another thread, if a sender gives the version up meanwhile."""
+        """Call ``cancel``, from another thread, if a sender abandons the version in the meantime."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -162,17 +163,18 @@ class SenderGroup:
             watching.join()
 
     def _begin(self) -> None:
-        """Go on to the next version, and have the first sender forget the last one: all are through with it."""
+        """Begin the next version. The first sender deletes the keys of the last one, which all senders have
+        finished."""
         if not self.share.place:
-            told = [f"{what}/{place}" for what in ("chain", "share") for place in self._others]
-            for what in ("announcement", "cancelled", *told):
+            own_keys = [f"{what}/{place}" for what in ("chain", "share") for place in self._others]
+            for what in ("announcement", "cancelled", *own_keys):
                 self._store.delete_key(self._key(what))
         self._number += 1
 
     def _key(self, what: str) -> str:
         return f"{self._number}/{what}"
 
-    def _tell(self, key: str, message: Schema) -> None:
+    def _send(self, key: str, message: Schema) -> None:
         try:
             self._store.set(key, message.model_dump_json())
         except RuntimeError as error:
@@ -181,14 +183,14 @@ class SenderGroup:
     def _lost(self) -> WeightSyncFailed:
         return WeightSyncFailed(f"{self.names[0]} is lost, and with it the store of the senders", self.names[0])
 
-    def _told(self, what: str, place: int, beat: Beat) -> bytes:
-        return self._awaited(self._key(f"{what}/{place}"), self.names[place], beat)
+    def _receive(self, what: str, place: int, beat: Beat) -> bytes:
+        return self._wait_for(self._key(f"{what}/{place}"), self.names[place], beat)
 
-    def _awaited(self, key: str, name: str, beat: Beat) -> bytes:
+    def _wait_for(self, key: str, name: str, beat: Beat) -> bytes:
         """Value of a key that the named sender sets.
 
         Raises:
-            WeightSyncFailed: it does not.
+            WeightSyncFailed: it did not do so in time.
         """
         deadline = time.monotonic() + self._timeout_s
         try:

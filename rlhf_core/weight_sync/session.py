@@ -25,18 +25,18 @@ def synchronize(
     *,
     is_alone: bool = False,
 ) -> WeightSyncReport:
-    """Bring a version into force on all engines, or on none.
+    """Commit a version on all engines, or on none.
 
-    No engine is told to commit before every engine has staged and verified the version and has said so once more. An
-    engine that is lost between that moment and its commit is named in the report: the others have the version in force,
-    and it has none, for it has to be restarted.
+    No engine is told to commit before every engine has staged and verified the version and has confirmed this once
+    more. An engine that is lost between its confirmation and its commit is named in the report: the version is active
+    on the others, and this engine has none, as it has to be restarted.
 
     Args:
         weights, is_alone: see :meth:`Sender.offer`.
 
     Raises:
-        WeightSyncFailed: the version is in force nowhere, and the one before it is where it was. ``peer`` names the
-            process that is to blame.
+        WeightSyncFailed: the version is active nowhere, and the previous one stays active. ``peer`` names the process
+            that is to blame.
     """
     with ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="weight-sync") as pool:
         offers = sender.offer(version, tensors, weights, [engine.name for engine in engines], beat, is_alone=is_alone)
@@ -57,25 +57,25 @@ def synchronize(
 
 
 def culprit(failures: Mapping[str, Exception], senders: Collection[str]) -> str:
-    """Name of the process that a failed transfer goes back to.
+    """Name of the process that caused a failed transfer.
 
-    An engine whose control channel is lost comes first. A loss on the way is seen by neighbours too: each failure that
-    names a peer is followed to that peer, as long as that one names another. Senders give up when an engine has failed,
-    so one is to blame only where nothing else is; of several, one that names itself, or that others name and that says
-    nothing, because the others were told to give up.
+    An engine whose control channel is lost comes first. The neighbours of a lost process report failures too: each
+    failure that names a peer is followed to that peer, as long as that one names another. Senders stop when an engine
+    has failed, so a sender is to blame only if no engine is. Of several senders, it is the one that names itself, or
+    that others name and that reported nothing, because the others were told to stop.
 
     Args:
-        failures: errors by the name of the process that has them, those of engines in front; at least one.
+        failures: errors by the name of the process that reports them, those of engines first; at least one.
         senders: names of all senders.
     """
-    silent = [name for name, error in failures.items() if not isinstance(error, WeightSyncFailed)]
-    ends = [*silent, *(_followed(name, failures) for name in failures)]
+    unreachable = [name for name, error in failures.items() if not isinstance(error, WeightSyncFailed)]
+    ends = [*unreachable, *(_follow_peers(name, failures) for name in failures)]
     engines = [name for name in ends if name not in senders]
     own = [name for name in ends if name not in failures or getattr(failures[name], "peer", "") == name]
     return next(iter([*engines, *own, *ends]))
 
 
-def _followed(name: str, failures: Mapping[str, Exception]) -> str:
+def _follow_peers(name: str, failures: Mapping[str, Exception]) -> str:
     seen = set[str]()
     while name in failures and name not in seen:
         seen.add(name)
@@ -86,7 +86,7 @@ def _followed(name: str, failures: Mapping[str, Exception]) -> str:
 def _transfer(
     sender: Sender, engines: Sequence[EngineControl], offers: Sequence[Offer], pool: ThreadPoolExecutor, beat: Beat
 ) -> WeightSyncReport:
-    """Send the weights while every engine receives; the report so far, all receipts agreeing."""
+    """Send the weights while every engine receives; returns the report so far, after all receipts agree."""
     offer_of = dict(zip((engine.name for engine in engines), offers, strict=True))
     receiving = {engine.name: pool.submit(engine.receive, offer_of[engine.name]) for engine in engines}
     for future in receiving.values():
@@ -97,9 +97,9 @@ def _transfer(
     except WeightSyncFailed as error:
         failures[sender.names[0]] = error
     except BaseException:
-        _waited(receiving, beat)  # an engine is told nothing else before it has given up
+        _wait_for_all(receiving, beat)  # an engine accepts no other request before it has stopped receiving
         raise
-    receipts, refused = _waited(receiving, beat)
+    receipts, refused = _wait_for_all(receiving, beat)
     failures = {**refused, **failures, **sender.failures_of_others(beat)}
     if failures:
         raise _failure_of(failures, sender.names)
@@ -109,15 +109,15 @@ def _transfer(
 
 
 def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> WeightSyncFailed:
-    """Failure of a transfer: of the process to blame, with what all others say."""
+    """Error of a failed transfer: that of the process to blame, with the errors of all others."""
     name = culprit(failures, senders)
     naming = [error for error in failures.values() if getattr(error, "peer", "") == name]
     own = failures.get(name)
-    # A sender that was told to give up says nothing of what another process has found out about it.
+    # A sender that was told to stop does not report what another process has found out about it.
     is_told_to = isinstance(own, WeightSyncFailed) and own not in naming
-    told = own if own is not None and not (is_told_to and naming) else naming[0]
-    others = "; ".join(f"{process}: {error}" for process, error in failures.items() if error is not told)
-    text = f"{told}" if isinstance(told, WeightSyncFailed) else f"{name} is lost: {told}"
+    main = own if own is not None and not (is_told_to and naming) else naming[0]
+    others = "; ".join(f"{process}: {error}" for process, error in failures.items() if error is not main)
+    text = f"{main}" if isinstance(main, WeightSyncFailed) else f"{name} is lost: {main}"
     return WeightSyncFailed(f"{text}{f' ({others})' if others else ''}", name)
 
 
@@ -130,18 +130,20 @@ def _require_ready(engines: Sequence[EngineControl], version: int, pool: ThreadP
 
 
 def _abort(engines: Sequence[EngineControl], version: int, pool: ThreadPoolExecutor, beat: Beat) -> None:
-    """Have all engines drop the version, those aside that are lost."""
+    """Have all engines drop the version, except those that are lost."""
     _outcomes(engines, lambda engine: engine.abort(version), pool, beat)
 
 
 def _outcomes(
     engines: Iterable[EngineControl], call: Callable[[EngineControl], _Answer], pool: ThreadPoolExecutor, beat: Beat
 ) -> tuple[dict[str, _Answer], dict[str, Exception]]:
-    """Answers and errors of a call to each engine, all at once."""
-    return _waited({engine.name: pool.submit(call, engine) for engine in engines}, beat)
+    """Results and errors of a call to each engine, all calls running concurrently."""
+    return _wait_for_all({engine.name: pool.submit(call, engine) for engine in engines}, beat)
 
 
-def _waited(calls: Mapping[str, "Future[_Answer]"], beat: Beat) -> tuple[dict[str, _Answer], dict[str, Exception]]:
+def _wait_for_all(
+    calls: Mapping[str, "Future[_Answer]"], beat: Beat
+) -> tuple[dict[str, _Answer], dict[str, Exception]]:
     pending: set[Future[_Answer]] = set(calls.values())
     while pending:
         pending = wait(pending, timeout=BEAT_INTERVAL_S).not_done

@@ -1,8 +1,8 @@
-"""Shared memory, for engines on the trainer's host: the trainer writes each bucket once, every engine copies it out.
+"""Shared memory, for engines on the trainer's host: the trainer writes each bucket once, and every engine copies it.
 
-The file lies in a file system in memory and is used for every version. In front of the row of bytes stands a table: the
-version, the number of buckets that are there, and their checksums. The trainer holds a lock on a file beside it, which
-the kernel drops when it dies: an engine that waits for the next bucket and gets the lock knows.
+The file is in an in-memory file system and is reused for every version. The row of bytes is preceded by a table: the
+version, the number of buckets written, and their checksums. The trainer holds a lock on a second file, which the kernel
+releases when the trainer dies: an engine that waits for the next bucket and gets the lock knows that it has.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ MEMORY = Path("/dev/shm")
 POLL_INTERVAL_S = 0.001
 LOCK_TIMEOUT_S = 1.0
 ABANDONED = -1
-"""Number of buckets in the table of a version that was given up."""
+"""Number of buckets in the table of an abandoned version."""
 
 _VERSION, _BUCKETS = 0, 1
 _TABLE_BYTES = 16
 
 
 class _Mapping:
-    """The file, mapped once for all versions: a new mapping has its pages yet to come, each at its first use, which
-    takes longer than the copy."""
+    """The file, mapped once for all versions: a new mapping faults in each page at its first use, which takes longer
+    than the copy."""
 
     def __init__(self) -> None:
         self._whole = torch.empty(0, dtype=torch.uint8)
@@ -70,24 +70,24 @@ class _Area:
 
 
 def _ends(manifest: Manifest) -> tuple[int, int]:
-    """Bytes up to the end of the table, and up to the row, which begins with a page."""
+    """Offsets of the end of the table and of the row in bytes; the row begins on a page boundary."""
     table = _TABLE_BYTES + 16 * manifest.num_buckets
     return table, -(-table // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SharedMemoryOutgoing:
-    """The trainer's half."""
+    """The trainer's end."""
 
     def __init__(self, name: str, *, folder: Path = MEMORY, stall_timeout_s: float = 60.0) -> None:
-        """Take over the file of an earlier process of this name, or make it.
+        """Take over the file of an earlier process of this name, or create it.
 
         Args:
             name: name of this process: of its file, and for messages.
-            folder: folder in a file system in memory, seen by all engines.
+            folder: folder in an in-memory file system, visible to all engines.
             stall_timeout_s: longest wait of an engine for the next bucket.
 
         Raises:
-            WeightSyncFailed: another process of this name has the file.
+            WeightSyncFailed: another process of this name holds the file.
         """
         self.name, self._timeout_s = name, stall_timeout_s
         self._path = folder / f"rlhf-weights-{name}"
@@ -127,7 +127,7 @@ class SharedMemoryOutgoing:
         if os.fstat(self._file).st_size >= size:
             return
         try:
-            # All of it now: a page that is missing later would kill this process.
+            # All of it now: a missing page would later kill this process.
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             raise WeightSyncFailed(
@@ -160,29 +160,29 @@ class SharedMemoryOutgoing:
         self._cancelled.set()
 
     def reset(self) -> None:
-        """Nothing to do: engines keep nothing."""
+        """Do nothing: engines keep nothing."""
 
     def close(self) -> None:
-        """Remove the file; memory is given back when the last engine lets go of it."""
+        """Remove the file; its memory is freed when the last engine unmaps it."""
         self._area, self._mapping = None, _Mapping()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         os.close(self._file)
-        os.close(self._lock)  # its file stays: a lock on a file that is gone would keep no successor out
+        os.close(self._lock)  # its file stays: a lock on a removed file would not exclude a successor
 
 
 class SharedMemoryIncoming:
-    """An engine's half."""
+    """An engine's end."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Map nothing yet."""
         self._mapping = _Mapping()
 
     def connect(self, offer: Offer) -> None:
-        """Nothing to do: the file is opened for each version."""
+        """Do nothing: the file is opened for each version."""
 
     def fill(self, offer: Offer, row: Tensor, beat: Beat) -> list[bytes]:
-        """Copy a version out; see :class:`rlhf_core.weight_sync.base.Incoming`."""
+        """Copy a version from the file; see :class:`rlhf_core.weight_sync.base.Incoming`."""
         path = Path(offer.path)
         with contextlib.ExitStack() as opened:
             try:
@@ -217,29 +217,29 @@ class SharedMemoryIncoming:
     def _wait(self, offer: Offer, area: _Area, lock: int, index: int) -> None:
         deadline = time.monotonic() + offer.stall_timeout_s
         while True:
-            version, there = area.state.tolist()
-            if version != offer.manifest.version or there == ABANDONED:
+            version, num_written = area.state.tolist()
+            if version != offer.manifest.version or num_written == ABANDONED:
                 raise WeightSyncFailed(f"{offer.sender} gave up version {offer.manifest.version}", offer.sender)
-            if there > index:
+            if num_written > index:
                 return
             if _is_free(lock):
-                raise WeightSyncFailed(f"{offer.sender} died after {there} buckets", offer.sender)
+                raise WeightSyncFailed(f"{offer.sender} died after {num_written} buckets", offer.sender)
             if time.monotonic() > deadline:
                 raise WeightSyncFailed(f"{offer.sender} wrote nothing for {offer.stall_timeout_s:g} s", offer.sender)
             time.sleep(POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._mapping = _Mapping()
 
 
 def _lock_path(path: Path) -> Path:
-    # Of its own: a process loses its locks on a file when it closes any descriptor of it, and a mapping has one.
+    # A separate file: a process loses its locks on a file when it closes any descriptor of it, and a mapping has one.
     return path.with_name(f"{path.name}.lock")
 
 
 def _take(lock: int) -> None:
-    """Take the lock; an engine that looks after it holds it for a moment."""
+    """Take the lock; an engine that tests it holds it for a moment."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:

@@ -29,7 +29,6 @@ SHARE_OF_RIDDLES = 0.03
 IMPERSONAL = {
     "rlhf_core/launch": 3,
     "rlhf_core/schemas": 17,
-    "rlhf_core/training": 11,
     "tests/benchmarks": 1,
     "tests/browser": 7,
     "tests/faults": 4,
@@ -47,7 +46,7 @@ PICTURES = {
     "rlhf_core/diagnosis": 4,
     "rlhf_core/preflight": 1,
     "rlhf_core/services": 1,
-    "rlhf_core/training": 5,
+    "rlhf_core/training": 2,
     "rlhf_core/worker": 9,
     "tests/benchmarks": 3,
     "tests/browser": 1,

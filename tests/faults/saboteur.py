@@ -385,9 +385,9 @@ def _patch_probe() -> None:
     from rlhf_core.errors import StaleWeights
     from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 
-    plain, begun = HttpEngineControl._require_given, Counter[str]()
+    plain, begun = HttpEngineControl._require_match, Counter[str]()
 
-    def require_given(self: Any, committed: Any) -> None:
+    def require_match(self: Any, committed: Any) -> None:
         for fault in _mine("probe"):
             if self.name != f"engine-{fault['engine']}" or _now["step"] < fault["step"]:
                 continue
@@ -396,7 +396,7 @@ def _patch_probe() -> None:
                 raise StaleWeights(f"{self.name} shows other numbers")
         plain(self, committed)
 
-    HttpEngineControl._require_given = require_given  # type: ignore[method-assign]
+    HttpEngineControl._require_match = require_match  # type: ignore[method-assign]
 
 
 def _engine_pid(rank: int) -> int:

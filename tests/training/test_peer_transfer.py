@@ -111,7 +111,7 @@ def test_a_part_that_does_not_come_whole_does_not_count(
         if fault == "no room":
             patch.setattr(peer_transfer, "free_memory", lambda folder: 1000)
         if fault == "torn":
-            patch.setattr(peer_transfer, "_line", lambda connection: "")  # its process ends, and the connection
+            patch.setattr(peer_transfer, "_receive_line", lambda connection: "")  # its process ends, and the connection
         with contextlib.nullcontext() if fault == "torn" else pytest.raises(PeerRefused):
             send_part(receiver.address, KEY, part_of(CONTENT), {**sent, "empty": b""})
         # The next transfer begins when the receiver has ended this one.

@@ -115,14 +115,14 @@ def _beat_with(faults: Faults) -> Callable[[], None]:
 
 def _trust_heads() -> None:
     announced: list[bytes] = []
-    receive = broadcast_incoming._Passage._receive
+    receive = broadcast_incoming._Relay._receive
 
     def receive_and_believe(self: Any, index: int) -> tuple[Tensor, Tensor]:
         head, memory = receive(self, index)
         announced.append(bytes(head[16:].tolist()))
         return head, memory
 
-    broadcast_incoming._Passage._receive = receive_and_believe  # type: ignore[method-assign]
+    broadcast_incoming._Relay._receive = receive_and_believe  # type: ignore[method-assign]
     broadcast_incoming.checksum = lambda data: announced[-1]  # type: ignore[attr-defined]
 
 

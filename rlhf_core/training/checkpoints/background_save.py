@@ -1,8 +1,8 @@
 """Background writing of one checkpoint: one thread per rank, coordinated through a store.
 
-The threads never enter a collective: two threads of a rank would issue collectives in an order that may differ on
-another rank, a deadlock. The little that the ranks must exchange goes through their store: the checksums of each rank's
-files, and rank 0's verdict.
+The threads never enter a collective: two threads of a rank would issue collectives in an order that may differ from
+that of another rank, which is a deadlock. The little that the ranks must exchange goes through their store: the
+checksums of each rank's files, and rank 0's verdict.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 
 SYNC_BYTES = 256 << 20
 """Bytes after which a file is synced, so that progress shows while the disk works: a single sync at the end of a large
-file may take longer than a file system may be silent."""
+file may take longer than a stall is tolerated."""
 
 Content = Mapping[str, mmap.mmap | bytes]
 """File contents by path in the checkpoint."""
@@ -125,7 +125,7 @@ class BackgroundSave:
         return self._verdict
 
     def leave(self, timeout_s: float) -> None:
-        """After an error that ends this process, wait until the save is over or has made no progress for
+        """Wait after an error that ends this process, until the save is over or has made no progress for
         ``timeout_s``."""
         while not self._over.wait(FIRST_POLL_S):
             if time.monotonic() - max(self._advanced_at_s, self._started_s) > timeout_s:
@@ -204,7 +204,7 @@ def write_content(
 
 def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
     """Run a function that returns checksums of files, and report its outcome."""
-    with Survived() as outcome:  # whatever it is, the step and the other ranks have to hear of it
+    with Survived() as outcome:  # any error must reach the step and the other ranks
         return Report(work())
     return Report({}, outcome.problem, comes_from_full_disk(outcome.error))
 

@@ -124,7 +124,7 @@ def together(
     Raises:
         DiskFull, WorkerError: a rank failed; raised by every rank, and the partial checkpoint is removed.
     """
-    with Survived() as outcome:  # whatever it is, the other ranks must hear of it before it is raised
+    with Survived() as outcome:  # any error must reach the other ranks before it is raised
         result = work()
     failed, full = ranks.sum([float(outcome.error is not None), float(comes_from_full_disk(outcome.error))])
     if not failed:
@@ -132,5 +132,5 @@ def together(
     reports = ranks.gather(outcome.problem)
     if ranks.is_first:
         remove_tree(partial.root)
-    told = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
-    raise publication.failure(partial.step, told, disk_full=bool(full)) from outcome.error
+    problems = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
+    raise publication.failure(partial.step, problems, disk_full=bool(full)) from outcome.error

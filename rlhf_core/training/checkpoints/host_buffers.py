@@ -1,6 +1,6 @@
 """Main memory for the files of a snapshot, allocated once and reused by every save.
 
-The first use of memory costs ten times as much as a copy: the kernel has to find and clear its pages.
+The first use of memory costs ten times as much as a copy: the kernel has to find and zero its pages.
 """
 
 import ctypes
@@ -111,9 +111,9 @@ def _address(memory: mmap.mmap) -> int:
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """CUDA's driver; None without one, as on AMD.
+    """CUDA's driver; None if there is none, as on AMD.
 
-    A failed call to the runtime would leave an error behind, which the next kernel reports as its own, for instance as
+    A failed call of the runtime would leave an error behind, which the next kernel reports as its own, for instance as
     "out of memory".
     """
     try:

@@ -79,7 +79,7 @@ class Snapshot:
         places = {name: image for file in _files(folder, model) for name, image in _places(file, images)}
         for bucket in gathered_weights(model):
             if not self._ranks.is_first:
-                continue  # this rank only takes part in gathering for rank 0
+                continue  # this rank only takes part in the gathering for rank 0
             for name, tensor in bucket.items():
                 places[name].fill(name, tensor)
             self._finish_copies()  # the bucket is released when the next one is gathered

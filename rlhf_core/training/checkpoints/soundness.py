@@ -24,13 +24,13 @@ def training_part(spec: RunSpec) -> dict[str, Any]:
     """The part of the spec that determines the result of each training step.
 
     It leaves out settings that may change between attempts: the length of training, micro-batching, evaluation,
-        location and frequency of checkpoints, machines and number of ranks, and supervision.
+    location and frequency of checkpoints, machines and number of ranks, and supervision.
     """
     part = spec.model_dump(mode="json", include={"seed", "model", "data", "loops", "rollout", "reward", "trainer"})
-    return _what_decides(part)
+    return _without_changeable_settings(part)
 
 
-def _what_decides(part: dict[str, Any]) -> dict[str, Any]:
+def _without_changeable_settings(part: dict[str, Any]) -> dict[str, Any]:
     """The settings without those that may change between attempts."""
     part["loops"]["main"].pop("num_steps", None)
     for loop in filter(None, part["loops"].values()):
@@ -48,7 +48,7 @@ def _what_decides(part: dict[str, Any]) -> dict[str, Any]:
     for name in ("timeout_s", "on_failure", "max_failed_share"):
         part["reward"].pop(name, None)
     if not part["reward"].get("models"):
-        part["reward"].pop("models", None)  # as before such settings existed
+        part["reward"].pop("models", None)  # keeps the hashes from before such settings existed
     for model in part["reward"].get("models", {}).values():
         for name in ("batch_size", "device"):
             model.pop(name, None)
@@ -61,7 +61,7 @@ def spec_hash(spec: RunSpec) -> str:
 
 
 def hash_of_settings(settings: dict[str, Any]) -> str:
-    """Hash of settings, whatever their order."""
+    """Hash of settings, independent of their order."""
     return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -109,7 +109,7 @@ def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, in
 
 
 def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
-    """Have rank 0 find or verify a checkpoint; every rank returns its answer or raises its error.
+    """Have rank 0 find or verify a checkpoint; every rank returns rank 0's result or raises its error.
 
     The other ranks may see an older directory listing, and all must resume from the same checkpoint.
 
@@ -156,7 +156,7 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) 
 
 def _require_own_settings(checkpoint: CheckpointDir, manifest: CheckpointManifest) -> None:
     """Cross-check the redundant entries of a manifest, which has no checksum of its own. A damaged manifest must not
-    look like one of other settings, an error that cannot be recovered from."""
+    look like one of other settings, since that error is not recoverable."""
     if manifest.spec_hash != hash_of_settings(json.loads(settings_file(checkpoint).read_bytes())):
         raise CheckpointCorrupt(
             f"checkpoint {checkpoint.root} is damaged: COMPLETE does not match the settings beside it",
@@ -186,7 +186,7 @@ def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
             RunSpec.model_validate({"name": "saved", **saved, "loops": {**saved["loops"], "main": main}})
         )
     except ValidationError:
-        return _what_decides(saved)  # from a newer version: shown unchanged
+        return _without_changeable_settings(saved)  # from a newer version: shown unchanged
 
 
 def _differences(checkpoint: CheckpointDir, spec: RunSpec) -> str:

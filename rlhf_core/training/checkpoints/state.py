@@ -28,7 +28,7 @@ class Progress(Schema):
     """Algorithm of the loop that is running. Files of rlhf-flows 0.1 say ``stage`` instead of ``loop``, here and in the
     next field."""
     loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
-    """True if that loop is at its end."""
+    """True if that loop has finished."""
     position: int
     """Number of rows taken from the endless sequence of training rows, over the whole run."""
     health: HealthState = HealthState()

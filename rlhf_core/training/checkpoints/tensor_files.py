@@ -1,8 +1,8 @@
 """Safetensors files laid out before their tensors exist, in memory or on disk, and filled one tensor at a time.
 
 The library needs all tensors of a file at once, and copies them in the process. A snapshot must make only one copy,
-into memory already allocated, with exactly the bytes of the file. The format: 8 bytes of length, a header in JSON, the
-bytes of the tensors without gaps (https://github.com/huggingface/safetensors).
+into memory that is already allocated, with exactly the bytes of the file. The format: 8 bytes of length, a header in
+JSON, the bytes of the tensors without gaps (https://github.com/huggingface/safetensors).
 """
 
 import json

@@ -2,11 +2,12 @@
 
     checkpoints/step-000040/
         model/                      weights, configuration and tokenizer, as Hugging Face expects them (rank 0)
-        critic/ weights of a value model trained alongside the policy (rank 0) trainer_state/rank-00000.safetensors
+        critic/                     weights of a value model trained alongside the policy (rank 0)
+        trainer_state/rank-00000.safetensors
                                     progress, optimizer share (by parameter, see ``trainers.shares``) and random number
                                     generators of one rank
-        trainer_state/settings.json settings of the run, to name differences when it is resumed (rank 0) COMPLETE
-        checksums of all of the above, written last
+        trainer_state/settings.json settings of the run, to name differences when it is resumed (rank 0)
+        COMPLETE                    checksums of all of the above, written last
 
 A checkpoint is written under a temporary name, and renamed once every rank has written its part and ``COMPLETE``
 exists. A failure before that leaves earlier checkpoints untouched.
@@ -143,7 +144,7 @@ class CheckpointWriter:
             state["in_flight"] = in_flight
         part = CheckpointPart(progress, partial, final, model, critic, state)
         if self._ranks.is_first:
-            self._clear_away()
+            self._remove_leftovers()
         snapshot = self._snapshot(part)
         if self._has_room(part, has_snapshot=snapshot is not None) and snapshot is not None:
             self._write_in_background(part, snapshot)
@@ -155,7 +156,7 @@ class CheckpointWriter:
         """Wait for the checkpoint in progress, if any.
 
         Raises:
-            DiskFull, WorkerError: as :meth:`begin`, for that one.
+            DiskFull, WorkerError: as in :meth:`begin`, for that checkpoint.
         """
         save = self._on_its_way
         if save is None:
@@ -213,7 +214,7 @@ class CheckpointWriter:
     # -----------------------------------------------------------------------------------------------------------------
     # Room
 
-    def _clear_away(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove leftovers of interrupted saves and removals; no other process writes here."""
         for leftover in self._run_dir.checkpoints_dir.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -238,7 +239,7 @@ class CheckpointWriter:
         return on_node <= available and self._buffers.reserve(sizes)
 
     def _is_in_background(self, model: PreTrainedModel) -> bool:
-        """True if a thread pays off: writing an adapter takes less time than waiting for one."""
+        """True if a thread pays off: an adapter is written in less time than a thread costs."""
         return self._spec.checkpoint.background and can_be_snapshot(model) and not has_adapter(model)
 
     def _has_room(self, part: CheckpointPart, *, has_snapshot: bool) -> bool:
@@ -277,7 +278,7 @@ class CheckpointWriter:
 
     def _small_files(self, part: CheckpointPart) -> dict[str, bytes]:
         partial, folder = part.partial, part.partial.model.name
-        if not self._texts:  # large ones among them; they stay as they are
+        if not self._texts:  # built once: some are large, and they do not change
             self._texts = {f"{folder}/{name}": text for name, text in tokenizer_texts(self._tokenizer).items()}
             settings = settings_file(partial).relative_to(partial.root).as_posix()
             self._texts[settings] = self._publication.settings()
@@ -303,11 +304,11 @@ class CheckpointWriter:
                 verdict = self._verdict_of_all(part, key)
                 self._ranks.store.set(f"{key}/verdict", verdict.to_json())
                 return verdict
-            return Report.from_json(self._awaited(f"{key}/verdict"))
-        except Exception as error:  # noqa: BLE001 - torch's store, the agent's, is gone: the step has to hear of it
+            return Report.from_json(self._wait_for(f"{key}/verdict"))
+        except Exception as error:  # noqa: BLE001 - torch's store, hosted by the agent, is gone: the step must learn of it
             return Report({}, f"rank {self._ranks.rank} no longer received messages from the others: {error}")
 
-    def _awaited(self, key: str) -> bytes:
+    def _wait_for(self, key: str) -> bytes:
         """Wait as long as a collective would: longer than the agent takes to detect a rank that never arrives."""
         return awaited(self._ranks.store, key, collective_timeout(self._spec.supervise).total_seconds())
 
@@ -340,7 +341,7 @@ class CheckpointWriter:
 
     def _verdict_of_all(self, part: CheckpointPart, key: str) -> Report:
         names = [f"{key}/{rank}" for rank in range(self._ranks.num_ranks)]
-        verdict = combined([Report.from_json(self._awaited(name)) for name in names])
+        verdict = combined([Report.from_json(self._wait_for(name)) for name in names])
         for name in names:
             self._ranks.store.delete_key(name)
         if not verdict.problem:

@@ -18,9 +18,9 @@ class SequenceBatch:
     input_ids: Tensor
     """``[B, T]`` int64."""
     target_mask: Tensor
-    """``[B, T-1]`` bool: true where the predicted token belongs to the completion."""
+    """``[B, T-1]`` bool: true if the predicted token belongs to the completion."""
     prompt_mask: Tensor
-    """``[B, T-1]`` bool: true where it belongs to the prompt, whose first token nothing predicts."""
+    """``[B, T-1]`` bool: true if it belongs to the prompt, whose first token is never predicted."""
 
     def place(self, values: Tensor) -> Tensor:
         """Scatter per-token values of the completions to the positions where ``target_mask`` is true.
@@ -46,7 +46,7 @@ def collate(
 
     Args:
         prompts: token lists, one per sequence, none of them empty (nothing would predict the first token).
-        completions: token lists, as many; an empty one has no targets.
+        completions: token lists, one per sequence; an empty one has no targets.
         pad_id: padding token; its value does not affect results.
     """
     lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]

@@ -20,7 +20,7 @@ Scorer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Example:
-    """The sequences of one row that an algorithm learns from."""
+    """The sequences of one row that an algorithm trains on."""
 
     prompt: list[int]
     """Tokens of the prompt."""
@@ -50,7 +50,7 @@ class Example:
 def make_examples(
     rows: Sequence[Row], prompts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, algorithm: AlgorithmSpec
 ) -> list[Example]:
-    """Make examples of rows whose texts are ready.
+    """Make examples from rows whose texts are ready.
 
     Args:
         prompts: tokens of the prompt of each row.
@@ -79,7 +79,7 @@ def make_batch(
     prompt_mask = None
     if algorithm.scores_prompt:
         prompt_mask = batch.prompt_mask.clone()
-        prompt_mask[len(examples) :] = False  # those of the rejected completions are the same prompts
+        prompt_mask[len(examples) :] = False  # the rejected completions have the same prompts
     margins = torch.tensor([example.margin for example in examples], device=device) if algorithm.pairs else None
     desirable = torch.tensor([example.desirable for example in examples], device=device) if algorithm.labelled else None
     return batch, MicroBatch(batch.target_mask, prompt_mask=prompt_mask, desirable=desirable, margins=margins)
@@ -112,7 +112,7 @@ def score_batch(
     """Run the forward passes for one micro-batch.
 
     Args:
-        policy: gives log-probabilities ``[B, T]`` and entropies; a reward model gives rewards ``[B]``.
+        policy: returns log-probabilities ``[B, T]`` and entropies; a reward model returns rewards ``[B]``.
         reference: likewise, for an algorithm that has one; its pass has no gradient.
     """
     if algorithm.ranks_completions:

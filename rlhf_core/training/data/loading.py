@@ -34,14 +34,14 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class DataReport:
-    """Report on loading one split."""
+    """Report on the loading of one split."""
 
     source: str
     """The file or generator."""
     num_rows: int
     """Rows ready for use."""
     num_malformed: int
-    """Number of invalid rows left out (``data.malformed_rows = "drop"``)."""
+    """Number of invalid rows dropped (``data.malformed_rows = "drop"``)."""
     first_problem: str = ""
     """Problem of the first of them, with file and line."""
 
@@ -53,7 +53,7 @@ class EncodedPrompts:
     rows: list[Row]
     token_ids: list[list[int]]
     num_overlong: int
-    """Rows left out because their prompt is longer than ``data.max_prompt_tokens``, or a completion than
+    """Rows dropped because their prompt is longer than ``data.max_prompt_tokens``, or a completion longer than
     ``data.max_completion_tokens``."""
 
 
@@ -67,17 +67,17 @@ def load_rows(spec: RunSpec, split: Split) -> list[Row]:
 
 
 def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[list[Row], DataReport]:
-    """Read a split and fill its templates. The same on every rank: order and identities follow from the data alone.
+    """Read a split and fill its templates. The same on every rank: order and identities depend on the data alone.
 
-    In templates ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns that
-    ``data.prompt_column`` and so on name; other names are columns of those names. Values other than strings are
-    converted with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
+    In templates, ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns named by
+    ``data.prompt_column`` and so on; other names are columns of those names. Values other than strings are converted
+    with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
 
     Args:
         limit: read no more rows than this; None for all.
 
     Raises:
-        BadData: the file is missing or of an unknown kind, a row is not valid and ``data.malformed_rows`` is ``error``
+        BadData: the file is missing or of an unknown kind, a row is invalid and ``data.malformed_rows`` is ``error``
             (the message names file and line), or no row is left.
         BadConfig: the generator does not import, or a template is not well formed.
     """
@@ -111,7 +111,7 @@ def _source(data: DataSpec, split: Split) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Records: the rows of a source as they stand, each with its place for error messages
+# Records: the unmodified rows of a source, each with its place for error messages
 
 Record = tuple[str, Mapping[str, JsonValue] | Malformed]
 
@@ -215,15 +215,15 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
-    """Render rows and tokenize their prompts. Rows that are too long are left out or refused, according to
+    """Render rows and tokenize their prompts. Rows that are too long are dropped or refused, according to
     ``data.overlong_prompts`` and ``data.overlong_completions``.
 
     A tokenizer that prepends a token (``<s>``) does so unless the prompt already begins with it or is a conversation,
     where the chat template decides.
 
     Raises:
-        BadData: a row is too long and the policy is ``error``, a prompt has no tokens or no text can be made of its
-            messages, or no row is left.
+        BadData: a row is too long and the policy is ``error``, a prompt has no tokens, its messages cannot be rendered,
+            or no row is left.
     """
     kept = EncodedPrompts([], [], 0)
     num_overlong = 0
@@ -277,12 +277,12 @@ def _too_long(
 
 
 def completions_of(row: Row) -> list[str]:
-    """Completions of a row that are learned from."""
+    """Completions of a row that are trained on."""
     return [text for text in (row.target, row.chosen, row.rejected) if text]
 
 
 def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Tokens of the prompt of a rendered row. An end token that the tokenizer appends is left out: a completion
+    """Tokens of the prompt of a rendered row. An end token that the tokenizer appends is dropped, since a completion
     follows."""
     bos = tokenizer.bos_token
     begins = row.chat is not None or bool(bos and row.prompt.startswith(str(bos)))
@@ -295,7 +295,7 @@ def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def completion_tokens(text: str, row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Tokens of a completion of a row, with the end token: of a conversation, the one that the chat template sets."""
+    """Tokens of a completion of a row, with the end token; for a conversation, the end token of the chat template."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     ends = row.chat is not None or tokens[-1:] == [tokenizer.eos_token_id]
     return tokens if ends else [*tokens, tokenizer.eos_token_id]

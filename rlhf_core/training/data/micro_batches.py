@@ -45,7 +45,7 @@ def _by_length(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> l
     if not max_tokens:
         return [order[start : start + max_sequences] for start in range(0, len(order), max_sequences)]
     cut: list[list[int]] = []
-    # From the longest on: each micro-batch is as wide as its first sequence, and takes as many as fit at that width.
+    # From the longest on: each micro-batch is as wide as its first sequence, and holds as many as fit at that width.
     while order:
         count = max(1, min(max_sequences, max_tokens // max(1, lengths[order[-1]])))
         cut.append(order[-count:])
@@ -56,7 +56,8 @@ def _by_length(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> l
 def evened(cut: Sequence[list[int]], count: int) -> list[list[int]]:
     """Pad with empty micro-batches to the largest number on any rank.
 
-    Stages 2 and 3 of ZeRO communicate in every pass, so all ranks must run equally many. The pass of an empty
+    Stages 2 and 3 of ZeRO communicate in every pass, so all ranks must run the same number of passes. The pass of an
+    empty
     micro-batch runs over padding and contributes nothing.
     """
     return [*cut, *([] for _ in range(count - len(cut)))]

@@ -62,7 +62,7 @@ class RowReader:
         return dataclasses.replace(row, uid=uid, margin=self._margin(columns), desirable=self._label(columns))
 
     def _named(self, columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """The columns, and those that settings name under the names that templates have for them."""
+        """The columns, including those that settings name, under their names in templates."""
         data = self._data
         names = {"prompt": data.prompt_column, "answer": data.answer_column}
         if self._pairs:
@@ -154,7 +154,7 @@ class RowReader:
         if name not in columns:
             raise MalformedRow(f'no column "{name}" (data.margin_column); it has: {", ".join(columns)}')
         try:
-            margin = float(columns[name])  # type: ignore[arg-type]  # whatever it is
+            margin = float(columns[name])  # type: ignore[arg-type]  # any type: errors are handled below
         except (TypeError, ValueError):
             margin = math.nan
         if not math.isfinite(margin):

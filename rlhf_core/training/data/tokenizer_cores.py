@@ -1,7 +1,7 @@
-"""Cores of the tokenizers built here (``tokenizers.py``), without transformers around them, which takes long to import.
+"""Cores of the built-in tokenizers (``tokenizers.py``), without transformers, which takes long to import.
 
-All three have ``<|pad|>`` as padding, ``<|im_end|>`` as the end token, and a vocabulary filled up to a multiple of 64
-with ``<|reserved_N|>``: every id that the model can sample is a token with visible text, so that none of its output is
+All three have ``<|pad|>`` as padding, ``<|im_end|>`` as the end token, and a vocabulary padded to a multiple of 64 with
+``<|reserved_N|>``: every id that the model can sample is a token with visible text, so that none of its output is
 hidden from a reward function.
 """
 
@@ -50,7 +50,7 @@ def _char() -> Tokenizer:
 
 
 def _byte() -> Tokenizer:
-    # ByteLevel writes each byte as one printable character; sorted, because the library gives them as a set.
+    # ByteLevel writes each byte as one printable character; sorted, because the library returns them as a set.
     vocab = {token: number for number, token in enumerate([*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     return _with_bytes(Tokenizer(models.BPE(vocab, merges=[])))
 

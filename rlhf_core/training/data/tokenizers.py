@@ -1,6 +1,6 @@
-"""Tokenizers: three kinds that are built here, and loading of existing ones.
+"""Tokenizers: three built-in kinds, and loading of existing ones.
 
-Those built here are the cores of ``tokenizer_cores.py`` with a chat template in ChatML form, whose turns end with the
+The built-in ones are the cores of ``tokenizer_cores.py`` with a chat template in ChatML form, whose turns end with the
 end token.
 """
 
@@ -43,10 +43,10 @@ def build_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> PreTrai
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder; one without a padding token pads with its end token.
+    """Load the tokenizer of a folder. If it has no padding token, its end token is used for padding.
 
     Raises:
-        BadConfig: there is none, or it has no end token.
+        BadConfig: the folder holds no tokenizer, or the tokenizer has no end token.
     """
     if not path.is_dir():
         raise BadConfig(f"{path} is not a folder; expected a folder with a Hugging Face tokenizer")

@@ -75,7 +75,7 @@ class Evaluator:
         return not isinstance(self.spec.trainer, CommandTrainer) and self.ranks_for(self.spec.main_loop.algorithm)
 
     def ranks_for(self, algorithm: AlgorithmSpec) -> bool:
-        """True if completions are ranked while this algorithm trains: only for that of the main loop, whose rewards
+        """True if completions are ranked while this algorithm trains: only for the main loop's algorithm, whose rewards
         rank them."""
         return algorithm == self.spec.main_loop.algorithm and (algorithm.pairs or algorithm.labelled)
 
@@ -172,7 +172,7 @@ class Evaluator:
             rated = rate_rows(
                 policy,
                 reference,
-                # A rank without a share rates the first row and discards the result.
+                # A rank whose share is empty rates the first row and discards the result.
                 rows or self.data.rows[:1],
                 prompts or self.data.token_ids[:1],
                 algorithm=algorithm,

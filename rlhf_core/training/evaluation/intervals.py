@@ -69,7 +69,8 @@ def effective_samples(scores: Sequence[Sequence[float]]) -> float:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution, to about six digits, for probabilities from 0.5 to below 1.
+    """Quantile of Student's t distribution, to about six digits, for probabilities from 0.5 up to, but not including,
+    1.
 
     With ``t = sqrt(degrees) * tan(angle)`` the density becomes ``cos(angle) ** (degrees - 1)`` on a finite range; it is
     summed up by the midpoint rule until the probability is reached.

@@ -15,8 +15,8 @@ from rlhf_core.training.types import Row
 def pair_sample(row: Row, chosen: float, rejected: float) -> EvaluationSample:
     """Make a sample of the completion with the higher reward in a pair, judged against the chosen one.
 
-    Scored 1 if it is the chosen one, 0 if it is the rejected one, and one half if the rewards are equal: a policy that
-    is its own reference prefers nothing.
+    Scored 1 if it is the chosen one, 0 if it is the rejected one, and 0.5 if the rewards are equal: a policy that is
+    its own reference has no preferences.
     """
     return EvaluationSample(
         prompt_uid=row.uid,
@@ -62,7 +62,7 @@ def rate_rows(
     num_passes: int,
     beat: Callable[[], None],
 ) -> list[tuple[Row, tuple[float, ...]]]:
-    """Rate the completions of rows by the rewards that an algorithm gives them.
+    """Rate the completions of rows by the rewards that an algorithm assigns to them.
 
     Args:
         reference: the reference model, for an algorithm that has one.
@@ -71,7 +71,7 @@ def rate_rows(
         algorithm: defines the reward of a completion.
         rows_at_once: number of rows per forward pass.
         num_passes: number of forward passes on every rank, whatever its share of the rows: if the weights are split
-            over the ranks, each pass is a collective. The last row is reused once none are left.
+            over the ranks, each pass is a collective. Passes without rows left reuse the last row.
         beat: called before every pass.
 
     Returns:

@@ -78,7 +78,9 @@ def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
     before = {id(parameter) for parameter in model.parameters()}
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about an existing adapter: the reference's is the second
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # about an existing adapter: that of the reference is the second one
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=name)
     for parameter in model.parameters():
@@ -87,7 +89,7 @@ def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
 
 
 def target_modules(model: nn.Module, lora: LoraSpec) -> tuple[str, ...]:
-    """Last components of the names of the linear layers that get an adapter, as in ``q_proj``.
+    """Last components of the names of the linear layers that get an adapter, such as ``q_proj``.
 
     Raises:
         BadConfig: a name in ``model.lora.target_modules`` matches no such layer; the message lists the available ones.

@@ -104,7 +104,7 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
         config: ``model_type`` and arguments of that type's transformers configuration.
 
     Raises:
-        BadConfig: unknown model type or argument, or values that give no valid model.
+        BadConfig: unknown model type or argument, or values that do not describe a valid model.
     """
     arguments = dict(config)
     model_type = str(arguments.pop("model_type"))
@@ -120,7 +120,7 @@ def build_causal_lm(config: Mapping[str, JsonValue], tokenizer: PreTrainedTokeni
             torch.manual_seed(seed)
             built = _without_dropout(AutoConfig.for_model(model_type, **arguments))
             model: PreTrainedModel = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
-    except Exception as error:  # transformers raises many types here, all of which mean a bad value
+    except Exception as error:  # transformers raises many types here, all due to a bad value
         raise BadConfig(
             f"model.config makes no {model_type} model: {type(error).__name__}: {_first_lines(error)}"
         ) from error
@@ -144,7 +144,7 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
         base: folder of an adapter's base model, if it is not the one recorded in the adapter.
 
     Raises:
-        BadConfig: there is no such folder, or no model in it.
+        BadConfig: the folder does not exist or holds no model.
     """
     folder = _existing_folder(path, "model.path")
     if is_adapter(folder):
@@ -164,11 +164,11 @@ def load_causal_lm(path: Path, dtype: str, base: Path | None = None) -> PreTrain
 
 
 def _make_savable(generation: GenerationConfig | None, folder: Path) -> None:
-    """Have transformers save generation settings that it has read. It refuses a temperature without ``do_sample``,
-    which released models contain: they are to be sampled.
+    """Make transformers save the generation settings that it has loaded. It refuses a temperature without
+    ``do_sample``, which released models contain because they are meant to be sampled.
 
     Raises:
-        BadConfig: it refuses them for another reason, which otherwise the first checkpoint would show.
+        BadConfig: it refuses them for another reason, which would otherwise surface only at the first checkpoint.
     """
     if generation is None:
         return
@@ -186,7 +186,7 @@ def _make_savable(generation: GenerationConfig | None, folder: Path) -> None:
 
 
 def random_causal_lm(folder: Path, dtype: str) -> PreTrainedModel:
-    """Build the model that a folder describes, with random weights: for an engine that receives its weights.
+    """Build the model that a folder describes, with random weights: for an engine that receives its weights later.
 
     Raises:
         BadConfig: the folder has no configuration of a causal language model.
@@ -241,7 +241,7 @@ def dropout_free_config(folder: Path) -> PreTrainedConfig:
     """Load the configuration of a model, with all dropout off.
 
     Raises:
-        OSError, ValueError: there is none that transformers supports.
+        OSError, ValueError: the folder has none that transformers supports.
     """
     return _without_dropout(AutoConfig.from_pretrained(str(folder), local_files_only=True))
 
@@ -278,8 +278,8 @@ class PolicyModel(nn.Module):
     """A causal language model that returns log-probabilities instead of logits.
 
     The logits over the whole vocabulary exist for one chunk of tokens at a time, forward and backward: for 32 thousand
-    tokens and a vocabulary of 152 thousand they would be 20 GB. Of right-padded sequences, only tokens used for a
-    prediction go through the layers, and common prefixes go through once (``packing.py``).
+    tokens and a vocabulary of 152 thousand they would take 20 GB. Of right-padded sequences, only the tokens needed for
+    a prediction go through the layers, and common prefixes do so once (``packing.py``).
     """
 
     def __init__(self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS) -> None:

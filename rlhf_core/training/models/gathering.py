@@ -1,7 +1,7 @@
 """Full weights of a model, whether or not ZeRO 3 has split its parameters over the ranks.
 
 ZeRO 3 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5) leaves each rank 1/N of every parameter, and an empty
-tensor in the parameter's place. Checkpoints, evaluation and other engines get full weights from here.
+tensor in its place. Checkpoints, evaluation and other engines obtain full weights from here.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat:
         memory.
 
     Raises:
-        OSError, SafetensorError: rank 0 could not write; raised after all ranks have gone through all buckets.
+        OSError, SafetensorError: rank 0 could not write; raised after all ranks have iterated over all buckets.
     """
     writer = _FolderWriter(model, folder) if is_first else None
     failure: BaseException | None = None
@@ -116,7 +116,7 @@ def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat:
         beat()
         if writer is None or failure is not None:
             continue  # the others are still gathering: a rank that stopped here would leave them waiting
-        with Survived() as outcome:  # raised below, when no rank waits for this one
+        with Survived() as outcome:  # raised below, once no rank waits for this one
             writer.add(bucket)
         failure = outcome.error
     if failure is not None:
@@ -126,11 +126,11 @@ def save_split_model(model: PreTrainedModel, folder: Path, is_first: bool, beat:
 
 
 def save_weights(model: nn.Module, path: Path, is_first: bool, beat: Callable[[], None]) -> None:
-    """Write the weights of any model into one safetensors file; rank 0 holds all of them in main memory meanwhile.
+    """Write the weights of any model into one safetensors file; rank 0 meanwhile holds all of them in main memory.
 
-    For a partly frozen model, only the trained weights.
+    Of a partly frozen model, only the trained weights are written.
 
-    Collective where the model is split.
+    Collective if the model is split.
 
     Raises:
         OSError, SafetensorError: rank 0 could not write.
@@ -239,8 +239,8 @@ def whole_model(model: nn.Module) -> Iterator[None]:
     """Within the block, put all weights of a split model in place and remove DeepSpeed's hooks from its modules.
 
     With the hooks, each module would gather its weights when called: a rank whose completions end early makes fewer
-        calls, and the others would wait for it forever. Collective only at its beginning and end; does nothing if the
-        model is not split.
+    calls, and the others would wait for it forever. Collective only at its beginning and end; does nothing if the model
+    is not split.
     """
     if not is_split(model):
         yield
@@ -266,7 +266,7 @@ def unsplit(model: nn.Module) -> None:
         own = {
             name: None if parameter is None else plain[id(parameter)] for name, parameter in module._parameters.items()
         }
-        module._parameters = own  # DeepSpeed has put its own table there
+        module._parameters = own  # DeepSpeed has replaced it with a table of its own
         if hasattr(module, _HOOKS):
             delattr(module, _HOOKS)
 

@@ -23,8 +23,8 @@ def use_lean_layers(model: nn.Module) -> int:
     """Replace the forward pass of every RMSNorm and gated MLP of ``model`` that has the usual form.
 
     A module is replaced only if both give the same result for a probe: one with another formula stays as it is, such as
-    Gemma's norms, which add 1 to their weights. So does one whose forward pass is already replaced, here or by another
-    library. Modules, names and values of the weights are unchanged.
+    Gemma's norms, which add 1 to their weights. The same holds for one whose forward pass is already replaced, here or
+    by another library. Modules, names and values of the weights are unchanged.
 
     Returns:
         Number of replaced modules.
@@ -33,7 +33,8 @@ def use_lean_layers(model: nn.Module) -> int:
 
 
 def keep_products(model: nn.Module) -> None:
-    """Stop recomputing within replaced MLPs: under gradient checkpointing, it would keep what that drops."""
+    """Stop recomputing within replaced MLPs: gradient checkpointing would keep the products that recomputation
+    drops."""
     for module in model.modules():
         if isinstance(module.forward, _LeanMlp):
             module.forward.recomputes = False
@@ -90,7 +91,7 @@ class _LeanMlp:
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() == storage and tensor.dtype == gate.dtype:
                 return tensor.shape, tensor.stride(), tensor.storage_offset()
-            return tensor if tensor.is_leaf else tensor.detach()  # detached: it may be its own node's result
+            return tensor if tensor.is_leaf else tensor.detach()  # detached: it may be the result of its own node
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):

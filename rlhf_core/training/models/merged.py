@@ -2,7 +2,8 @@
 
 merged/step-000040/
     model/            weights with the adapter merged into them, configuration and tokenizer
-    model/adapter/ the adapter itself, as in the checkpoint COMPLETE checksums of all of the above, written last
+    model/adapter/    the adapter itself, as in the checkpoint
+    COMPLETE          checksums of all of the above, written last
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Packed forward passes over only the tokens that a loss needs, each of them once: no padding, no repeated prefix.
+"""Packed forward passes over only the tokens that a loss needs, each of them once: no padding, no repeated prefixes.
 
 Under causal attention the state of a token depends only on the tokens up to it. So a prefix that sequences of a
 micro-batch share goes through the model once: the prompt of a group of samples, or of a pair of completions (prefix
@@ -41,7 +41,7 @@ class Packing:
     tokens: Tensor
     """``[1, N]`` int64."""
     positions: Tensor
-    """``[1, N]`` index of each token in its sequence."""
+    """``[1, N]`` index of each token within its sequence."""
     source: Tensor
     """``[B, T]`` position in the row of each token of each sequence; 0 where it is not needed."""
     blocks: Sequence[_AttentionBlock]
@@ -55,7 +55,7 @@ def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
 
     Args:
         input_ids: ``[B, T+1]`` int64, padded on the right.
-        target_mask: ``[B, T]`` bool: true at ``t`` where the prediction of token ``t+1`` is wanted.
+        target_mask: ``[B, T]`` bool: true at ``t`` if the prediction of token ``t+1`` is needed.
     """
     needed = target_mask.flip(1).cumsum(1).flip(1) > 0
     needed[0, 0] = True  # at least one token: every rank runs its passes, whatever it sampled
@@ -91,7 +91,7 @@ def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
 def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor) -> Tensor:
     """Last hidden states ``[N, H]`` that predict the tokens selected by ``target_mask``, row by row.
 
-    Args: as for :func:`pack`. ``body`` is of a model that :func:`can_pack`.
+    Args: as for :func:`pack`. ``body`` belongs to a model for which :func:`can_pack` is true.
     """
     packing = pack(input_ids, target_mask)
     hidden: Tensor = body(
@@ -105,7 +105,7 @@ def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor) -
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """True if ``model`` gives the same states packed as padded; afterwards it can be called both ways.
+    """True if ``model`` yields the same states packed as padded; afterwards it can be called both ways.
 
     Models with sliding windows, with recurrent states, or whose attention implementation transformers cannot replace
     are not packed.
@@ -122,7 +122,7 @@ def can_pack(model: PreTrainedModel) -> bool:
         model.set_attn_implementation(ATTENTION)
         if _agrees(model.base_model, model.device):
             return True
-    except (TypeError, ValueError, AttributeError):  # a model that passes nothing on to its attention
+    except (TypeError, ValueError, AttributeError):  # the model does not pass arguments on to its attention
         pass
     model.set_attn_implementation("sdpa")
     return False

@@ -16,7 +16,7 @@ from rlhf_core.training.models.lean_layers import keep_products, use_lean_layers
 def load_reward_model(folder: Path, dtype: str, seed: int, pad_id: int, base: Path | None = None) -> PreTrainedModel:
     """Load a model with one output from a folder, in training's number format and with all dropout off.
 
-    From a causal language model it takes the decoder, with a head that depends only on ``seed``. An adapter is merged
+    For a causal language model, it uses the decoder, with a head that depends only on ``seed``. An adapter is merged
     into its base model.
 
     Args:
@@ -57,7 +57,7 @@ class RewardModel(nn.Module):
     """A model with one output that returns one reward per sequence."""
 
     packs = False
-    """See :class:`PolicyModel`; not packed, because transformers finds the end of a padded sequence."""
+    """See :class:`PolicyModel`; not packed, because transformers locates the end of a padded sequence."""
 
     def __init__(self, classifier: PreTrainedModel) -> None:
         """Wrap ``classifier``.
@@ -84,7 +84,7 @@ class RewardModel(nn.Module):
         """Compute the reward of each sequence at its last non-padding token, as transformers does.
 
         A padding token that is also the end token is always skipped, as in training: the reward is taken at the token
-            before it. A model without a padding token is scored at the very last token.
+        before it. A model without a padding token is scored at the very last token.
 
         Args:
             input_ids: ``[B, T]`` int64, padded on the right.
@@ -96,7 +96,7 @@ class RewardModel(nn.Module):
         masked = {} if attention_mask is None else {"attention_mask": attention_mask}
         hidden: Tensor = self.classifier.base_model(input_ids=input_ids, use_cache=False, **masked).last_hidden_state
         last = _last_places(input_ids, attention_mask, self.classifier.config.pad_token_id)
-        # The whole head is called, but only on the last states: nothing is scored elsewhere.
+        # The whole head is called, but only on the last states: no other position is scored.
         chosen = hidden[torch.arange(len(input_ids), device=input_ids.device), last]
         head: Callable[[Tensor], Tensor] = self.classifier.score  # a module, checked above
         scores = head(chosen).squeeze(-1)

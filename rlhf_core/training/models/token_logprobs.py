@@ -5,7 +5,7 @@ With ``z`` the logits, ``p = softmax(z)`` and ``y`` the token
     log p(y) = z_y - logsumexp(z)        d log p(y) / dz = 1[y] - p        entropy = - sum p log p
 
 Besides the logits only one tensor of their size exists at a time: the log-probabilities in the forward pass, which are
-kept, and the gradient in the backward pass. Automatic differentiation of the same would create four.
+kept, and the gradient in the backward pass. Automatic differentiation of the same expressions would create four.
 """
 
 from typing import Any

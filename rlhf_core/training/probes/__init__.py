@@ -1,1 +1,1 @@
-"""Checks before training: a node and its links, rows and tokens of the data, reward functions."""
+"""Checks before training: of a node and its links, of the rows and tokens of the data, and of reward functions."""

@@ -1,7 +1,7 @@
 """Check of the data before any node is allocated: rows, tokenizer, lengths, rewards. Bounded in time and memory.
 
 Runs in the compute interpreter, where tokenizers and reward functions can be imported, on the machine that starts the
-run. It answers with a :class:`ContentReport`; preflight judges it.
+run. It returns a :class:`ContentReport`, which preflight judges.
 """
 
 import math
@@ -28,24 +28,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_ROWS = 2000
-"""Rows of each split that are looked at: enough to see a share of a per cent, few enough to take a second."""
+"""Rows of each split that are checked: enough to detect a share of one per cent, few enough to take a second."""
 MEMORY_BYTES = 16 << 30
-"""Memory that all of it may take, in bytes."""
+"""Memory limit of the whole check, in bytes."""
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 ANSWER = {"role": "assistant", "content": "4"}
 
 AROUND_CORE = 5.0
-"""Time that transformers takes for a short text, as a multiple of the time of the core in its tokenizer."""
+"""Time that transformers takes for a short text, relative to the time of its tokenizer's core."""
 
 
 class CoreTokenizer:
-    """A tokenizer built here, with what is asked of it below, without transformers: importing that takes longer than
-    all of the check, and its tokenizer calls this one."""
+    """A tokenizer built by us, with only the methods that this check needs. It avoids importing transformers, which
+    takes longer than the whole check and whose tokenizer calls the same core."""
 
     bos_token = None
     chat_template = None
-    """Ours is known to render (``tests/training/test_core_tokenizers.py``), and here are no rows of messages."""
+    """None: our chat template is known to render (``tests/training/test_core_tokenizers.py``), and no rows are
+    messages."""
 
     def __init__(self, core: "Tokenizer") -> None:
         from rlhf_core.training.data.tokenizer_cores import END, UNKNOWN
@@ -55,19 +56,19 @@ class CoreTokenizer:
         self.unk_token_id = core.token_to_id(UNKNOWN)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text."""
+        """Encode a text."""
         tokens: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
         return tokens
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        """Text of tokens. Those built here never clean up."""
+        """Decode tokens. Tokenizers built by us never clean up."""
         del clean_up_tokenization_spaces
         text: str = self._core.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
 
 def check_content(spec_path: Path) -> ContentReport:
-    """Look at the rows of a spec, and at what reads and rewards them.
+    """Check the rows of a spec, its tokenizer and its reward functions.
 
     Args:
         spec_path: a ``RunSpec`` as JSON, with absolute paths.
@@ -75,31 +76,33 @@ def check_content(spec_path: Path) -> ContentReport:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     spec = RunSpec.model_validate_json(spec_path.read_bytes())
-    looks, rows = _read(spec)
-    report = ContentReport(splits=tuple(looks.values()))
+    split_reports, rows = _read(spec)
+    report = ContentReport(splits=tuple(split_reports.values()))
     if not rows.get("train"):
         return report
     # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
     rewards = try_rewards(_functions(spec, rows["train"]), rows["train"])
     prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
     shared = len(prompts["train"] & prompts.get("eval", set()))
-    tokenizer, look = _tokenizer(spec, rows)
-    if tokenizer is not None and look.problem == "":
-        rows, look = _rendered(rows, tokenizer, look)
-    if tokenizer is not None and not look.problem:
-        looks = {split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in looks.items()}
+    tokenizer, tokenizer_report = _tokenizer(spec, rows)
+    if tokenizer is not None and tokenizer_report.problem == "":
+        rows, tokenizer_report = _rendered(rows, tokenizer, tokenizer_report)
+    if tokenizer is not None and not tokenizer_report.problem:
+        split_reports = {
+            split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in split_reports.items()
+        }
     return report.model_copy(
         update={
-            "splits": tuple(looks.values()),
+            "splits": tuple(split_reports.values()),
             "num_shared": shared,
-            "tokenizer": look,
+            "tokenizer": tokenizer_report,
             "rewards": tuple(rewards),
         }
     )
 
 
 def _functions(spec: RunSpec, rows: Sequence[Row]) -> list[str]:
-    """Functions that can be tried: reference answers are what they are tried with, and pairs need have none."""
+    """Functions that can be tried: trials need reference answers, which pairs need not have."""
     answered = "answer" in spec.data_kinds or all(spec.data.answer_column in row.columns for row in rows)
     return list(dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer])) if answered else []
 
@@ -109,7 +112,7 @@ def _functions(spec: RunSpec, rows: Sequence[Row]) -> list[str]:
 
 
 def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
-    looks: dict[str, SplitReport] = {}
+    split_reports: dict[str, SplitReport] = {}
     rows: dict[str, list[Row]] = {}
     splits: tuple[Split, ...] = ("train", "eval") if spec.data.generator or spec.data.eval else ("train",)
     for split in splits:
@@ -118,11 +121,11 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
         with Survived() as failed:  # a generator is user code and may raise anything
             found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
         if failed.error is not None:
-            looks[split] = SplitReport(split=split, problem=" ".join(failed.message.split()))
+            split_reports[split] = SplitReport(split=split, problem=" ".join(failed.message.split()))
             continue
         seconds = time.monotonic() - started
         rows[split] = found[:NUM_ROWS]
-        looks[split] = SplitReport(
+        split_reports[split] = SplitReport(
             split=split,
             num_rows=len(rows[split]),
             is_whole=len(found) <= NUM_ROWS,
@@ -131,7 +134,7 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
             - len({(row.prompt, row.answer, row.chosen, row.rejected) for row in rows[split]}),
             read_s=seconds,
         )
-    return looks, rows
+    return split_reports, rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def _tokenizer(
     tokenizer: PreTrainedTokenizerBase
     try:
         if kind in BUILT_TOKENIZERS:
-            tokenizer = _built(spec, rows)
+            tokenizer = _build_tokenizer(spec, rows)
         else:
             from rlhf_core.training.data.tokenizers import load_tokenizer
 
@@ -155,8 +158,8 @@ def _tokenizer(
     return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
 
 
-def _built(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """The tokenizer that training builds: with transformers only where messages are to be rendered."""
+def _build_tokenizer(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer | PreTrainedTokenizerBase":
+    """The tokenizer that training builds; with transformers only if messages are to be rendered."""
     texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
     if any(row.chat is not None for of in rows.values() for row in of):
         from rlhf_core.training.data.tokenizers import build_tokenizer
@@ -168,13 +171,13 @@ def _built(spec: RunSpec, rows: Mapping[str, Sequence[Row]]) -> "CoreTokenizer |
 
 
 def _rendered(
-    rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", look: TokenizerReport
+    rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", tokenizer_report: TokenizerReport
 ) -> tuple[dict[str, list[Row]], TokenizerReport]:
-    """Rows of messages as the texts that the tokenizer makes of them, or the reason why it cannot."""
+    """Rows of messages rendered to text by the tokenizer, or the reason why it cannot."""
     try:
-        return {split: [rendered(row, tokenizer) for row in of] for split, of in rows.items()}, look
+        return {split: [rendered(row, tokenizer) for row in of] for split, of in rows.items()}, tokenizer_report
     except RlhfError as error:
-        return {}, look.model_copy(update={"problem": " ".join(str(error).split())})
+        return {}, tokenizer_report.model_copy(update={"problem": " ".join(str(error).split())})
 
 
 def _texts(row: Row) -> list[str]:
@@ -182,9 +185,9 @@ def _texts(row: Row) -> list[str]:
 
 
 def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
-    """Try a tokenizer: do texts come back as they went in, what does it not know, does its chat template render."""
+    """Check a tokenizer: texts that do not survive a round trip, unknown tokens, and rendering of its chat template."""
     num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
-    for text, number in Counter(texts).items():  # answers repeat
+    for text, number in Counter(texts).items():  # answers are often equal
         tokens = tokenizer.encode(text, add_special_tokens=False)
         num_tokens += number * len(tokens)
         num_unknown += number * tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
@@ -202,7 +205,7 @@ def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
 
 
 def _difference(text: str, back: str, around: int = 20) -> str:
-    """Surroundings of the place at which two texts part."""
+    """Text around the first difference between a text and its round trip."""
     at = next((i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
     start = max(0, at - around)
     return f"{text[start : at + around]!r} came back as {back[start : at + around]!r}"
@@ -213,11 +216,11 @@ def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
         return ""
     plain: Any = ""
     prompt: Any = ""
-    with Survived() as failed:  # a template is code, and raises what it likes
+    with Survived() as failed:  # a template is code and may raise anything
         plain = tokenizer.apply_chat_template(CHAT, tokenize=False)
         prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     if isinstance(failed.error, ImportError):
-        return ""  # without jinja2 nothing renders it here, nor in training
+        return ""  # without jinja2 the template cannot be rendered, here or in training
     if failed.error is not None:
         return f"does not render: {' '.join(failed.problem.split())}"
     if CHAT[0]["content"] not in prompt:
@@ -228,7 +231,7 @@ def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _ends_before_answer(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> bool:
-    """True if an answer follows a prompt without a header, for instance behind Mistral's ``[/INST]``.
+    """True if an answer follows a prompt without a header, for instance after Mistral's ``[/INST]``.
 
     A prompt that ends with the user's message does not show the model that it is its turn.
     """
@@ -241,10 +244,10 @@ def _ends_before_answer(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> bo
 
 
 def _with_lengths(
-    look: SplitReport, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", spec: RunSpec
+    split_report: SplitReport, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", spec: RunSpec
 ) -> SplitReport:
     if not rows:
-        return look
+        return split_report
     started = time.monotonic()
     prompts = [len(prompt_tokens(row, tokenizer)) for row in rows]
     seconds = (time.monotonic() - started) * (AROUND_CORE if isinstance(tokenizer, CoreTokenizer) else 1)
@@ -255,7 +258,7 @@ def _with_lengths(
     ]
     longest = spec.data.max_completion_tokens or math.inf
     taught = [length + max(made) for length, made in completions if made and max(made) <= longest]
-    return look.model_copy(
+    return split_report.model_copy(
         update={
             "encode_s": seconds,
             "num_overlong": len(rows) - len(kept),

@@ -3,10 +3,10 @@
 One independent process per rank: a hang affects only that process, and its agent ends it at the deadline. Every
 completed step prints one line, so that a rank's progress is known even if it gets stuck.
 
-Nodes first communicate in pairs, each with its own process group, so that a slow or dead link identifies two nodes. Two
-rounds in a ring give every node two partners; one that is slow with both is to blame (the pairwise check of DLRover,
+Nodes first communicate in pairs, each with its own process group, so that a slow or dead link identifies two nodes.
+Rounds along a ring give every node two partners; one that is slow with both is to blame (the pairwise check of DLRover,
 https://github.com/intelligent-machine-learning/dlrover). Then all ranks communicate. Everything is measured twice and
-the better result counts, since one slow result may be chance.
+the better result counts, since a single slow result may be chance.
 """
 
 import json
@@ -26,44 +26,44 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from rlhf_core.survival import Survived
 
 MATMUL_S = 0.2
-"""Seconds for which matrix products are timed, each time."""
+"""Duration of one measurement of matrix products, in seconds."""
 PAIR_S = 0.1
-"""Seconds for which a pair exchanges data, each time."""
+"""Duration of one measurement of a pair, in seconds."""
 REPEATS = 2
 LATENCY_ROUNDS = 20
 CPU_SIZE, GPU_SIZE = 256, 8192
 CPU_BYTES, GPU_BYTES = 1 << 20, 256 << 20
-"""Bytes that a pair exchanges at once: enough to fill the link."""
+"""Bytes per exchange of a pair: enough to saturate the link."""
 MAX_EXCHANGES = 50
 
 
 @dataclass(frozen=True)
 class MeasuringPlace:
-    """Place of this process among the others."""
+    """Position of this process among the ranks, and how they rendezvous."""
 
     node: int
-    """Its node's place in the allocation."""
+    """Index of its node in the allocation."""
     num_nodes: int
     local_rank: int
     ranks_per_node: int
     store: str
-    """``host:port`` of the agents' store, or the path of a file where there is one node only."""
+    """``host:port`` of the agents' store, or the path of a file if there is only one node."""
     prefix: str
-    """Under which the ranks meet in it."""
+    """Prefix of the ranks' keys in the store."""
     gpu: bool
     start_s: float
-    """Time for which the ranks wait until all have started, in seconds."""
+    """Timeout in seconds for all ranks to start."""
     timeout_s: float
-    """For one step in which others take part."""
+    """Timeout in seconds for one step that involves other ranks."""
 
     @property
     def rank(self) -> int:
-        """Over all nodes."""
+        """Rank over all nodes."""
         return self.node * self.ranks_per_node + self.local_rank
 
     @property
     def world(self) -> int:
-        """Ranks over all nodes."""
+        """Number of ranks over all nodes."""
         return self.num_nodes * self.ranks_per_node
 
 
@@ -73,19 +73,19 @@ def run(place: dict[str, Any]) -> int:
     Args:
         place: The fields of :class:`MeasuringPlace`.
     """
-    with Survived() as found:  # of torch, CUDA or a network: what went wrong is the finding
+    with Survived() as found:  # from torch, CUDA or a network: the error is the finding
         for line in _steps(MeasuringPlace(**place)):
             print(json.dumps(line), flush=True)
         return 0
-    said = str(found.error).strip().splitlines()
-    print(json.dumps({"problem": f"{type(found.error).__name__}: {said[0] if said else ''}"}), flush=True)
+    lines = str(found.error).strip().splitlines()
+    print(json.dumps({"problem": f"{type(found.error).__name__}: {lines[0] if lines else ''}"}), flush=True)
     return 1
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of nodes that exchange data, by rounds: a ring in two halves, and what closes an odd one in a third.
+    """Pairs of nodes that exchange data, by round: a ring in two halves; an odd ring is closed in a third round.
 
-    Every node has two partners, or one where there are two nodes only; nobody speaks with two at the same time.
+    Every node has two partners, or one if there are only two nodes, and at most one in each round.
     """
     if num_nodes < 2:
         return []
@@ -111,36 +111,36 @@ def _steps(place: MeasuringPlace) -> Iterator[dict[str, Any]]:
     yield {"step": "started", "device": name}
     store = _store(place) if place.world > 1 else None
     if store is not None:
-        _await_all(place, store, "started")  # who still imports takes cores from those who measure
+        _wait_for_all(place, store, "started")  # a rank that still imports would slow down the measurements of others
     yield {"step": "met"}
     first = _matmul(device)
     yield {"step": "matmul", **first}
     if store is not None:
-        silent = set()
+        unreachable = set()
         for repeat in range(REPEATS):
             for number, pairs in enumerate(rounds(place.num_nodes)):
                 peer = next((sum(pair) - place.node for pair in pairs if place.node in pair), None)
-                if peer is None or peer in silent:
-                    continue  # whoever was not reached is not waited for again
-                heard = _in_time(place, partial(_exchange, place, store, f"{repeat}.{number}", peer, device))
-                heard["peer"] = peer
-                if "problem" in heard:
-                    silent.add(peer)
-                yield {"pair": heard}
-        if silent:
+                if peer is None or peer in unreachable:
+                    continue  # an unreachable peer would time out again
+                result = _in_time(place, partial(_exchange, place, store, f"{repeat}.{number}", peer, device))
+                result["peer"] = peer
+                if "problem" in result:
+                    unreachable.add(peer)
+                yield {"pair": result}
+        if unreachable:
             store.add("dead links", 1)
         yield {"step": "pairs"}
-        _await_all(place, store, "paired")
+        _wait_for_all(place, store, "paired")
         if store.add("dead links", 0):
             raise RuntimeError("some links pass no data, so the rendezvous fails")
         group = _group(place, PrefixStore("all", store), place.rank, place.world)
-        yield _right("all_reduce", _sum_is_right(place, group, device))
-        yield _right("all_gather", _parts_are_right(place, group, device))
+        yield _step_result("all_reduce", _sum_problem(place, group, device))
+        yield _step_result("all_gather", _parts_problem(place, group, device))
     second = _matmul(device)
     yield {"step": "done", **max(first, second, key=lambda one: one["tflops"])}
 
 
-def _right(step: str, problem: str) -> dict[str, Any]:
+def _step_result(step: str, problem: str) -> dict[str, Any]:
     return {"step": step, "problem": f"{step}: {problem}"} if problem else {"step": step}
 
 
@@ -156,19 +156,19 @@ def _store(place: MeasuringPlace) -> Any:
     return PrefixStore(place.prefix, store)
 
 
-def _await_all(place: MeasuringPlace, store: Any, done: str) -> None:
-    """Until all have come so far: one that is late must not be taken for one that is silent."""
+def _wait_for_all(place: MeasuringPlace, store: Any, done: str) -> None:
+    """Wait until all ranks have reached this point, so that a late rank is not mistaken for an unreachable one."""
     if store.add(done, 1) == place.world:
         store.set(f"all {done}", "")
     try:
         store.wait([f"all {done}"], timedelta(seconds=place.start_s))
     except RuntimeError as error:
-        came = store.add(done, 0)
-        raise RuntimeError(f"{came} of {place.world} ranks {done} within {place.start_s:.0f} s") from error
+        num_arrived = store.add(done, 0)
+        raise RuntimeError(f"{num_arrived} of {place.world} ranks {done} within {place.start_s:.0f} s") from error
 
 
 def _group(place: MeasuringPlace, store: Any, rank: int, size: int) -> Any:
-    """A process group of its own: it leaves nothing behind for others, and connects only whom it is for."""
+    """Create a separate process group: it leaves no state behind, and connects only its own ranks."""
     timeout = timedelta(seconds=place.timeout_s)
     if not place.gpu:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -183,38 +183,39 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _matmul(device: torch.device) -> dict[str, float]:
-    """Speed of matrix products over a while, not of the fastest one: a quota on cores stops it in between.
+    """Average speed of matrix products over a period, instead of the fastest one: a CPU quota throttles the process
+    only at times.
 
-    ``core_share`` is the processor time it got over what its threads could have had.
+    ``core_share`` is the CPU time used, relative to the maximum for the number of threads.
     """
     gpu = device.type == "cuda"
     size = GPU_SIZE if gpu else CPU_SIZE
-    left = torch.ones(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
+    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
     for _ in range(3):
-        left @ left
+        matrix @ matrix
     _synchronise(device)
     count, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
     while (passed_s := time.perf_counter() - began_s) < MATMUL_S:
-        left @ left
+        matrix @ matrix
         _synchronise(device)
         count += 1
     share = 1.0 if gpu else min(1.0, (time.process_time() - began_cpu_s) / (passed_s * torch.get_num_threads()))
     return {"tflops": count * 2 * size**3 / passed_s / 1e12, "core_share": share}
 
 
-def _in_time(place: MeasuringPlace, speak: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Figures that a pair measured, if it did so in time: gloo tries for a minute to connect to a silent peer."""
-    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    # Left behind where it hangs: the process ends without waiting for it.
-    threading.Thread(target=lambda: heard.put(speak()), daemon=True).start()
+def _in_time(place: MeasuringPlace, exchange: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Result of a pair's measurement, or a timeout: gloo tries to connect to an unreachable peer for a minute."""
+    results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    # A hung thread is abandoned: the process exits without waiting for it.
+    threading.Thread(target=lambda: results.put(exchange()), daemon=True).start()
     try:
-        return heard.get(timeout=place.timeout_s)
+        return results.get(timeout=place.timeout_s)
     except queue.Empty:
         return {"problem": f"no response within {place.timeout_s:.0f} s"}
 
 
 def _exchange(place: MeasuringPlace, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:
-    """Speak with the same rank of another node; what goes wrong is the result."""
+    """Exchange data with the same rank of another node; an error becomes the result."""
     low, high = sorted((place.node, peer))
     own = PrefixStore(f"{name}/{low}-{high}/{place.local_rank}", store)
     try:
@@ -228,14 +229,14 @@ def _exchange(place: MeasuringPlace, store: Any, name: str, peer: int, device: t
             latencies.append(time.perf_counter() - began_s)
         data = torch.ones((GPU_BYTES if place.gpu else CPU_BYTES) // 4, device=device)
         first_s = _time_exchange(group, data)
-        # One of the two says how often, for both must do the same.
+        # One of the two determines the count, as both must use the same one.
         if place.node == low:
             own.set("count", str(min(MAX_EXCHANGES, max(1, round(PAIR_S / first_s)))))
         count = min(MAX_EXCHANGES, int(own.get("count")))
         best_s = min(first_s, *(_time_exchange(group, data) for _ in range(count)))
     except RuntimeError as error:
-        said = str(error).strip().splitlines()
-        return {"problem": _plain(said[0] if said else type(error).__name__)}
+        lines = str(error).strip().splitlines()
+        return {"problem": _without_source_path(lines[0] if lines else type(error).__name__)}
     # An all-reduce of two sends the data once in each direction.
     return {"gb_s": data.numel() * 4 / best_s / 1e9, "latency_ms": 1e3 * min(latencies)}
 
@@ -247,13 +248,14 @@ def _time_exchange(group: Any, data: torch.Tensor) -> float:
     return time.perf_counter() - began_s
 
 
-def _plain(error: str) -> str:
-    """The end of torch's message, without the path of its source in front."""
+def _without_source_path(error: str) -> str:
+    """The end of torch's message, without the source path at its beginning."""
     return error.rpartition("] ")[2][:200]
 
 
-def _sum_is_right(place: MeasuringPlace, group: Any, device: torch.device) -> str:
-    """Whole numbers, so that the sum is exact in every order."""
+def _sum_problem(place: MeasuringPlace, group: Any, device: torch.device) -> str:
+    """Problem with an all-reduce, checked with whole numbers, whose sum is exact in any order; empty if there is
+    none."""
     own = torch.arange(1024, device=device, dtype=torch.float32) % 7 + place.rank
     group.allreduce([own]).wait()
     world = place.world
@@ -262,7 +264,7 @@ def _sum_is_right(place: MeasuringPlace, group: Any, device: torch.device) -> st
     return f"{wrong} of 1024 sums are wrong" if wrong else ""
 
 
-def _parts_are_right(place: MeasuringPlace, group: Any, device: torch.device) -> str:
+def _parts_problem(place: MeasuringPlace, group: Any, device: torch.device) -> str:
     own = torch.full((256,), float(place.rank), device=device)
     parts = [torch.empty_like(own) for _ in range(place.world)]
     group.allgather([parts], [own]).wait()

@@ -1,7 +1,7 @@
 """Trial of reward functions on real rows, each in its own process that cannot take the machine down.
 
-User code may loop forever, exhaust memory or kill its process. It runs in a fork with limits, and the parent waits only
-until a deadline. Does not import torch; the process must not have started threads before.
+User code may loop forever, exhaust memory or kill its process. It runs in a fork with limits, and the parent waits for
+it only until a deadline. Does not import torch; the process must not have started threads before.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from rlhf_core.training.rewards.functions import RewardFunction, load_reward, re
 from rlhf_core.training.types import Row
 
 TRIAL_S = 20.0
-"""Longest time for one function, its import included."""
+"""Longest time for one function in seconds, including its import."""
 ALL_TRIALS_S = 60.0
-"""Longest time for all functions together."""
+"""Longest time for all functions together, in seconds."""
 MEMORY_BYTES = 4 << 30
-"""Memory that a function may take on top of what its import took, in bytes."""
+"""Memory limit of a function in bytes, on top of what its import took."""
 NUM_ROWS = 4
-"""Rows whose answers it is given."""
+"""Number of rows whose answers are passed to a function."""
 
 _PR_SET_PDEATHSIG = 1
 
 NONSENSE = ("", "I do not know.")
-"""Completions that are right for no row; an empty one comes up in every training."""
+"""Completions that are right for no row; empty ones occur in every training."""
 
 
 def try_rewards(
@@ -52,23 +52,23 @@ def try_rewards(
         functions: ``module:function`` of each; importable here.
         rows: real rows; a few of them are used.
         trial_s: longest time for one function, in seconds.
-        all_s: longest time for all of them.
-        memory_bytes: what a function may take.
+        all_s: longest time for all functions, in seconds.
+        memory_bytes: memory limit of a function.
     """
     deadline = time.monotonic() + all_s
     trials = []
     for path in functions:
-        left = min(trial_s, deadline - time.monotonic())
-        if left <= 0:
+        remaining_s = min(trial_s, deadline - time.monotonic())
+        if remaining_s <= 0:
             message = f"the previous functions took {all_s:g} s"
             trials.append(RewardTrial(function=path, problem=TrialProblem.NOT_TRIED, message=message))
         else:
-            trials.append(_bounded(path, rows, left, memory_bytes))
+            trials.append(_try_in_fork(path, rows, remaining_s, memory_bytes))
     return trials
 
 
 def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[bool]]:
-    """Rows with completions to reward: their own answer, what training would teach, another row's answer, nonsense.
+    """Rows with completions to reward: their own answer, the target of training, another row's answer, nonsense.
 
     Returns:
         The row of each completion, the completion, and whether it is right.
@@ -83,7 +83,7 @@ def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[boo
     return [row for row, _, _ in made], [text for _, text, _ in made], [right for _, _, right in made]
 
 
-def _bounded(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes: int) -> RewardTrial:
+def _try_in_fork(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes: int) -> RewardTrial:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -91,30 +91,32 @@ def _bounded(path: str, rows: Sequence[Row], timeout_s: float, memory_bytes: int
         _child(path, rows, writing, timeout_s, memory_bytes)
     os.close(writing)
     try:
-        answer = _read_line(reading, time.monotonic() + timeout_s)
+        response = _read_line(reading, time.monotonic() + timeout_s)
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # whatever it started belongs to its group
+            os.killpg(pid, signal.SIGKILL)  # its descendants belong to its group
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
-    if answer is None:
+    if response is None:
         message = f"no response within {timeout_s:.0f} s"
         return RewardTrial(function=path, problem=TrialProblem.TIMEOUT, message=message)
-    if not answer:
-        return RewardTrial(function=path, problem=TrialProblem.DIED, message=_ending(os.waitstatus_to_exitcode(status)))
-    return RewardTrial.model_validate_json(answer)
+    if not response:
+        return RewardTrial(
+            function=path, problem=TrialProblem.DIED, message=_exit_message(os.waitstatus_to_exitcode(status))
+        )
+    return RewardTrial.model_validate_json(response)
 
 
 def _read_line(reading: int, deadline: float) -> bytes | None:
-    """A line from a pipe; empty when the other end is closed first, None when the time is over.
+    """Read a line from a pipe; empty if the other end is closed first, None on timeout.
 
-    A line and not the whole: what a function leaves running keeps the pipe open.
+    Reads a line rather than to the end, because a process left running by the function keeps the pipe open.
     """
     found = b""
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([reading], [], [], left)[0]:
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        if not select.select([reading], [], [], remaining_s)[0]:
             return None
         part = os.read(reading, 65536)
         if not part:
@@ -125,7 +127,7 @@ def _read_line(reading: int, deadline: float) -> bytes | None:
     return None
 
 
-def _ending(code: int) -> str:
+def _exit_message(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         return f"its process was ended by {name}" + (", most likely for memory" if name == "SIGKILL" else "")
@@ -133,17 +135,17 @@ def _ending(code: int) -> str:
 
 
 def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float, memory_bytes: int) -> None:
-    """Never returns."""
+    """Run the trial in the forked child. Never returns."""
     code = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the limits below are long for an orphan
-        os.dup2(2, 1)  # what it prints must not get into the answer
-        # A net below the deadline, for the case that nobody is left to end this process.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the limits below are too long for an orphan
+        os.dup2(2, 1)  # its output must not get into the response
+        # A fallback above the deadline, in case no process is left to end this one.
         cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        trial = _tried(path, rows, lambda: _limit_memory(memory_bytes))
+        trial = _try_function(path, rows, lambda: _limit_memory(memory_bytes))
         os.write(writing, json.dumps(trial.model_dump(mode="json")).encode() + b"\n")
         code = 0
     finally:
@@ -152,20 +154,20 @@ def _child(path: str, rows: Sequence[Row], writing: int, timeout_s: float, memor
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Limits what may be written to, not the address space: CUDA reserves many times of what it ever uses."""
+    """Limit writable memory, not the address space: CUDA reserves many times what it ever uses."""
     status = Path("/proc/self/status").read_text()
     now = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (now + memory_bytes, now + memory_bytes))
 
 
-def _tried(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardTrial:
+def _try_function(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardTrial:
     try:
         function = load_reward(path)
         limit()
         problem = _wrong_columns(function, rows)
         if problem:
             return RewardTrial(function=path, problem=TrialProblem.COLUMNS, message=problem)
-        return _called(path, function, rows)
+        return _call_twice(path, function, rows)
     except (BadConfig, RewardFailed) as error:
         kind = TrialProblem.MEMORY if isinstance(error.__cause__, MemoryError) else TrialProblem.FAILED
         return RewardTrial(function=path, problem=kind, message=" ".join(str(error).split())[:500])
@@ -176,9 +178,9 @@ def _tried(path: str, rows: Sequence[Row], limit: Callable[[], None]) -> RewardT
         return RewardTrial(function=path, problem=TrialProblem.DIED, message=message)
 
 
-def _called(path: str, function: RewardFunction, rows: Sequence[Row]) -> RewardTrial:
+def _call_twice(path: str, function: RewardFunction, rows: Sequence[Row]) -> RewardTrial:
     used, completions, right = completions_for(rows)
-    for _ in range(2):  # the first call may load a model or import a parser
+    for _ in range(2):  # the first call may load a model or import a parser, so the second is timed
         started = time.monotonic()
         rewards = rewards_of(path.partition(":")[2], function, used, completions)
         seconds = time.monotonic() - started
@@ -197,7 +199,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _wrong_columns(function: RewardFunction, rows: Sequence[Row]) -> str:
-    """Reason why the columns of the data do not fit the function; empty when they do, or its form cannot be read."""
+    """Reason why the columns of the data do not fit the function; empty if they do, or if it has no readable
+    signature."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -140,7 +140,7 @@ def reward_names(paths: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RewardCall:
-    """The answer of one reward function to one call."""
+    """Result of one call of a reward function."""
 
     values: list[float] = field(default_factory=list)
     """One reward per completion; 0 for those in :attr:`problems`."""
@@ -158,21 +158,21 @@ def call_reward(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]
     """Call a reward function in this process. Any exception becomes part of the result.
 
     Args:
-        arguments: of :func:`reward_arguments`.
+        arguments: as built by :func:`reward_arguments`.
     """
     try:
         returned = function(**arguments)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
-        return RewardCall(failure=_told(error), error=error)
+        return RewardCall(failure=_error_text(error), error=error)
     return _checked(returned, arguments["completions"])
 
 
 def reward_arguments(rows: Sequence["Row"], completions: Sequence[str]) -> dict[str, list[Any]]:
-    """Arguments of a reward function for these completions, each a list of their length.
+    """Arguments of a reward function for these completions, each a list of the same length.
 
     Args:
-        rows: the row of each completion (a row comes once per sample).
-        completions: texts, as many.
+        rows: the row of each completion (repeated for each of its samples).
+        completions: texts, one for each row.
     """
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
@@ -183,7 +183,7 @@ def reward_arguments(rows: Sequence["Row"], completions: Sequence[str]) -> dict[
 
 
 def rewards_of(name: str, function: RewardFunction, rows: Sequence["Row"], completions: Sequence[str]) -> list[float]:
-    """Rewards by one function, called in this process without a time limit.
+    """Rewards of one function, called in this process without a time limit.
 
     Raises:
         RewardFailed: the function raised, or did not return one finite number per completion.
@@ -199,7 +199,7 @@ def rewards_of(name: str, function: RewardFunction, rows: Sequence["Row"], compl
     return called.values
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Format an exception with the line that raised it, unless the line is ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
@@ -207,7 +207,7 @@ def _told(error: BaseException) -> str:
 
 
 def _checked(returned: object, completions: Sequence[str]) -> RewardCall:
-    """Check for one finite float per completion; describe anything else."""
+    """Check for one finite float per completion; any other result becomes a problem or failure."""
     expected = f"expected a list of {len(completions)} numbers"
     try:
         values = list(returned)  # type: ignore[call-overload]

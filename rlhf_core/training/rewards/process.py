@@ -28,7 +28,7 @@ from rlhf_core.training.rewards.worker import HEADER, CallRequest
 POLL_INTERVAL_S = 0.2
 """Heartbeat interval while a function runs, in seconds."""
 LOAD_TIMEOUT_S = 600.0
-"""Longest import of a reward function, in seconds: from a cold file system torch alone takes a minute."""
+"""Longest import of a reward function, in seconds: torch alone takes a minute from a cold file system."""
 KILL_TIMEOUT_S = 10.0
 """Longest wait for processes started by a function to end, in seconds."""
 MARK_VARIABLE = "RLHF_REWARD_PROCESS"
@@ -48,7 +48,7 @@ class RewardProcess:
         """Start the process, which imports the functions while the caller continues.
 
         Args:
-            paths: ``module:function`` of each function that it will be asked for.
+            paths: ``module:function`` of each function that may be called.
             load_timeout_s: longest import of one of them, in seconds.
         """
         self._paths = tuple(dict.fromkeys(paths))
@@ -76,7 +76,7 @@ class RewardProcess:
 
         Args:
             path: one of ``paths``.
-            arguments: of :func:`rlhf_core.training.rewards.functions.reward_arguments`.
+            arguments: from :func:`rlhf_core.training.rewards.functions.reward_arguments`.
             seed: seed of the global generators of Python, NumPy and torch, so that a call is reproducible.
             timeout_s: longest wait for the answer, in seconds.
             beat: called at least every ``POLL_INTERVAL_S`` seconds.
@@ -134,7 +134,7 @@ class RewardProcess:
             )
         self._connection = own
         self._unread = list(self._paths)
-        for path in self._paths:  # a few hundred bytes, for which any socket has room
+        for path in self._paths:  # a few hundred bytes, which fit into any socket buffer
             own.sendall(_packed(CallRequest(path)))
 
     def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any] | str:
@@ -196,7 +196,7 @@ class RewardProcess:
             readable, writable, _ = select.select([] if for_writing else mine, mine if for_writing else [], [], wait_s)
             if readable or writable:
                 return ""
-            # A process that it forked keeps the connection open after its end.
+            # A process forked by it may keep the connection open after it has exited.
             if self._process.poll() is not None:
                 return self._died()
             if left <= 0:
@@ -205,7 +205,7 @@ class RewardProcess:
 
     def _died(self) -> str:
         assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # closed its end, and lives
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its end, but is alive
             self._process.wait(POLL_INTERVAL_S)
         code = self._process.returncode
         self.close()
@@ -251,10 +251,10 @@ def _descendants(pid: int, mark: str) -> list[psutil.Process]:
             if one.pid not in found and one.environ().get(MARK_VARIABLE) == mark:
                 found |= {child.pid: child for child in (one, *one.children(recursive=True))}
     found.pop(pid, None)
-    return [one for one in found.values() if _lives(one)]
+    return [one for one in found.values() if _is_alive(one)]
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

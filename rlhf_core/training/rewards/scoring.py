@@ -2,7 +2,8 @@
 
 A function is called once for all completions. If that fails, bisection finds the completion that it fails for: an error
 that names it is quick to reproduce, and the others are unaffected. A part of the completions gets the same fraction of
-the time limit, but at least a sixteenth, so that one endless completion costs little more than the time limit again.
+the time limit, but at least a sixteenth, so that one endless completion costs little more than the time limit once
+more.
 """
 
 import math
@@ -62,7 +63,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class _FunctionScores:
-    """Rewards by one function, and its failures."""
+    """Rewards of one function, and its failures."""
 
     values: list[float]
     problems: dict[int, RewardCall | str]
@@ -78,11 +79,12 @@ class _Term:
     weight: float
     values: list[float]
     failed: Collection[int]
-    """Completions that it has no value for, by index."""
+    """Problems of completions without a value, by index."""
 
 
 def _weighted_sum(terms: Sequence[_Term], index: int) -> float:
-    """Reward of one completion: 0 if a term that counts has failed. Those of weight 0 are only measured."""
+    """Reward of one completion: 0 if a term with a weight other than 0 has failed. Terms of weight 0 are only
+    measured."""
     counted = [term for term in terms if term.weight]
     if any(index in term.failed for term in counted):
         return 0.0
@@ -96,7 +98,7 @@ class RewardScorer:
         """Start the process of the functions, if they need one.
 
         Args:
-            rank: rank in the role's process group; part of the seed of what functions draw at random.
+            rank: rank in the role's process group; part of the random seed of the functions.
         """
         self._spec = spec
         self._reward = spec.reward
@@ -108,7 +110,7 @@ class RewardScorer:
         self._evaluation = reward_names([spec.evaluate.scorer])
         paths = [*self._functions.values(), *self._evaluation.values()]
         self._process = RewardProcess(paths) if spec.reward.timeout_s else None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._models: ScoringModels | None = None
 
     def use(self, models: ScoringModels) -> None:
@@ -134,7 +136,7 @@ class RewardScorer:
         """Wait until the functions are imported.
 
         Raises:
-            BadConfig: one of them cannot be.
+            BadConfig: one of them cannot be imported.
         """
         if self._process is not None:
             self._process.await_loaded(beat)
@@ -154,9 +156,9 @@ class RewardScorer:
         """Compute weighted rewards by ``reward.functions`` and ``reward.models``. Collective if a model normalises.
 
         Args:
-            rows: the row of each completion (a row comes once per sample).
-            completions: texts, as many.
-            step: optimizer step; random functions draw the same when it is repeated.
+            rows: the row of each completion (repeated for each of its samples).
+            completions: texts, one for each row.
+            step: optimizer step; random functions draw the same numbers if it is repeated.
             beat: called before and after each function, and every fraction of a second while one runs.
             sampling_round: round of the step, if it samples several times.
             finished: False for each truncated completion; all count as finished if omitted.
@@ -170,18 +172,18 @@ class RewardScorer:
         warnings: list[str] = []
         seed = self._seed(step, sampling_round)
         for name, path in self._functions.items():
-            found = self._found(name, path, rows, completions, seed, beat, self._reward.on_failure == "stop")
+            found = self._function_scores(name, path, rows, completions, seed, beat, self._reward.on_failure == "stop")
             by_function[name] = found.values
             terms.append(_Term(self._weights[name], found.values, found.problems.keys()))
-            if (found.problems or found.as_one) and name not in self._told:
-                self._told.add(name)
+            if (found.problems or found.as_one) and name not in self._reported:
+                self._reported.add(name)
                 warnings.append(self._warning(name, found, rows, completions))
         for name, scores in self._scores_by_models(rows, completions, finished, beat).items():
             problems = self._unusable(name, scores, rows, completions)
             by_function[name] = [0.0 if index in problems else value for index, value in enumerate(scores.raw)]
             terms.append(_Term(self._weights[name], scores.counted, problems.keys()))
-            if (problems or scores.num_cut) and name not in self._told:
-                self._told.add(name)
+            if (problems or scores.num_cut) and name not in self._reported:
+                self._reported.add(name)
                 warnings += self._warnings_of_model(name, scores, problems, rows, completions)
         total = [_weighted_sum(terms, index) for index in range(len(completions))]
         num_failed = len({index for term in terms for index in term.failed})
@@ -215,28 +217,28 @@ class RewardScorer:
         rows: Sequence[Row],
         completions: Sequence[str],
     ) -> list[str]:
-        told = [self._warning(name, _FunctionScores([], problems, None), rows, completions)] if problems else []
+        warnings = [self._warning(name, _FunctionScores([], problems, None), rows, completions)] if problems else []
         if scores.num_cut:
-            told.append(
+            warnings.append(
                 f"On rank {self._rank}, {scores.num_cut} of {len(rows)} completions with their prompts exceed the "
                 f"limit of reward model {name}: their beginnings are cut off (reward.models.{name}.max_tokens)."
             )
-        return told
+        return warnings
 
     def evaluate(self, rows: Sequence[Row], completions: Sequence[str], beat: Callable[[], None]) -> list[float]:
-        """Score by ``evaluate.scorer``. A failure ends the run whatever ``reward.on_failure`` says: zeros would
-        invalidate the measurement.
+        """Score by ``evaluate.scorer``. A failure ends the run even if ``reward.on_failure`` allows it to go on: zeros
+        would invalidate the measurement.
 
-        Args: as for :meth:`score`.
+        Args: see :meth:`score`.
 
         Raises:
             BadConfig: the scorer cannot be imported.
             RewardFailed: the scorer failed.
         """
         ((name, path),) = self._evaluation.items()
-        return self._found(name, path, rows, completions, self._seed(0, 0), beat, stops=True).values
+        return self._function_scores(name, path, rows, completions, self._seed(0, 0), beat, stops=True).values
 
-    def _found(
+    def _function_scores(
         self,
         name: str,
         path: str,
@@ -251,16 +253,16 @@ class RewardScorer:
         values = [0.0] * count
         problems: dict[int, RewardCall | str] = {}
         as_one: RewardCall | None = None
-        left = [(0, count)]
-        while left:
-            first, end = left.pop()
+        pending = [(0, count)]
+        while pending:
+            first, end = pending.pop()
             called = self._call(
                 path, rows[first:end], completions[first:end], seed, beat, (end - first) / max(count, 1)
             )
             if called.failure and end - first > 1:
                 as_one = as_one or called
                 middle = (first + end) // 2
-                left += [(middle, end), (first, middle)]
+                pending += [(middle, end), (first, middle)]
                 continue
             if called.failure:
                 problems[first] = called
@@ -309,14 +311,14 @@ class RewardScorer:
         completions: Sequence[str],
     ) -> NoReturn:
         index, problem = next(iter(problems.items()))
-        told = self._sentence(name, index, problem, rows, completions)
+        sentence = self._sentence(name, index, problem, rows, completions)
         advice = (
             'Call it with this completion alone to find the cause; reward.on_failure = "zero" counts it as 0'
             if not allowed
             else f"It has failed for {len(problems)} of {len(completions)} completions, more than "
             f"reward.max_failed_share = {self._reward.max_failed_share:g}"
         )
-        raise _error(f"{told}. {advice}", problem if isinstance(problem, RewardCall) else None)
+        raise _error(f"{sentence}. {advice}", problem if isinstance(problem, RewardCall) else None)
 
     def _warning(self, name: str, found: _FunctionScores, rows: Sequence[Row], completions: Sequence[str]) -> str:
         if not found.problems and found.as_one is not None:

@@ -1,8 +1,8 @@
 """Reward models that score completions, loaded next to the policy in every rank's process.
 
-A reward model has its own tokens. Its tokenizer re-tokenizes the texts in the form that it was trained on: prompt,
-completion and, if the policy ended it, the end token, or their rendering by its chat template. The score is taken where
-its own forward pass takes it, at the last non-padding token.
+A reward model has a vocabulary of its own. Its tokenizer re-tokenizes the texts in the form that the model was trained
+on: prompt, completion and, if the policy ended it, the end token, or their rendering by its chat template. The score is
+taken at the position where its own forward pass takes it, the last non-padding token.
 
 No rank waits for another while scoring: ranks may have completions of different lengths, or none.
 """
@@ -56,13 +56,14 @@ class ModelScores:
 
 
 class _Input(NamedTuple):
-    """Tokens of one sequence, as a model reads them."""
+    """Tokens of one sequence, as a model expects them."""
 
     ids: list[int]
     segments: list[int]
-    """Segment of each token (``token_type_ids``) for encoders that tell the texts of a pair apart; empty for others."""
+    """Segment of each token (``token_type_ids``) for encoders that distinguish the texts of a pair; empty for
+    others."""
     is_cut: bool
-    """True if its beginning was left out, because it exceeds the model's maximum length."""
+    """True if its beginning was cut off because it exceeds the model's maximum length."""
 
 
 class ScoringModel:
@@ -78,7 +79,7 @@ class ScoringModel:
             model: model with one output; its weights are frozen.
 
         Raises:
-            BadConfig: ``max_tokens`` is more than the model has positions for.
+            BadConfig: ``max_tokens`` is more than the number of the model's positions.
         """
         self.name = name
         self._settings = settings
@@ -144,13 +145,13 @@ class ScoringModel:
         return _Input(tokens[-self._max_tokens :] if is_cut else tokens, [], is_cut)
 
     def _pair(self, scored: Row) -> _Input:
-        """Both texts as an encoder reads them: with special tokens around them, which a cut leaves in place."""
+        """Both texts as an encoder expects them, with special tokens around them, which truncation leaves in place."""
         read = self._tokenizer(scored.prompt, scored.target)
         is_cut = bool(self._max_tokens) and len(read["input_ids"]) > self._max_tokens
         if is_cut:
             added = self._tokenizer.num_special_tokens_to_add(pair=True)
             target = self._tokenizer.encode(scored.target, add_special_tokens=False)
-            # Nothing can be left of a prompt whose completion fills the model.
+            # If the completion fills the model, no token of the prompt fits.
             fits = len(target) + added < self._max_tokens
             texts = (scored.prompt if fits else "", scored.target)
             strategy = "only_first" if fits else "only_second"
@@ -183,7 +184,8 @@ def _max_tokens(name: str, settings: ScoringModelSpec, model: PreTrainedModel) -
 
 
 def _position_table(model: PreTrainedModel) -> int | None:
-    """Number of tokens that a table of learned positions is for; None without one, as with rotary positions."""
+    """Number of tokens that a table of learned positions covers; None without such a table, as with rotary
+    positions."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             # RoBERTa and its descendants count positions from the one after the padding's.
@@ -260,13 +262,13 @@ def load_scoring_models(
     """Load the reward models of a run, and check them against a checkpoint. Collective.
 
     Args:
-        policy_tokenizer: the policy's; the log notes a model with a different one.
+        policy_tokenizer: the policy's tokenizer; a model with a different one is logged.
         before: states from the checkpoint being resumed from; empty for a fresh start.
         has_conversations: True if rows are conversations, which a chat template has to render.
 
     Raises:
-        BadConfig: a folder holds no reward model, the nodes hold different ones, or there is no chat template where one
-            is needed.
+        BadConfig: a folder holds no reward model, the nodes hold different ones, or a required chat template is
+            missing.
         ResumeMismatch: a model's weights differ from those that scored the training of the checkpoint.
     """
     models, states = [], {}

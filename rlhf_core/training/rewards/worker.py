@@ -45,7 +45,7 @@ class CallRequest:
 
 
 def serve(descriptor: int, parent: int) -> NoReturn:
-    """Answer requests until the trainer closes the connection.
+    """Serve requests until the trainer closes the connection.
 
     Args:
         descriptor: socket to the trainer.
@@ -57,7 +57,7 @@ def serve(descriptor: int, parent: int) -> NoReturn:
     while request := _receive(connection):
         answer = json.dumps(_answer(pickle.loads(request), functions)).encode()
         if os.getpid() != own:
-            os._exit(0)  # a forked child of the function that returned here
+            os._exit(0)  # a child that the function forked, and that returned here
         with contextlib.suppress(OSError, ValueError):  # closed by the function
             sys.stdout.flush()
         try:
@@ -72,8 +72,8 @@ def _prepare(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    # A scheduler may send it to every process of a job, but the trainer decides when this one ends. A handler, because
-    # ignored signals stay ignored in programs that user code starts.
+    # A scheduler may send SIGTERM to every process of a job, but the trainer decides when this one ends. A handler is
+    # used because ignored signals stay ignored in programs that user code starts.
     signal.signal(signal.SIGTERM, _leave_it_to_the_trainer)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ def _answer(request: CallRequest, functions: dict[str, RewardFunction]) -> dict[
         called = _call(functions[request.path], request.arguments, request.seed)
     except BadConfig as error:
         return {"unloadable": str(error)}
-    except BaseException as error:  # noqa: BLE001 - SystemExit of user code ends no process that others need
+    except BaseException as error:  # noqa: BLE001 - SystemExit of user code must not end a process that others need
         return {"failure": f"raised {type(error).__name__}: {error}"}
     trace = "".join(traceback.format_exception(called.error)) if called.error is not None else ""
     problems = {str(index): problem for index, problem in called.problems.items()}

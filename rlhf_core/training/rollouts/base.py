@@ -35,9 +35,9 @@ class WeightTransfer:
     bytes: int
     """Bytes that this rank moved."""
     wire_s: float
-    """Seconds on the wire; 0 where the weights stay in the process."""
+    """Seconds on the wire; 0 if the weights stay in the process."""
     apply_s: float
-    """Seconds in which engines loaded the weights."""
+    """Seconds that engines took to load the weights."""
     acknowledged: int = 1
     """Number of engines that have confirmed the version to this rank."""
     limit_gb_per_s: float | None = None
@@ -45,7 +45,7 @@ class WeightTransfer:
 
 
 class Ahead(Protocol):
-    """Sampling in parallel to training: one rollout at a time, with the weights current at its start.
+    """Sampling in parallel to training: one rollout at a time, with the weights that are current at its start.
 
     Loading the next version meanwhile is allowed: it waits for the rollout first.
     """
@@ -56,17 +56,17 @@ class Ahead(Protocol):
         """Begin sampling as ``RolloutEngine.sample`` does. Not collective.
 
         Raises:
-            StaleWeights, ValueError: as there.
+            StaleWeights, ValueError: as in ``RolloutEngine.sample``.
         """
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until all prompts that can be answered are; returns at once if nothing was begun.
+        """Wait until every prompt that can be answered has been; returns at once if nothing was begun.
 
         Args:
             beat: called whenever an engine makes progress.
 
         Raises:
-            EnginesLost: no engine is serving, and none came back in time.
+            EnginesLost: no engine serves requests, and none recovered in time.
         """
 
     def stop(self) -> None:
@@ -82,7 +82,7 @@ class Ahead(Protocol):
             One list per prompt with one completion per seed, in the order given.
 
         Raises:
-            EnginesLost: as :meth:`wait`.
+            EnginesLost: as in :meth:`wait`.
         """
 
 
@@ -105,7 +105,7 @@ class RolloutEngine(Protocol):
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Load the weights of ``model``. Collective over the trainer's ranks.
 
-        Loading is all or nothing: an engine that fails meanwhile has no version afterwards.
+        Loading is all or nothing: an engine that fails during it has no version afterwards.
 
         Args:
             model: causal language model; its weights, mode and gradients stay unchanged.
@@ -138,7 +138,7 @@ class RolloutEngine(Protocol):
 
         Raises:
             StaleWeights: the engine's current version is a different one.
-            ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
+            ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
         """
 
     def take_counts(self) -> Mapping[str, float]:
@@ -168,7 +168,7 @@ def require_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[i
     """Refuse prompts that cannot be sampled.
 
     Raises:
-        ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
+        ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
     """
     if len(seeds) != len(prompts):
         raise ValueError(f"found {len(seeds)} lists of seeds for {len(prompts)} prompts; expected one each")
@@ -183,7 +183,7 @@ def completion_of(
 
     Args:
         tokens: sampled tokens, with the end token if it was sampled.
-        finished: True if it was.
+        finished: True if the end token was sampled.
         logprobs: one per token.
     """
     # Special tokens stay visible: a reward function must see every token that the model generated.

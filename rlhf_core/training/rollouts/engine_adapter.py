@@ -37,7 +37,7 @@ def base_digest(folder: Path, beat: Callable[[], None]) -> str:
 
 
 def adapted_causal_lm(folder: Path, dtype: str, lora: LoraSpec) -> PreTrainedModel:
-    """Load a base model for an engine, with an adapter whose initial weights belong to no version.
+    """Load a base model for an engine, with an adapter whose initial weights do not belong to any version.
 
     Raises:
         BadConfig: ``folder`` holds no model, or the model has no layer for the adapter.

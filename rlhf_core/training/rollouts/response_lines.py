@@ -6,10 +6,10 @@ import httpx
 
 
 async def response_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield lines as they arrive, without their ends; the last one may be incomplete.
+    """Yield lines as they arrive, without their line ends; the last one may be incomplete.
 
     ``httpx.Response.aiter_lines`` also splits where ``str.splitlines`` does, for instance at U+2028. JSON may contain
-    such characters as they are (RFC 8259, section 7), and completions do.
+    such characters unescaped (RFC 8259, section 7), and completions do.
     """
     begun: list[bytes] = []
     async for chunk in answer.aiter_bytes():

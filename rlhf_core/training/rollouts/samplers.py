@@ -42,7 +42,7 @@ class Sampler(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of a required process that has ended, negative for a signal; None while all live."""
+        """Exit code of a required process that has ended, negative for a signal; None while all are alive."""
 
     @property
     def pids(self) -> Sequence[int]:
@@ -52,11 +52,11 @@ class Sampler(Protocol):
         """Load a version. Called while there are no requests.
 
         Args:
-            tensors: names and tensors of all weights, tied ones once; only the adapter's for an adapter.
+            tensors: names and tensors of all weights, tied ones once; for an adapter, only its own tensors.
             beat: called after every tensor.
 
         Raises:
-            StaleWeights: they are not weights of this model, which may then hold a part of them.
+            StaleWeights: these are not weights of this model, which may then hold a part of them.
         """
 
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -116,7 +116,7 @@ class TransformersSampler:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Always empty."""
+        """Always empty: it samples in this process."""
         return ()
 
     @torch.no_grad()
@@ -204,7 +204,7 @@ class OpenPrompts:
         """Store a completion; one of a cancelled request is dropped.
 
         Args:
-            key: of the request.
+            key: key of the request.
             place: index of its seed.
 
         Returns:

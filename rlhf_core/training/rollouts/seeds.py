@@ -1,8 +1,9 @@
 """Sampling seeds derived from the sample, never from the rank or engine that samples it.
 
-A seed built from a rank, engine or server index repeats in some cluster layout, which makes whole groups of completions
-identical (ms-swift #3745, #7219; vLLM #50440). Here the seed of a completion is a hash of the run's seed, the step, the
-prompt and the sample's index: different for every completion, the same on every layout, and unchanged by restarts.
+A seed built from a rank, engine or server index repeats in some cluster layouts, which makes whole groups of
+completions identical (ms-swift #3745, #7219; vLLM #50440). Here the seed of a completion is a hash of the run's seed,
+the step, the prompt and the sample's index: different for every completion, the same on every layout, and unchanged by
+restarts.
 Does not import torch.
 """
 

@@ -46,14 +46,14 @@ class SharedMemory:
             size: bytes.
 
         Raises:
-            OSError: there is not enough.
+            OSError: there is not enough memory.
         """
         self._path().unlink(missing_ok=True)
         self._number += 1
         path = self._path()
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:
-            # A page missing later would kill the process without an error.
+            # Accessing a page missing later would kill the process without an error.
             os.posix_fallocate(file, 0, max(size, 1))
         finally:
             os.close(file)
@@ -80,7 +80,7 @@ def buckets_of_places(tensors: Iterable[tuple[str, Tensor]], size: int) -> Itera
     """Places of tensors in shared memory, in buckets.
 
     Args:
-        size: bytes of each bucket; the tensor that exceeds them is its last.
+        size: bytes per bucket; the tensor that exceeds them is the last of its bucket.
     """
     bucket: list[TensorPlace] = []
     filled = 0
@@ -103,7 +103,7 @@ def remove_mapped_files(prefixes: tuple[str, ...]) -> None:
     """
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
             for path in paths:

@@ -94,10 +94,10 @@ def generate(
     """Sample ``len(seeds[i])`` completions of ``prompts[i]``, ``batch_size`` sequences at once.
 
     If ZeRO 3 has split the model, every rank holds the full weights meanwhile. The call is then collective at its
-        beginning and end, so every rank has to call it equally often, even without prompts.
+    beginning and end, so every rank must make the same number of calls, even without prompts.
 
     Raises:
-        ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
+        ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
     """
     require_prompts(prompts, seeds)
     end_ids = end_token_ids(model, tokenizer)
@@ -153,7 +153,7 @@ def _decode_batch(
     seeds = torch.tensor([slot.seed for slot in slots], dtype=torch.int64, device=device)
     tokens = torch.zeros(len(slots), max_new_tokens, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(slots), max_new_tokens, device=device)
-    rows = torch.arange(len(slots), device=device)  # which completion each row of the batch is
+    rows = torch.arange(len(slots), device=device)  # completion in each row of the batch
     going = torch.ones(len(slots), dtype=torch.bool, device=device)
     for position in range(max_new_tokens):
         drawn, drawn_logprobs = draw_tokens(logits, seeds, position, temperature)

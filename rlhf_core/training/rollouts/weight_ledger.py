@@ -94,7 +94,7 @@ class RecordedEngine:
 
 
 def _numbers(transfer: WeightTransfer | None, seconds: float) -> list[float]:
-    """One rank's part; all zeros for a rank that sends nothing and has no engine. A limit of 0 is an unknown one."""
+    """Figures of one rank; all zeros for a rank that sends nothing and has no engine. A limit of 0 means unknown."""
     if transfer is None:
         return [0, 0, seconds, 0.0, 0.0, 0.0]
     limit = transfer.limit_gb_per_s or 0.0
@@ -102,7 +102,7 @@ def _numbers(transfer: WeightTransfer | None, seconds: float) -> list[float]:
 
 
 def _over_ranks(transfer: WeightTransfer | None, answered: Sequence[Sequence[float]]) -> dict[str, object]:
-    """Combine the ranks' parts: engines, bytes and link limits are summed, and the slowest rank's seconds count."""
+    """Combine the ranks' figures: engines, bytes and link limits are summed; for seconds, the slowest rank counts."""
     acknowledged, sizes, seconds, wire_s, apply_s, limits = zip(*answered, strict=True)
     senders = [limit for limit, size in zip(limits, sizes, strict=True) if size]
     return {

@@ -11,10 +11,10 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.training.models.gathering import whole_model
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest log-probability difference explained by rounding and different kernels, by number format of the weights.
+"""Largest difference of log-probabilities explained by rounding and different kernels, by number format of the weights.
 Wrong weights differ by nats."""
 PROBE_TOKENS = 16
-"""Number of probe tokens, unless the engine's limit, less one, is smaller."""
+"""Number of probe tokens, unless the engine's limit minus one is smaller."""
 
 
 class WeightProbe(BaseModel):
@@ -28,7 +28,7 @@ class WeightProbe(BaseModel):
 
 
 def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe:
-    """Compute the trainer's side of a probe. Collective where the model is split.
+    """Compute the trainer's side of a probe. Collective if the model is split.
 
     Args:
         max_tokens: longest sequence of the engine.

@@ -68,11 +68,11 @@ def loops(spec: RunSpec) -> list[Loop]:
 
 
 class SampledAhead(Protocol):
-    """Completions being sampled for the next step while this one trains."""
+    """Completions that are being sampled for the next step while this one trains."""
 
     @property
     def num_rows_ahead(self) -> int:
-        """Number of rows taken for them, over all ranks."""
+        """Number of rows taken for the next step, over all ranks."""
 
     def in_flight(self, *, is_last: bool) -> dict[str, Any] | None:
         """This rank's completions, for a checkpoint: tensors and JSON values."""
@@ -160,8 +160,8 @@ class TrainingContext:
         self._judge = _judge(context, ranks, progress)
         self._saving = Saving(context, ranks, tokenizer, self.beat, self._sync_files)
         self._context = context
-        self._metrics_file = LineWriter(context.restart_dir.metrics, self._note_loss) if ranks.is_first else None
-        self._samples_file = LineWriter(context.restart_dir.samples, self._note_loss) if ranks.is_first else None
+        self._metrics_file = LineWriter(context.restart_dir.metrics, self._record_loss) if ranks.is_first else None
+        self._samples_file = LineWriter(context.restart_dir.samples, self._record_loss) if ranks.is_first else None
 
     @property
     def has_conversations(self) -> bool:
@@ -205,7 +205,7 @@ class TrainingContext:
         """Take the next ``count`` rows of the run and return this rank's part, with the tokens of its prompts.
 
         A row that is taken again (the data has fewer rows, or an epoch ends in between) gets a uid of its own: sampling
-        seeds and in-flight completions go by the uid.
+        seeds and in-flight completions are identified by uid.
 
         Args:
             by_length: distribute rows so that ranks have about the same total text length; contiguous parts otherwise.
@@ -244,7 +244,7 @@ class TrainingContext:
         """Divide this rank's sequences into micro-batches with little padding.
 
         Args:
-            lengths: tokens of each sequence, or of the longer one of each pair.
+            lengths: tokens of each sequence, or of the longer one in each pair.
             sequences_each: 2 for pairs, which stay together.
             packed: the trained model packs its sequences.
 
@@ -267,9 +267,9 @@ class TrainingContext:
 
         Args:
             reference: the reference model, if the algorithm has one.
-            prompts: tokens of each.
-            completions: tokens of each, the targets.
-            temperature: divisor of the logits, that of the sampling.
+            prompts: tokens of each sequence's prompt.
+            completions: tokens of each sequence's completion, the targets.
+            temperature: divisor of the logits, the same as in sampling.
 
         Returns:
             The padded batch, the log-probabilities, and the entropy of the policy, ``[B, T]``.
@@ -314,7 +314,7 @@ class TrainingContext:
     def measure_updates(self, step: TrainingStep, engine: Engine, policy: nn.Module) -> None:
         """Add the metrics of all updates of a step; the gradient norm is the mean over them."""
         step.metrics.shared("train/grad_norm", sum(step.grad_norms) / len(step.grad_norms))
-        step.metrics.mean("train/changed_share", engine.changed_share(policy), 1)  # of what each rank has
+        step.metrics.mean("train/changed_share", engine.changed_share(policy), 1)  # of the tensors that each rank holds
         step.metrics.total("train/num_tokens", step.num_tokens)
 
     def end_step(
@@ -333,11 +333,11 @@ class TrainingContext:
             ahead: completions already sampled for the next step, also saved.
 
         Returns:
-            Whether to stop here because an agent asked for it; the state is then saved.
+            Whether to stop here because an agent requested it; the state is then saved.
 
         Raises:
             NonFiniteLoss: the loss or the gradient norm is not finite; the metrics of the step are already written.
-            DegenerateRl: training no longer learns, and health.actions asks for more than a warning; metrics as above.
+            DegenerateRl: training no longer learns, and health.actions requires more than a warning; metrics as above.
             MetricsMismatch, DiskFull, WorkerError: raised by every rank; the last two also for an earlier step's
                 checkpoint.
         """
@@ -391,7 +391,7 @@ class TrainingContext:
         return bool(every) and number % every == 0
 
     def write_samples(self, lines: Sequence[SampleLine]) -> None:
-        """Write completions for inspection; only rank 0's are written."""
+        """Write completions for inspection; only those of rank 0 are written."""
         if self._samples_file is not None:
             for line in lines:
                 self._samples_file.write(line)
@@ -400,7 +400,7 @@ class TrainingContext:
         """Have agent 0 record incidents for findings that do not stop the run.
 
         Args:
-            kind: failure kind that each would have.
+            kind: failure kind that each finding would have.
             messages: one sentence per finding.
             health_rule: health rule that made the findings, if any.
         """
@@ -414,7 +414,7 @@ class TrainingContext:
             with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write(f"{warning.model_dump_json()}\n")
 
-    def _note_loss(self, what: str) -> None:
+    def _record_loss(self, what: str) -> None:
         """Write a timeline event: a file being written was removed."""
         self.ranks.log(what)
         write_event(self._context, "file", what)
@@ -427,7 +427,7 @@ class TrainingContext:
                 )
 
     def _add_times(self, step: TrainingStep) -> None:
-        """Add the times, in seconds, as means over the ranks. The checkpoint counted is that of the previous step."""
+        """Add the times, in seconds, as means over the ranks. The checkpoint time is that of the previous step."""
         seconds = {**self._saving.times(), "evaluate": 0.0, **step.watch.parts, "step": step.watch.seconds()}
         for name, value in seconds.items():
             step.metrics.mean(f"time/{name}_s", value, 1)

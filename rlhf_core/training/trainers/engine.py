@@ -147,7 +147,7 @@ class Engine:
         return float(changed)
 
     def state(self) -> dict[str, Any]:
-        """This rank's share of the optimizer state: AdamW's moments and their float32 weights, by parameter.
+        """This rank's share of the optimizer state: AdamW's moments and its float32 weights, by parameter.
 
         Tensors, numbers and containers only, so that loading it executes no code.
         """
@@ -157,10 +157,10 @@ class Engine:
         """Load the results of :meth:`state` from the ranks that wrote a checkpoint, whatever their number and stage.
 
         Args:
-            shares: those of the ranks, the one of the same rank first; read only as far as needed.
+            shares: shares of the ranks, that of the same rank first; read only as far as needed.
 
         Raises:
-            CheckpointCorrupt: the shares lack a part.
+            CheckpointCorrupt: the shares are incomplete.
         """
         shares = iter(shares)
         first = next(shares)
@@ -184,7 +184,7 @@ class Engine:
         adamw(self._engine).load_state_dict(copy.deepcopy(state["adamw"]))
 
     def close(self) -> None:
-        """Release the parameters, which keep their values and are whole on every rank."""
+        """Release the parameters, which keep their values and are complete on every rank."""
         self._engine.destroy()
         self._engine.optimizer = None  # frees its memory at once, and a second destroy() finds nothing
         self._pieces = ()
@@ -196,7 +196,7 @@ class Engine:
 def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks: Ranks, trainer: NativeTrainer) -> None:
     """Shard an inference-only model over the ranks if ZeRO 3 shards the trained one.
 
-    Collective in that case, and every rank must then call the model equally often.
+    Collective in that case; every rank must then make the same number of calls of the model.
     """
     if trainer.zero_stage < 3:
         return
@@ -209,7 +209,7 @@ def split_frozen(model: nn.Module, dtype: Literal["float32", "bfloat16"], ranks:
 
 
 def load_deepspeed(*, on_cpu: bool) -> Any:
-    """Import DeepSpeed, which takes more than a second the first time; CUDA and process groups are not touched."""
+    """Import DeepSpeed, which takes more than a second the first time; does not initialise CUDA or process groups."""
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for other devices and warns
     with _quick_and_quiet(), _without("mlflow"):
@@ -237,8 +237,8 @@ def _compile_nothing(deepspeed: Any) -> None:
     """Have DeepSpeed join a process group on CPU without its shared-memory operation.
 
     DeepSpeed compiles that C++ operation when it joins, and uses it only for tensor-parallel inference. It looks up in
-    this table which operations it may build; the table is meant to be edited. Setting it as a whole keeps DeepSpeed
-    from trying compilers to fill it.
+    this table which operations it may build; the table is meant to be edited. Replacing it entirely keeps DeepSpeed
+    from running compilers to fill it.
     """
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -258,13 +258,13 @@ def _spread(size: int, device: torch.device) -> Tensor:
 def _without(module: str) -> Iterator[None]:
     """Hide an installed module from imports within the block.
 
-    DeepSpeed's autotuner, which we do not use, imports MLflow where it is installed, and MLflow imports pandas, FastAPI
+    DeepSpeed's autotuner, which we do not use, imports MLflow if it is installed, and MLflow imports pandas, FastAPI
     and its telemetry: a second at every start and restart, four fifths of the time to import DeepSpeed.
     """
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment]  # the import system's way to say that there is none
+    sys.modules[module] = None  # type: ignore[assignment]  # marks the module as missing for the import system
     try:
         yield
     finally:
@@ -276,7 +276,7 @@ def _quick_and_quiet() -> Iterator[None]:
     """Keep DeepSpeed's start quick and quiet: no banners in the workers' logs, and no compiler.
 
     DeepSpeed imports an optimizer that we do not use and that is decorated with ``torch.compile``. This alone would
-    load all of torch's compiler, more than a second at every start and restart.
+    load torch's entire compiler, which takes more than a second at every start and restart.
     """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -326,7 +326,7 @@ def _config(spec: OptimizerSpec, dtype: str, trainer: NativeTrainer, policy: nn.
 
 def _base_config(dtype: str) -> dict[str, Any]:
     return {
-        # The loops count micro-batches, not DeepSpeed, which sees every step as one batch of one.
+        # The loops count micro-batches, not DeepSpeed, which sees every step as one batch of size one.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == "bfloat16"},

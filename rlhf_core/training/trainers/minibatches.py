@@ -9,7 +9,7 @@ def divide(places: Sequence[int], num_minibatches: int, *words: object) -> list[
     """Divide a rank's completions into the minibatches of one pass, as lists of indices.
 
     Consecutive completions go to different minibatches, in an order redrawn for each round: every minibatch holds
-        equally many completions of each group, and the division does not depend on which rank has which completion.
+    equally many completions of each group, and the division does not depend on which rank has which completion.
 
     Args:
         places: index of each of the rank's completions among those of the whole step, over all ranks.
@@ -28,7 +28,7 @@ def divide(places: Sequence[int], num_minibatches: int, *words: object) -> list[
 
 @lru_cache(maxsize=8)
 def _order(num_minibatches: int, *words: object) -> list[int]:
-    """Permutation of the minibatches determined by the words alone, on every machine and Python version."""
+    """Permutation of the minibatches that depends only on ``words``, on every machine and Python version."""
     text = "|".join(map(str, words))
     keys = [blake2b(f"{text}|{part}".encode(), digest_size=8).digest() for part in range(num_minibatches)]
     return sorted(range(num_minibatches), key=keys.__getitem__)

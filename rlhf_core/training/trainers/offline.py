@@ -39,7 +39,7 @@ def train(
         reference: the policy as it was at the start of the loop, if the algorithm needs it.
 
     Returns:
-        Whether the loop stopped early because an agent asked for it.
+        Whether the loop stopped early because an agent requested it.
     """
     algorithm = loop.algorithm
     objective = ALGORITHMS[algorithm.name]

@@ -37,11 +37,11 @@ def train(
 
     Args:
         reference: the policy as it was at the start of the loop, if the algorithm needs it.
-        critic: the value model, likewise.
+        critic: the value model, if the algorithm needs it.
         in_flight: completions already sampled for the first of these steps, from each rank that saved the checkpoint.
 
     Returns:
-        Whether the loop stopped early because an agent asked for it.
+        Whether the loop stopped early because an agent requested it.
     """
     spec, objective = training.spec, ALGORITHMS[loop.algorithm.name]
     training.scorer.load(training.beating(Phase.REWARD))
@@ -58,7 +58,7 @@ def train(
             advantages = updates.make()
 
         step.add(objective.metrics, updates.totals)
-        if not updates.num_tokens:  # every completion was truncated and is left out
+        if not updates.num_tokens:  # every completion was truncated and is excluded
             step.metrics.shared("train/loss", 0.0)
         step.metrics.mean("rollout/entropy", *updates.totals.read("entropy"))
         _add_engine_metrics(step, spec, rollout, updates.totals)
@@ -89,7 +89,7 @@ def _add_engine_metrics(step: TrainingStep, spec: RunSpec, rollout: Rollout, tot
 
 
 def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Add the metrics that distinguish a healthy step from a degenerate one, which the loss does not."""
+    """Add the metrics that distinguish a healthy step from a degenerate one; the loss alone does not."""
     completions = rollout.flat
     num_groups = len(rollout.rows)
     metrics.mean("reward/mean", float(rollout.rewards.sum()), len(completions))

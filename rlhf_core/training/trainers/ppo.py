@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 
 
 class ValueModel(nn.Module):
-    """The layers of a language model under a scalar head, whose output is 0 at first."""
+    """The layers of a language model with a scalar head, whose output is 0 at first."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         """Take over the layers of ``causal_lm`` and drop its head."""

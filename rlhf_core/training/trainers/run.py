@@ -136,7 +136,7 @@ def _train_loop(
     initial: Path,
     state: TrainerState | None,
 ) -> bool:
-    """Run one loop with its own optimizer; True if it stopped early because an agent asked for it."""
+    """Run one loop with its own optimizer; True if it stopped early because an agent requested it."""
     spec, ranks = training.spec, training.ranks
     with kept_random_state(ranks.device):
         critic = _critic(context, ranks, loop, initial, state)
@@ -154,7 +154,7 @@ def _train_loop(
         if critic and state.critic:
             critic.engine.load_state(state.critic)
     if state and state.random is not None and state.progress.step == training.steps_done:
-        # So far this process drew from generators that it seeded itself; from here on those of the run continue.
+        # Until here, this process drew from generators that it seeded itself; from here on, those of the run continue.
         restore_random_state(state.random, ranks.device)
     if isinstance(policy, PolicyModel) and loop.algorithm.samples:
         in_flight = state.in_flight if state else ()
@@ -182,7 +182,7 @@ def _evaluate_before(context: WorkerContext, training: TrainingContext, model: P
 def _reference(
     context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path, policy: PolicyModel | RewardModel
 ) -> Scorer | None:
-    """The policy as it was when the loop began, if its algorithm needs it."""
+    """The policy as it was at the start of the loop, if the algorithm needs it."""
     if not loop.algorithm.reference:
         return None
     source = reference_folder(context, ranks, loop.first_step - 1, initial)
@@ -235,7 +235,7 @@ def _model_to_train(
     checkpoint: CheckpointDir | None,
     step: int,
 ) -> PreTrainedModel:
-    """Load the initial model or that of the checkpoint; a loop that trains a reward model gets a reward model."""
+    """Load the initial model or that of the checkpoint; a loop that trains a reward model loads a reward model."""
     spec = context.spec
     current = next((loop for loop in loops(spec) if loop.first_step <= step <= loop.last_step), None)
     folder = checkpoint.model if checkpoint else initial

@@ -73,7 +73,7 @@ class Rollout:
         )
 
     def batch(self, places: Sequence[int], *, mask_truncated: bool) -> StepBatch:
-        """Convert the completions to the form that the updates take.
+        """Convert the completions to the form that the updates need.
 
         Args:
             places: index of each group among those of the whole step, over all ranks.
@@ -116,7 +116,7 @@ class StepSampler:
         self._saved = kept_completions(saved)
 
     def sample(self, step: TrainingStep) -> tuple["Rollout", list[int], list[int]]:
-        """Complete and reward this rank's prompts of the step. Collective.
+        """Sample and reward completions of this rank's prompts of the step. Collective.
 
         If the algorithm uses only groups with differing rewards, sampling repeats with the next prompts until there are
         enough groups for a step or the limit of rounds is reached (dynamic sampling, DAPO, arXiv 2503.14476, sec. 3.2).
@@ -133,7 +133,7 @@ class StepSampler:
                 own = len(rounds[0].rows)
                 return rounds[0], list(range(own)), list(range(ranks.rank * own, (ranks.rank + 1) * own))
             flags.append(ranks.gather_numbers((~zero_std_groups(rounds[-1].rewards)).double().tolist()))
-            if sum(sum(map(sum, told)) for told in flags) >= algorithm.rows_per_step:
+            if sum(sum(map(sum, flags_of_round)) for flags_of_round in flags) >= algorithm.rows_per_step:
                 break
         self._begin_next(step)
         groups, places = select_groups(flags, algorithm.rows_per_step, ranks.rank)
@@ -166,7 +166,7 @@ class StepSampler:
         """Have the engines sample for the next step with the current weights."""
         if self._ahead is None or step.number == self._loop.last_step:
             return
-        request = self._ask(step.number + 1, 0)
+        request = self._next_prompts(step.number + 1, 0)
         self._ahead.begin(request.prompts, request.seeds, self._sampling(), step.number - 1)
         self._request = request
 
@@ -174,13 +174,13 @@ class StepSampler:
     # One round
 
     def _round(self, step: TrainingStep, number: int) -> "Rollout":
-        """Complete and reward the next prompts; ``number`` counts the rounds of the step from 0."""
+        """Sample and reward completions of the next prompts; ``number`` counts the rounds of the step from 0."""
         training = self._training
         if number == 0:
             request, completions = self._first_completions(step)
         else:
             with step.watch.part("rollout"):
-                request = self._ask(step.number, number)
+                request = self._next_prompts(step.number, number)
                 completions = self._complete(request, {})
         if self._loop.algorithm.sampling_rounds == 1:
             self._begin_next(step)
@@ -201,7 +201,7 @@ class StepSampler:
         return Rollout(request.rows, request.prompts, request.seeds, completions, rewards, scores)
 
     def _first_completions(self, step: TrainingStep) -> tuple[PromptBatch, list[list[Completion]]]:
-        """The prompts of a step and their completions: begun in the step before, or sampled now."""
+        """The prompts of a step and their completions: begun in the previous step, or sampled now."""
         training, request = self._training, self._request
         self._request = None
         beat = training.beating(Phase.ROLLOUT)
@@ -217,10 +217,10 @@ class StepSampler:
             if request is not None and self._ahead is not None:
                 return request, self._ahead.collect(beat)
             saved, self._saved = self._saved.get(step.number, {}), {}
-            request = self._ask(step.number, 0)
+            request = self._next_prompts(step.number, 0)
             return request, self._complete(request, saved)
 
-    def _ask(self, step: int, number: int) -> PromptBatch:
+    def _next_prompts(self, step: int, number: int) -> PromptBatch:
         num_samples = self._loop.algorithm.group
         rows, prompts = self._training.take_rows(self._loop.algorithm.rows_per_step)
         # A prompt that recurs in a later round of the step gets different samples.
@@ -234,7 +234,7 @@ class StepSampler:
         kept = {
             row.uid: saved[row.uid]
             for row, seeds in zip(request.rows, request.seeds, strict=True)
-            if row.uid in saved and _is_of_use(saved[row.uid], len(seeds), version - self._max_staleness)
+            if row.uid in saved and _is_usable(saved[row.uid], len(seeds), version - self._max_staleness)
         }
         missing = [index for index, row in enumerate(request.rows) if row.uid not in kept]
         if saved:
@@ -254,8 +254,9 @@ class StepSampler:
         return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.batch_size)
 
 
-def _is_of_use(group: Sequence[Completion], wanted: int, oldest: int) -> bool:
-    """True if there are as many saved completions as a prompt needs, none from weights older than ``oldest``."""
+def _is_usable(group: Sequence[Completion], wanted: int, oldest: int) -> bool:
+    """True if there are as many saved completions as a prompt needs, none of them from weights older than
+    ``oldest``."""
     return len(group) == wanted and all(made.weight_version >= oldest for made in group)
 
 
@@ -274,8 +275,8 @@ def select_groups(flags: Sequence[Sequence[Sequence[float]]], wanted: int, rank:
     """
     found = [
         (number, owner, index, flag)
-        for number, told in enumerate(flags)
-        for owner, own in enumerate(told)
+        for number, flags_of_round in enumerate(flags)
+        for owner, own in enumerate(flags_of_round)
         for index, flag in enumerate(own)
     ]
     preferred = sorted(range(len(found)), key=lambda place: (not found[place][3], place))

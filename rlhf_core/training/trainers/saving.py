@@ -1,4 +1,4 @@
-"""Checkpointing as the loops of one rank use it: saves begin at the end of a step and are awaited at the end of
+"""Checkpointing, as the loops of one rank use it: saves begin at the end of a step and are waited for at the end of
 training."""
 
 import time
@@ -61,8 +61,8 @@ class Saving:
         return "failed" if self._writer.has_failed() else self._reporter.request()
 
     def times(self) -> dict[str, float]:
-        """Seconds accumulated since the last call: waiting of steps in all, waiting for the previous checkpoint, and
-        writing."""
+        """Seconds accumulated since the last call: total waiting time of steps, waiting for the previous checkpoint,
+        and writing."""
         found = {
             "checkpoint": self._waited_s,
             "checkpoint_wait": self._wait_s,
@@ -114,7 +114,7 @@ class Saving:
         """Wait as :meth:`finish` does, then close the writer, at the end of all loops.
 
         Raises:
-            DiskFull, WorkerError: as :meth:`finish`.
+            DiskFull, WorkerError: as in :meth:`finish`.
         """
         self._writer.close()
 

@@ -1,6 +1,6 @@
 """Optimizer shares: each rank's part of AdamW's state, by parameter, in a form that any number of ranks can read.
 
-Every stage of ZeRO partitions the parameters in its own way: stages 1 and 2 split one flat buffer of all of them into
+Every stage of ZeRO partitions the parameters differently: stages 1 and 2 split one flat buffer of all of them into
 equal parts, stage 3 splits each parameter. In a checkpoint each rank writes, for each parameter that it has a part of,
 the offset of the part in the flattened parameter, the float32 weights and the two moments. A later start reads what it
 needs from there, whatever its stage and number of ranks; saving gathers and converts nothing.
@@ -116,8 +116,8 @@ def saved_share(own: Iterable[Piece], state: Any) -> dict[str, Any]:
     """Collect this rank's share of the optimizer state: tensors, numbers and containers only.
 
     Args:
-        own: what this rank updates.
-        state: AdamW's.
+        own: parts that this rank updates.
+        state: state of AdamW.
 
     Returns:
         The share, whose tensors are views of the optimizer's own.
@@ -137,13 +137,14 @@ def load_shares(own: Iterable[Piece], state: Any, shares: Iterable[dict[str, Any
     """Load the results of :func:`saved_share` from the ranks that wrote a checkpoint.
 
     Args:
-        own: what this rank updates.
-        state: AdamW's.
-        shares: those of the ranks in any order. Reading stops once this rank has all it needs, so the share most likely
+        own: parts that this rank updates.
+        state: state of AdamW.
+        shares: shares of the ranks in any order. Reading stops once this rank has all it needs, so the share most
+            likely
             to hold everything should come first.
 
     Raises:
-        CheckpointCorrupt: the shares together lack a part.
+        CheckpointCorrupt: the shares together are incomplete.
     """
     wanted = {piece.name: _Assembly(piece.to_be_loaded()) for piece in own}
     missing = set(wanted)

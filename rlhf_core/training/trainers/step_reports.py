@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rlhf_core.errors import NonFiniteLoss
 
 _MUST_BE_FINITE = ("train/loss", "train/grad_norm", "value/loss", "value/grad_norm")
-"""Metrics of every step, and of the value model where there is one."""
+"""Metrics of every step, and of the value model if there is one."""
 
 
 def summary(step: int, total_steps: int, loop: str, values: Mapping[str, float]) -> str:

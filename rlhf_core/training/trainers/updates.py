@@ -61,7 +61,7 @@ class PolicyUpdates:
 
         Args:
             reference: the policy as it was at the start of the loop, if the algorithm needs it.
-            critic: the value model, likewise.
+            critic: the value model, if the algorithm needs it.
         """
         self.totals = Totals()
         self.num_tokens = 0
@@ -106,12 +106,12 @@ class PolicyUpdates:
         everything = range(len(self._batch.completions))
         if self._algorithm.scores_first:
             return list(everything)
-        # The first update computes those of its own completions itself.
+        # The first update computes the log-probabilities of its own completions itself.
         first = set(self._updates[0])
         return [index for index in everything if index not in first]
 
     def _exchange(self) -> tuple[list[int], list[StepSums]]:
-        """Exchange the figures that ranks need of each other, in one collective.
+        """Exchange the figures that ranks need from each other, in one collective.
 
         Returns:
             The largest number of micro-batches on any rank, and sums over the ranks: for each update, for the
@@ -132,7 +132,7 @@ class PolicyUpdates:
         return [int(max(column)) for column in columns[4::3]], sums
 
     def _score(self, num_scored: int, num_all: int) -> None:
-        """Run the passes without gradient that completions need before the first update."""
+        """Run the passes without gradient that are needed before the first update."""
         for part in self._padded(self._scored, num_scored):
             with torch.no_grad():
                 sequences, output, _ = self._forward(part, self._reference)
@@ -191,7 +191,7 @@ class PolicyUpdates:
                 self.totals.add(critic.backward(sequences, batch, sums[number]))
             norms.append(critic.step(self._step.number))
         self._step.metrics.shared("value/grad_norm", sum(norms) / len(norms))
-        # If the policy stays unchanged, the step is that of the value model.
+        # If the policy stays unchanged, the gradient norms of the step are those of the value model.
         self._step.grad_norms = self._step.grad_norms or norms
 
     def _loss(

@@ -2,9 +2,9 @@
 
     <folder>/trainer_state/rank-00000.safetensors   files as in the checkpoint: those of the ranks of this node
     <folder>/model/ ...                             those of rank 0, on its node
-    <folder>/parts/rank-00000.json checksums of each rank's files there, written last (`MemoryPart`) <folder>/COMPLETE
-    written by a restart that resumes from it <folder>/peer/ ... the same for ranks of the previous node, with `memory =
-    "peer"`
+    <folder>/parts/rank-00000.json                  checksums of each rank's files there, written last (`MemoryPart`)
+    <folder>/COMPLETE                               written by a restart that resumes from it
+    <folder>/peer/ ...                              the same for ranks of the previous node, with `memory = "peer"`
 
 The files are the memory of the snapshot itself, in an in-memory file system: they take no extra memory, and outlive the
 ranks until the node's agent ends. A copy that a kill left half overwritten has no part file and is ignored.
@@ -62,7 +62,7 @@ class MemoryCopy:
         self._part = _part_file(folder, rank)
 
     def invalidate(self) -> None:
-        """Invalidate the copy, because its files are about to change."""
+        """Invalidate the copy before its files change."""
         self._part.unlink(missing_ok=True)
         (self.folder / "COMPLETE").unlink(missing_ok=True)
 

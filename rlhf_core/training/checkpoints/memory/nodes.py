@@ -29,7 +29,7 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Brought:
-    """Result of bringing a checkpoint into the memory of every node; the same on every rank."""
+    """Result of collecting a checkpoint in the memory of every node; the same on every rank."""
 
     checkpoint: CheckpointDir | None
     """None if a file is damaged or missing on all nodes that had it."""
@@ -55,17 +55,17 @@ class NodeMemory:
     def find(self, hash_of_spec: str) -> MemoryCheckpoint | None:
         """Find the newest checkpoint in the memory of all nodes; the same on every rank. Collective."""
         own = parts_here(self._folder) if self._is_first_here else []
-        told = self._ranks.gather([part.model_dump(mode="json") for part in own])
-        parts = [MemoryPart.model_validate(part) for of_node in told for part in of_node]
+        parts_of_ranks = self._ranks.gather([part.model_dump(mode="json") for part in own])
+        parts = [MemoryPart.model_validate(part) for of_node in parts_of_ranks for part in of_node]
         return newest_in_memory(parts, self._ranks.num_ranks, hash_of_spec)
 
     def bring(self, found: MemoryCheckpoint) -> Brought:
-        """Bring all files that each node's ranks need into its memory and verify them. Collective."""
+        """Copy all missing files that each node's ranks need into its memory, and verify them. Collective."""
         expected = found.manifest.files
-        lacking = self._lacking(found) if self._is_first_here else {}
+        lacking = self._missing_files(found) if self._is_first_here else {}
         lacking_of = self._ranks.gather(lacking)
         wanted = {name: reason for of_node in lacking_of for name, reason in of_node.items()}
-        offers_of = self._ranks.gather(self._offers(sorted(wanted), expected) if self._is_first_here else {})
+        offers_of = self._ranks.gather(self._available_files(sorted(wanted), expected) if self._is_first_here else {})
         owners = {name: owner for name in wanted if (owner := _owner(name, offers_of)) is not None}
         without = [f"{name} {reason}" for name, reason in sorted(wanted.items()) if name not in owners]
         if without:
@@ -83,12 +83,12 @@ class NodeMemory:
         num_from_peers = sum(offers_of[owner][name] == PEER for name, owner in owners.items())
         return Brought(CheckpointDir(self._folder, found.manifest.step), num_from_peers=num_from_peers)
 
-    def _lacking(self, found: MemoryCheckpoint) -> dict[str, str]:
+    def _missing_files(self, found: MemoryCheckpoint) -> dict[str, str]:
         """Files that this node's ranks need and that are missing or damaged here, with the reason."""
         problems = {name: self._damage("", name, found.manifest.files) for name in found.needed(self._here)}
         return {name: problem for name, problem in problems.items() if problem}
 
-    def _offers(self, wanted: Sequence[str], expected: Mapping[str, FileChecksum]) -> dict[str, str]:
+    def _available_files(self, wanted: Sequence[str], expected: Mapping[str, FileChecksum]) -> dict[str, str]:
         """Folders of this node that hold the wanted files."""
         places = {
             name: next((place for place in PLACES if not self._damage(place, name, expected)), None) for name in wanted

@@ -3,9 +3,9 @@
     sender     32 random bytes
     receiver   32 random bytes, and an HMAC (RFC 2104, SHA-256) over both
     sender     length (8 bytes, big-endian), `MemoryPart` as JSON, an HMAC over both and this text
-    receiver   a line: empty to go on, else the reason not to
-    sender     the files, in the order of the part, as they are
-    receiver   a line: empty where the part counts from now on, else what was wrong with it
+    receiver   a line: empty to continue, else the reason for refusal
+    sender     the files, in the order of the part, unmodified
+    receiver   a line: empty if the part is now valid, else the problem with it
 
 The HMACs use the key of the attempt, which only the owner of the run may read: no other program can receive or send a
 part. The JSON text holds the checksums of the files, so these are authenticated too. Nothing is encrypted.
@@ -61,11 +61,11 @@ def send_part(address: tuple[str, int], key: bytes, part: MemoryPart, content: C
             raise PeerRefused(f"{address[0]}:{address[1]} is not a rank of this attempt")
         text = part.model_dump_json().encode()
         connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text + _code(key, b"sender", nonces + text))
-        _require_empty(_line(connection))
+        _require_empty(_receive_line(connection))
         for name in part.files:
             for piece in _pieces(content[name]):
                 connection.sendall(piece)
-        _require_empty(_line(connection))
+        _require_empty(_receive_line(connection))
 
 
 class PartReceiver:
@@ -110,20 +110,20 @@ class PartReceiver:
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(STALL_S)
-            part = self._announced(connection)
+            part = self._receive_header(connection)
         except (OSError, PeerRefused):
             return  # any program may connect; one that does not authenticate leaves no trace
         try:
-            self._take(connection, part)
+            self._receive_files(connection, part)
             reason = ""
         except (OSError, PeerRefused) as error:
             reason = str(error) or type(error).__name__
             self._log(f"the copy of rank {part.rank}, step {part.step}, does not count here: {reason}")
         with contextlib.suppress(OSError):
-            _tell(connection, reason)
+            _send_line(connection, reason)
 
-    def _announced(self, connection: socket.socket) -> MemoryPart:
-        """Receive the announcement of a part from a rank of this attempt; it has to arrive within ``STALL_S``."""
+    def _receive_header(self, connection: socket.socket) -> MemoryPart:
+        """Receive the header of a part from a rank of this attempt; it has to arrive within ``STALL_S``."""
         until = time.monotonic() + STALL_S
         other, own = _received(connection, _CODE_BYTES, until), secrets.token_bytes(_CODE_BYTES)
         nonces = other + own
@@ -140,7 +140,7 @@ class PartReceiver:
         except ValidationError as error:
             raise PeerRefused(f"received no part: {error}") from None
 
-    def _take(self, connection: socket.socket, part: MemoryPart) -> None:
+    def _receive_files(self, connection: socket.socket, part: MemoryPart) -> None:
         """Receive the files; the part becomes valid once all have arrived intact.
 
         Raises:
@@ -155,7 +155,7 @@ class PartReceiver:
         needed, free = sum(found.bytes for found in part.files.values()), free_memory(self._folder)
         if needed > (1 - SPARE_SHARE) * free:
             raise PeerRefused(f"it needs {needed} bytes of main memory, of {free} free bytes a tenth stays free")
-        _tell(connection, "")
+        _send_line(connection, "")
         for name, expected in part.files.items():
             receive_file(_stream(connection, expected.bytes), self._folder / name, expected)
         copy.publish(part)
@@ -216,11 +216,11 @@ def _received(connection: socket.socket, num_bytes: int, until_s: float | None =
     return bytes(found)
 
 
-def _tell(connection: socket.socket, reason: str) -> None:
+def _send_line(connection: socket.socket, reason: str) -> None:
     connection.sendall(reason.replace("\n", " ").encode()[: _MAX_LINE_BYTES - 1] + b"\n")
 
 
-def _line(connection: socket.socket) -> str:
+def _receive_line(connection: socket.socket) -> str:
     found = b""
     while not found.endswith(b"\n") and len(found) < _MAX_LINE_BYTES:
         found += _received(connection, 1)

@@ -22,7 +22,7 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     """Find the in-memory checkpoint that this start of the workers resumes from; None to use the files.
 
     A checkpoint that a kill kept from reaching the disk is written there first, as if it had been completed in time. An
-        event records the choice, and the reason if the memory was not used. Collective.
+    event records the choice, and the reason if the memory was not used. Collective.
 
     Args:
         on_disk: step of the checkpoint on disk.
@@ -32,7 +32,9 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     """
     if not _may_have_copies(context, on_disk):
         return None
-    without = ranks.sum([float(context.memory is None)])[0]  # over all ranks: a node alone would wait for the others
+    without = ranks.sum([float(context.memory is None)])[
+        0
+    ]  # over all ranks: otherwise a single node would wait for the others
     if without or context.memory is None:
         return None
 
@@ -43,12 +45,12 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     found = memory.find(spec_hash(context.spec))
     reason = refusal(context, found, on_disk, lambda found: _is_on_disk(context, ranks, found, on_disk))
     if found is None or reason:
-        _tell(context, ranks, f"resuming from files: {reason}")
+        _log_and_record(context, ranks, f"resuming from files: {reason}")
         return None
     brought = memory.bring(found)
     checkpoint = brought.checkpoint
     if checkpoint is None:
-        _tell(
+        _log_and_record(
             context,
             ranks,
             f"resuming from files: the copy of step {found.manifest.step} in memory is damaged: {brought.problem}",
@@ -57,7 +59,9 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     if on_disk is None or found.manifest.step > on_disk:
         _bring_to_disk(context, ranks, found, checkpoint, beat)
     from_peers = f"; files from peer nodes: {brought.num_from_peers}" if brought.num_from_peers else ""
-    _tell(context, ranks, f"resuming from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}")
+    _log_and_record(
+        context, ranks, f"resuming from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}"
+    )
     return checkpoint
 
 
@@ -134,7 +138,7 @@ def _mapped(source: CheckpointDir, name: str) -> Iterator[mmap.mmap | bytes]:
         yield data
 
 
-def _tell(context: WorkerContext, ranks: Ranks, message: str) -> None:
+def _log_and_record(context: WorkerContext, ranks: Ranks, message: str) -> None:
     """Write a log line and an event, once for all ranks."""
     ranks.log(message)
     if not ranks.is_first:

@@ -1,1 +1,1 @@
-"""The trainer's side of rollout engines: dispatching prompts over HTTP, awaiting completions, sending weights."""
+"""The trainer's side of rollout engines: dispatching prompts over HTTP, collecting completions, sending weights."""

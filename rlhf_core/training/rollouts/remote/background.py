@@ -32,7 +32,7 @@ class RolloutAhead:
 
     @property
     def is_begun(self) -> bool:
-        """True from :meth:`begin` to :meth:`collect`."""
+        """True between :meth:`begin` and :meth:`collect`."""
         return self._begun is not None
 
     def begin(
@@ -42,17 +42,17 @@ class RolloutAhead:
 
         Raises:
             StaleWeights: another version is current.
-            ValueError: as :func:`rlhf_core.training.rollouts.base.require_prompts`.
+            ValueError: as in :func:`rlhf_core.training.rollouts.base.require_prompts`.
         """
         dispatcher = self._dispatcher(prompts, seeds, sampling, version)
         background = BackgroundRollout(lambda advance: self._rollout(dispatcher, sampling, advance))
         self._begun = dispatcher, sampling, background
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until all prompts that can be answered are.
+        """Wait until every prompt that can be answered has been.
 
         Raises:
-            EnginesLost: no engine is serving, and none came back in time.
+            EnginesLost: no engine serves requests, and none recovered in time.
         """
         if self._begun is not None:
             self._begun[2].wait(beat)
@@ -70,7 +70,7 @@ class RolloutAhead:
         """Wait, then sample the rest with the version now current. Collective.
 
         Raises:
-            EnginesLost: as :meth:`wait`.
+            EnginesLost: as in :meth:`wait`.
         """
         assert self._begun is not None  # begun before
         self.wait(beat)
@@ -83,7 +83,7 @@ class BackgroundRollout:
     """A rollout in its own thread, which mostly waits for the network and computes nothing."""
 
     def __init__(self, rollout: Callable[[Callable[[], None]], RemoteRollout]) -> None:
-        """Begin it.
+        """Begin the rollout.
 
         Args:
             rollout: runs the rollout; its argument is called whenever an engine makes progress.
@@ -97,7 +97,7 @@ class BackgroundRollout:
         Thread(target=_run, args=(loop,), name="rollout", daemon=True).start()
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait for the end, with a beat from this thread whenever the rollout makes progress.
+        """Wait for its end, with a heartbeat from this thread whenever the rollout makes progress.
 
         Raises:
             EnginesLost: raised by the rollout.

@@ -57,42 +57,42 @@ class EngineClient:
         """State of the engine.
 
         Raises:
-            EngineUnusable: it does not answer in time, or has been replaced.
+            EngineUnusable: it does not respond in time, or has been replaced.
         """
         try:
-            answer = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
+            response = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
         except (httpx.HTTPError, OSError) as error:
             raise EngineUnusable(f"{self.name} does not respond: {_shown(error)}") from error
-        return self._checked(answer)
+        return self._checked(response)
 
     async def sample(self, http: httpx.AsyncClient, request: SampleRequest) -> AsyncIterator[SampledPrompt]:
         """Yield completions of prompts, each as soon as it is ready.
 
         Raises:
-            EngineUnusable: it refuses, or is lost meanwhile.
+            EngineUnusable: it refuses the request, or is lost while serving it.
         """
         url, body = f"{self._url}/sample", request.model_dump_json()
-        # No timeout: the health checks detect an engine that no longer works.
+        # No timeout: health checks detect an engine that no longer works.
         unlimited = httpx.Timeout(None, connect=self._timeout.connect)
         try:
             async with http.stream(
                 "POST", url, content=body, headers={**self._headers, **JSON}, timeout=unlimited
-            ) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    await answer.aread()
-                    raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
-                async for line in response_lines(answer):
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    await response.aread()
+                    raise EngineUnusable(f"{self.name} refuses: {_error_of(response)}")
+                async for line in response_lines(response):
                     yield _sampled(line, self.name)
         except (httpx.HTTPError, OSError) as error:
             raise EngineUnusable(f"{self.name} was lost: {_shown(error)}") from error
         except ValueError as error:
             raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
 
-    def _checked(self, answer: httpx.Response) -> EngineHealth:
-        if answer.status_code != httpx.codes.OK:
-            raise EngineUnusable(f"{self.name} refuses: {_error_of(answer)}")
+    def _checked(self, response: httpx.Response) -> EngineHealth:
+        if response.status_code != httpx.codes.OK:
+            raise EngineUnusable(f"{self.name} refuses: {_error_of(response)}")
         try:
-            health = EngineHealth.model_validate_json(answer.content)
+            health = EngineHealth.model_validate_json(response.content)
         except ValueError as error:
             raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
         if (health.rank, health.generation) != (self.address.rank, self.address.generation):
@@ -116,31 +116,31 @@ class EngineClient:
         """Send a request that may take a while, during which the engine sends heartbeats.
 
         Raises:
-            OSError: the engine is gone or silent.
-            WeightSyncFailed: it refuses.
+            OSError: the engine is gone or does not respond.
+            WeightSyncFailed: it refuses the request.
         """
         url, headers = f"{self._url}{path}", {**self._headers, **JSON}
-        return self._answer(lambda: http.post(url, content=body, headers=headers, timeout=self._timeout))
+        return self._send(lambda: http.post(url, content=body, headers=headers, timeout=self._timeout))
 
     def get(self, http: httpx.Client, path: str) -> str:
-        """Send a request that is answered at once.
+        """Send a request that is answered immediately.
 
         Raises:
-            OSError: the engine is gone or silent.
-            WeightSyncFailed: it refuses.
+            OSError: the engine is gone or does not respond.
+            WeightSyncFailed: it refuses the request.
         """
         url = f"{self._url}{path}"
-        return self._answer(lambda: http.get(url, headers=self._headers, timeout=self._timeout))
+        return self._send(lambda: http.get(url, headers=self._headers, timeout=self._timeout))
 
-    def _answer(self, ask: Callable[[], httpx.Response]) -> str:
+    def _send(self, request: Callable[[], httpx.Response]) -> str:
         try:
-            answer = ask()
+            response = request()
         except httpx.HTTPError as error:
             raise ConnectionError(f"{self.name} does not respond: {_shown(error)}") from error
-        refusal = _refusal_of(answer)
+        refusal = _refusal_of(response)
         if refusal is not None:
             raise WeightSyncFailed(f"{self.name}: {refusal.error}", refusal.peer or self.name)
-        return answer.text
+        return response.text
 
 
 class HttpEngineControl:
@@ -155,7 +155,7 @@ class HttpEngineControl:
         self._probe = probe
         self._base = base
         self.is_stale = False
-        """True if it acknowledged weights that its outputs do not match."""
+        """True if it has acknowledged weights that its outputs do not match."""
 
     @property
     def name(self) -> str:
@@ -163,11 +163,11 @@ class HttpEngineControl:
         return self._client.name
 
     def receive(self, offer: Offer) -> Receipt:
-        """Have the engine receive. It gives up by itself when the transfer stalls."""
+        """Have the engine receive a version. It gives up by itself if the transfer stalls."""
         return Receipt.model_validate_json(self._post("/weights/receive", offer))
 
     def is_ready(self, version: int) -> bool:
-        """True if the engine lives and has this version staged."""
+        """True if the engine is alive and has this version staged."""
         return bool(json.loads(self._client.get(self._http, f"/weights/ready?version={version}")))
 
     def commit(self, version: int) -> AppliedVersion:
@@ -179,18 +179,18 @@ class HttpEngineControl:
         request = CommitRequest(weights=self._weights, probe=self._probe.tokens)
         committed = Committed.model_validate_json(self._post("/weights/commit", request))
         try:
-            self._require_given(committed)
+            self._require_match(committed)
         except StaleWeights as error:
             self.is_stale = True
-            # An engine that is gone by now does not serve either.
+            # An engine that is gone by now does not serve requests either.
             with contextlib.suppress(OSError, WeightSyncFailed):
                 self._post("/weights/refuse", WeightsRefused(weights=self._weights, why=str(error)))
             raise WeightSyncFailed(str(error), self.name) from error
         self._post("/weights/confirm", self._weights)
         return AppliedVersion(receiver=self.name, version=version, apply_s=committed.apply_s)
 
-    def _require_given(self, committed: Committed) -> None:
-        """Refuse an engine whose outputs do not match the weights it was given.
+    def _require_match(self, committed: Committed) -> None:
+        """Refuse an engine whose outputs do not match the weights that it was sent.
 
         Raises:
             StaleWeights: its base model, adapter or outputs differ.
@@ -223,17 +223,19 @@ def _sampled(line: bytes, name: str) -> SampledPrompt:
     return SampledPrompt.model_validate(content)
 
 
-def _error_of(answer: httpx.Response) -> str:
+def _error_of(response: httpx.Response) -> str:
     """Error message in a response; empty if there is none."""
-    refusal = _refusal_of(answer)
+    refusal = _refusal_of(response)
     return "" if refusal is None else refusal.error
 
 
-def _refusal_of(answer: httpx.Response) -> EngineRefusal | None:
+def _refusal_of(response: httpx.Response) -> EngineRefusal | None:
     """Refusal sent in place of the expected response; None if there is none."""
     with contextlib.suppress(ValueError):
-        return EngineRefusal.model_validate_json(answer.content)
-    return None if answer.status_code == httpx.codes.OK else EngineRefusal(error=f"HTTP status {answer.status_code}")
+        return EngineRefusal.model_validate_json(response.content)
+    return (
+        None if response.status_code == httpx.codes.OK else EngineRefusal(error=f"HTTP status {response.status_code}")
+    )
 
 
 def _shown(error: Exception) -> str:

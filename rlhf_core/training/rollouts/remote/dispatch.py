@@ -21,13 +21,13 @@ class Dispatcher:
 
     def __init__(self, tasks: Sequence[PromptTask], max_new_tokens: int, window: int, first: int = 0) -> None:
         """Args:
-        window: maximum number of completions requested of an engine at once.
+        window: maximum number of completions requested from an engine at once.
         first: engine preferred among equals, a different one on every rank.
         """
         self.made: dict[int, list[Completion]] = {}
         """Completions by prompt."""
         self.num_moved = 0
-        """Number of prompts sent again, to another engine."""
+        """Number of prompts sent again to another engine."""
         self.num_refused = 0
         """Number of completions made with other weights or received twice."""
         self._max_new_tokens = max_new_tokens
@@ -44,7 +44,7 @@ class Dispatcher:
         return len(self.made) == len(self._tasks)
 
     def outstanding(self, engine: int) -> frozenset[int]:
-        """Prompts sent to an engine and not answered yet."""
+        """Prompts sent to an engine and not yet answered."""
         return frozenset(self._outstanding.get(engine, ()))
 
     def assign(self, engines: Collection[int]) -> dict[int, list[PromptTask]]:
@@ -88,10 +88,10 @@ class Dispatcher:
         self.give_back(engine, [index])
 
     def give_back(self, engine: int, indices: Collection[int] | None = None) -> None:
-        """Take prompts back from an engine that does not answer them.
+        """Take prompts back from an engine that has not answered them.
 
         Args:
-            indices: the prompts; None for all assigned to it.
+            indices: the prompts; None for all that are assigned to it.
         """
         own = self._outstanding.get(engine, set())
         back = own & set(own if indices is None else indices)

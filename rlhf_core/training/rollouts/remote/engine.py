@@ -42,11 +42,11 @@ COUNTS = (
     "time/weight_wire_s",
     "time/weight_apply_s",
 )
-"""Metrics, the same on every rank; those of syncs are rank 0's."""
+"""Metrics, the same on every rank; those of syncs come from rank 0."""
 
 
 class RemoteEngines:
-    """All engines of the group behind the protocol of one engine; see ``base.RolloutEngine``."""
+    """All engines of the group behind the interface of a single one; see ``base.RolloutEngine``."""
 
     def __init__(self, context: WorkerContext, ranks: Ranks) -> None:
         spec = context.spec
@@ -63,7 +63,7 @@ class RemoteEngines:
         self._share = FurtherPublisher(context, group) if group is not None and not ranks.is_first else None
         self._base = ""
         if ranks.is_first and spec.model.lora is not None:
-            # Now, while the files are those that the trainers read.
+            # Computed now, while the files are the ones that the trainers read.
             self._base = base_digest(
                 initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
             )
@@ -99,10 +99,10 @@ class RemoteEngines:
         problem: WorkerError | None = None
         blamed = Counter[str]()
         for _ in range(MAX_SYNCS):
-            living = self._living(beat)
-            # The first failure may be that of a link to an earlier start of the engine, which is made anew.
-            others = [engine for engine in living if blamed[engine.name] < 2]
-            problem, transfer = self._send(others or living, model, version, beat)
+            live_engines = self._live_engines(beat)
+            # The first failure may be due to a link to an earlier start of the engine; links are then made anew.
+            others = [engine for engine in live_engines if blamed[engine.name] < 2]
+            problem, transfer = self._send(others or live_engines, model, version, beat)
             if problem is None:
                 self.version = version
                 return transfer
@@ -128,7 +128,7 @@ class RemoteEngines:
 
         def send() -> None:
             nonlocal transfer
-            assert sync is not None  # only rank 0 is asked to
+            assert sync is not None  # only rank 0 calls it
             report = sync.send(self._controlled(engines, version), model, version, beat)
             transfer = WeightTransfer(
                 sync.way,
@@ -146,12 +146,12 @@ class RemoteEngines:
         problem = self._from_first(send)
         return problem, transfer
 
-    def _living(self, beat: Callable[[], None]) -> list[EngineClient]:
-        """Engines that answer rank 0, on rank 0. Waits for all engines the first time, later for at least one.
+    def _live_engines(self, beat: Callable[[], None]) -> list[EngineClient]:
+        """Engines that respond to rank 0, on rank 0. Waits for all engines the first time, later for at least one.
         Collective.
 
         Raises:
-            EnginesLost: no engine answers in time.
+            EnginesLost: no engine responds in time.
         """
         found: list[EngineClient] = []
 
@@ -171,11 +171,11 @@ class RemoteEngines:
             while True:
                 clients = self._clients()
                 answers = await asyncio.gather(*(client.health(http) for client in clients), return_exceptions=True)
-                living = [one for one, answer in zip(clients, answers, strict=True) if not _is_unusable(answer)]
-                if len(living) >= wanted or (living and loop.time() > deadline_s):
+                live_engines = [one for one, answer in zip(clients, answers, strict=True) if not _is_unusable(answer)]
+                if len(live_engines) >= wanted or (live_engines and loop.time() > deadline_s):
                     self._was_complete = True
                     beat()
-                    return living
+                    return live_engines
                 if loop.time() > deadline_s:
                     problems = "; ".join(str(one) for one in answers) or "no engine has registered"
                     raise EnginesLost(
@@ -187,7 +187,7 @@ class RemoteEngines:
     def _restore(self, beat: Callable[[], None], client: EngineClient) -> None:
         """Send the current weights to an engine that has come back.
 
-        After a failure it is sent them again only ``sync_timeout_s`` later: the rollout of this rank waits meanwhile.
+        After a failure, the next try comes only ``sync_timeout_s`` later: the rollout of this rank waits meanwhile.
         """
         start = (client.address.rank, client.address.generation)
         if time.monotonic() < self._restore_at_s.get(start, 0.0):
@@ -225,7 +225,7 @@ class RemoteEngines:
         """Sample completions; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
         Raises:
-            EnginesLost: no engine is serving, and none came back in time.
+            EnginesLost: no engine serves requests, and none recovered in time.
         """
         return self._complete(self._dispatcher(prompts, seeds, sampling, version), sampling, beat)
 
@@ -240,19 +240,19 @@ class RemoteEngines:
     def _run(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> None:
         """Sample the unanswered prompts with the current weights, which the model still holds."""
         self._num_rollouts += 1
-        if self._is_split():  # a single rank cannot read the weights for an engine that comes back
+        if self._is_split():  # a single rank cannot gather the weights for an engine that comes back
             rollout = self._background_rollout(dispatcher, sampling, beat)
         else:
             restore = partial(self._restore, beat) if self._ranks.is_first else None
             rollout = self._rollout(
-                dispatcher, sampling, beat, restore, are_restored=True, may_leave=self._leave_together()
+                dispatcher, sampling, beat, restore, are_restored=True, may_leave=self._exit_barrier()
             )
         asyncio.run(rollout.run())
 
     def _background_rollout(
         self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]
     ) -> RemoteRollout:
-        """Create a rollout during which no engine can be sent weights."""
+        """Create a rollout during which weights cannot be sent to any engine."""
         return self._rollout(dispatcher, sampling, beat, None, are_restored=False, may_leave=lambda: True)
 
     def _rollout(
@@ -289,21 +289,21 @@ class RemoteEngines:
         """Sample the unanswered prompts. Collective.
 
         Raises:
-            EnginesLost: no engine is serving, or all were restarted too often.
+            EnginesLost: no engine serves requests, or all were restarted too often.
         """
         for _ in range(MAX_SYNCS):
             self._run(dispatcher, sampling, beat)
             # If the model is not split, an engine that comes back gets the weights while the rollout waits.
             if not self._is_split() or self._is_answered(dispatcher):
                 return self._results(dispatcher)
-            self._give_again(beat)
+            self._resend(beat)
         raise EnginesLost(
             f"{dispatcher.num_missing} prompts of rank {self._ranks.rank} were given up after all engines restarted "
             f"{MAX_SYNCS} times in one rollout. See the logs of the group rollout"
         )
 
-    def _give_again(self, beat: Callable[[], None]) -> None:
-        """Send the current version to the engines that are now alive. Collective."""
+    def _resend(self, beat: Callable[[], None]) -> None:
+        """Send the current version to the engines that are alive now. Collective."""
         model, version = self._model, self.version
         assert model is not None
         assert version is not None
@@ -330,17 +330,17 @@ class RemoteEngines:
     def _count(self, name: str, value: float) -> None:
         self._counts[name] += value
 
-    def _leave_together(self) -> Callable[[], bool]:
-        """Keep rank 0 until all ranks have their completions: only it can send weights to an engine that comes back."""
+    def _exit_barrier(self) -> Callable[[], bool]:
+        """Hold rank 0 until all ranks have their completions: only it can send weights to an engine that comes back."""
         key, store, num_ranks = f"rollout-{self._num_rollouts}", self._ranks.store, self._ranks.num_ranks
-        told = False
+        is_counted = False
 
         def may_leave() -> bool:
-            nonlocal told
+            nonlocal is_counted
             if num_ranks == 1:
                 return True
-            done = store.add(key, 0 if told else 1)
-            told = True
+            done = store.add(key, 0 if is_counted else 1)
+            is_counted = True
             return not self._ranks.is_first or done >= num_ranks
 
         return may_leave

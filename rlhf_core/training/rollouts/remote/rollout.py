@@ -1,4 +1,4 @@
-"""One rollout of a rank over the engines of the group: sends requests, watches engines, and re-routes after a loss."""
+"""One rollout of a rank over the engines of the group: sends requests, monitors engines, and re-routes after a loss."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.2
-"""Interval of the engines' health checks."""
+"""Interval of the engines' health checks, in seconds."""
 MAX_MOVES = 8
 """Number of engines that may fail on one prompt before the rollout gives up."""
 
@@ -60,7 +60,7 @@ class RemoteRollout:
         clients: returns the currently registered engines.
         beat: called whenever an engine makes progress.
         restore: sends the weights to an engine that came back; None if this rank cannot.
-        are_restored: True if some rank sends them the weights during the rollout; False if none can.
+        are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
         may_leave: called once all prompts are answered; False while other ranks may need this one.
         """
         self._dispatcher = dispatcher
@@ -80,7 +80,7 @@ class RemoteRollout:
         self._last_loss = "no engine has registered"
         self._none_since_s = time.monotonic()
         self._others: set[tuple[int, int]] = set()
-        self._silent_since_s: dict[tuple[int, int], float] = {}
+        self._unresponsive_since_s: dict[tuple[int, int], float] = {}
         self._is_stopped = False
         self._wake = asyncio.Event()
 
@@ -89,16 +89,16 @@ class RemoteRollout:
         self._is_stopped = True
 
     async def run(self) -> None:
-        """Get every prompt answered. Some are left over if the rollout is stopped, or if all engines came back with
-        other weights and cannot be sent these.
+        """Run until every prompt is answered. Some are left over if the rollout is stopped, or if all engines came back
+        with other weights and the right ones cannot be sent to them.
 
         Raises:
-            EnginesLost: no engine served for too long, or all failed on one prompt.
+            EnginesLost: no engine served requests for too long, or several failed on one prompt.
         """
         watchers: dict[int, asyncio.Task[None]] = {}
         clients: Collection[EngineClient] = ()
         read_at_s = -math.inf
-        # Engines are in the allocation: a proxy of the environment is not for them, nor is the token for the proxy.
+        # Engines are in the allocation: a proxy from the environment must not be used, nor see the token.
         async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
             try:
                 while not (self._dispatcher.is_done and self._may_leave()):
@@ -119,17 +119,17 @@ class RemoteRollout:
                     for asked in self._asked.values():
                         asked.difference_update(_finished(asked))
             finally:
-                await _end([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
+                await _cancel_all([*watchers.values(), *(task for tasks in self._asked.values() for task in tasks)])
                 self._dispatcher.recall()
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
-        """True if engines have other weights and will keep them, and all others have been silent for long."""
+        """True if engines have other weights and will keep them, and all others have not responded for long."""
         if self._are_restored:
             return False
         limit_s = time.monotonic() - self._settings.stall_timeout_s
-        silent = {start for start, since_s in self._silent_since_s.items() if since_s < limit_s}
+        unresponsive = {start for start, since_s in self._unresponsive_since_s.items() if since_s < limit_s}
         starts = {_start_of(client) for client in clients}
-        return bool(starts & self._others) and starts <= self._others | silent
+        return bool(starts & self._others) and starts <= self._others | unresponsive
 
     # -----------------------------------------------------------------------------------------------------------------
     # Watching
@@ -141,11 +141,11 @@ class RemoteRollout:
             try:
                 health = await client.health(http)
             except EngineUnusable as error:
-                self._silent_since_s.setdefault(_start_of(client), time.monotonic())
+                self._unresponsive_since_s.setdefault(_start_of(client), time.monotonic())
                 self._lose(rank, str(error))
                 await asyncio.sleep(POLL_S)
                 return
-            self._silent_since_s.pop(_start_of(client), None)
+            self._unresponsive_since_s.pop(_start_of(client), None)
             self._judge(client, health)
             await asyncio.sleep(POLL_S)
 
@@ -162,7 +162,7 @@ class RemoteRollout:
         seen, busy = self._progress.get(start), bool(self._dispatcher.outstanding(rank))
         if seen is None or health.progress != seen.count:
             self._progress[start] = _Progress(health.progress, now_s)
-            # A rank that has all of its completions may have to stay for the others, which the engines work for.
+            # A rank that has all of its completions may have to stay for the others, whose prompts the engines work on.
             if busy or self._dispatcher.is_done:
                 self._beat()
         elif not busy and not (seen.is_stalled and health.num_waiting):
@@ -212,10 +212,10 @@ class RemoteRollout:
 
     def _deal(self, http: httpx.AsyncClient) -> None:
         for rank, tasks in self._dispatcher.assign(self._ready).items():
-            asking = asyncio.create_task(self._ask(http, self._ready[rank], tasks))
+            asking = asyncio.create_task(self._request(http, self._ready[rank], tasks))
             self._asked.setdefault(rank, set()).add(asking)
 
-    async def _ask(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
+    async def _request(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
         rank = client.address.rank
         prompts = tuple(PromptRequest(index=t.index, prompt=tuple(t.prompt), seeds=tuple(t.seeds)) for t in tasks)
         request = SampleRequest(
@@ -225,22 +225,22 @@ class RemoteRollout:
             batch_size=self._sampling.batch_size,
             prompts=prompts,
         )
-        left = {task.index for task in tasks}
+        unanswered = {task.index for task in tasks}
         try:
             async for made in client.sample(http, request):
-                left.discard(made.index)
-                self._take(rank, made)
-            if left:
-                raise EngineUnusable(f"{client.name} left {len(left)} prompts unanswered")
+                unanswered.discard(made.index)
+                self._accept(rank, made)
+            if unanswered:
+                raise EngineUnusable(f"{client.name} left {len(unanswered)} prompts unanswered")
         except EngineUnusable as error:
             self._last_loss = str(error)
-            self._log(f"{error}; {len(left)} of its prompts go to the others")
+            self._log(f"{error}; {len(unanswered)} of its prompts go to the others")
             self._ready.pop(rank, None)
-            self._give_back(rank, left & self._dispatcher.outstanding(rank))
+            self._give_back(rank, unanswered & self._dispatcher.outstanding(rank))
         finally:
             self._wake.set()
 
-    def _take(self, rank: int, made: SampledPrompt) -> None:
+    def _accept(self, rank: int, made: SampledPrompt) -> None:
         """Accept completions made with the right weights, once per prompt."""
         if any(one.weights != self._weights for one in made.completions):
             self._dispatcher.refuse(rank, made.index, len(made.completions))
@@ -268,7 +268,7 @@ def _finished(tasks: Collection["asyncio.Task[None]"]) -> set["asyncio.Task[None
     return done
 
 
-async def _end(tasks: Collection["asyncio.Task[None]"]) -> None:
+async def _cancel_all(tasks: Collection["asyncio.Task[None]"]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -61,11 +61,11 @@ class WeightPublisher:
         *,
         is_alone: bool = False,
     ) -> WeightSyncReport:
-        """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks call
-        :meth:`FurtherPublisher.send` or :func:`gather_along`, unless ``is_alone`` is set.
+        """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks must
+        call :meth:`FurtherPublisher.send` or :func:`gather_along`, unless ``is_alone`` is set.
 
         Returns:
-            Report on the sync. It names engines lost at their commit; at least one was not.
+            Report on the sync. It names engines lost at their commit; at least one engine was not.
 
         Raises:
             WeightSyncFailed: no engine loaded the version.
@@ -162,7 +162,7 @@ def link_backend(spec: RunSpec) -> LinkBackend:
     sync = spec.rollout.sync
     if sync.backend != "auto":
         return LinkBackend(sync.backend)
-    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # changes lie in main memory on both sides
+    is_there = not spec.why_not_nccl and not sync.delta and has_nccl()  # deltas are in main memory at both ends
     return LinkBackend.NCCL if is_there else LinkBackend.GLOO
 
 

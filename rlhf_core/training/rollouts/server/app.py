@@ -153,14 +153,14 @@ class _Handlers:
         return _json(self._worker.health())
 
     async def sample(self, request: Request) -> Response:
-        wanted = SampleRequest.model_validate_json(await request.body())
+        sample_request = SampleRequest.model_validate_json(await request.body())
         lines: asyncio.Queue[SampledPrompt | EngineRefusal] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def deliver(line: SampledPrompt | EngineRefusal) -> None:
             loop.call_soon_threadsafe(lines.put_nowait, line)
 
-        keys = await self._in_main_thread(partial(self._worker.begin, wanted, deliver))
+        keys = await self._in_main_thread(partial(self._worker.begin, sample_request, deliver))
         return StreamingResponse(self._lines(keys, lines), media_type="application/x-ndjson")
 
     async def _lines(
@@ -173,19 +173,19 @@ class _Handlers:
             self._worker.call(partial(self._worker.drop, keys))  # also if the client is gone
 
     async def receive(self, request: Request) -> Response:
-        return _while_alive(self._receipt(Offer.model_validate_json(await request.body())))
+        return _with_keepalive(self._receipt(Offer.model_validate_json(await request.body())))
 
     async def _receipt(self, offer: Offer) -> Receipt:
         """Receive a version.
 
         Raises:
-            WeightSyncFailed: it is not staged, or the transfer hangs where no limit of its own ends it.
+            WeightSyncFailed: it is not staged, or the transfer hangs without reaching its own timeout.
         """
         progress = _TransferProgress()
         # In its own thread, because it waits for the weights while the engine keeps sampling.
         receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, offer, progress.note))
         while not (await asyncio.wait([receiving], timeout=ALIVE_INTERVAL_S))[0]:
-            if progress.silent_s > _silence_limit_s(offer):
+            if progress.silent_s > _stall_limit_s(offer):
                 self.is_stuck = True
                 raise WeightSyncFailed(
                     f"{offer.receiver} has made no progress with version {offer.manifest.version} for "
@@ -199,12 +199,12 @@ class _Handlers:
         return JSONResponse(self._receiver.is_ready(int(request.query_params["version"])))
 
     async def commit(self, request: Request) -> Response:
-        wanted = CommitRequest.model_validate_json(await request.body())
-        return _while_alive(self._in_main_thread(partial(self._worker.commit, wanted)))
+        commit_request = CommitRequest.model_validate_json(await request.body())
+        return _with_keepalive(self._in_main_thread(partial(self._worker.commit, commit_request)))
 
     async def confirm(self, request: Request) -> Response:
-        wanted = WeightsInForce.model_validate_json(await request.body())
-        await self._in_main_thread(partial(self._worker.confirm, wanted))
+        weights = WeightsInForce.model_validate_json(await request.body())
+        await self._in_main_thread(partial(self._worker.confirm, weights))
         return JSONResponse(None)
 
     async def refuse(self, request: Request) -> Response:
@@ -227,25 +227,25 @@ class _TransferProgress:
         self._at_s = time.monotonic()
 
     def note(self) -> None:
-        """Take note of progress, from any thread."""
+        """Record progress, from any thread."""
         self._at_s = time.monotonic()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since then."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._at_s
 
 
-def _silence_limit_s(offer: Offer) -> float:
-    """Time without progress after which a transfer hangs.
+def _stall_limit_s(offer: Offer) -> float:
+    """Time without progress, in seconds, after which a transfer counts as hung.
 
-    It is longer than the waits for the neighbours in the chain, so that a lost neighbour is named instead.
+    It is longer than the timeouts for the neighbours in the chain, so that a lost neighbour is reported instead.
     """
     return 2 * (offer.stall_timeout_s + CONNECT_TIMEOUT_S)
 
 
-def _while_alive(answer: Awaitable[BaseModel]) -> Response:
-    """Send empty lines until the answer is ready, to distinguish a busy engine from a stopped one."""
+def _with_keepalive(answer: Awaitable[BaseModel]) -> Response:
+    """Send empty lines until the response is ready, to distinguish a busy engine from a stopped one."""
 
     async def lines() -> AsyncIterator[bytes]:
         working = asyncio.ensure_future(answer)
@@ -253,7 +253,7 @@ def _while_alive(answer: Awaitable[BaseModel]) -> Response:
             yield b"\n"
         try:
             yield working.result().model_dump_json().encode()
-        except Exception as error:  # noqa: BLE001 - the trainer is told, and the engine lives on without weights
+        except Exception as error:  # noqa: BLE001 - reported to the trainer; the engine goes on without weights
             traceback.print_exception(error)
             yield _error(error).model_dump_json().encode()
 

@@ -68,7 +68,7 @@ def run_engine(context: WorkerContext) -> RoleResult:
 
 
 def _die_like(exit_code: int | None) -> None:
-    """Die by the signal that killed a process of the sampler, so that the agent sees the cause."""
+    """Die by the same signal that killed a process of the sampler, so that the agent sees the cause."""
     if exit_code is None or exit_code >= 0:
         return
     number = signal.Signals(-exit_code)

@@ -34,8 +34,8 @@ from rlhf_core.weight_sync.receiver import Receiver
 IDLE_BEAT_S = 0.1
 """Heartbeat interval of an idle engine."""
 MAX_REFUSED = 2
-"""Consecutive syncs after which an engine exits because its outputs do not match the weights. One may be chance; after
-two, only a restart can help."""
+"""Number of consecutive syncs with outputs that do not match the weights, after which an engine exits. One may be
+chance; after two, only a restart can help."""
 
 Answer = TypeVar("Answer")
 Deliver = Callable[[SampledPrompt | EngineRefusal], None]
@@ -44,14 +44,14 @@ Deliver = Callable[[SampledPrompt | EngineRefusal], None]
 
 @dataclass
 class _Call(Generic[Answer]):
-    """A function for the main thread to call."""
+    """A function to be called by the main thread."""
 
     function: Callable[[], Answer]
     future: "Future[Answer]" = field(default_factory=Future)
 
     def run(self) -> None:
         """Call it and pass on its result or exception."""
-        with Survived() as outcome:  # raised where the future is waited for
+        with Survived() as outcome:  # raised when the future is waited for
             self.future.set_result(self.function())
         if outcome.error is not None:
             self.future.set_exception(outcome.error)
@@ -111,14 +111,14 @@ class EngineWorker:
     def call(self, function: Callable[[], Answer]) -> "Future[Answer]":
         """Have the main thread call a function between two decoding steps."""
         call = _Call(function)
-        self._calls.put(call)  # type: ignore[arg-type]  # the answer of each is its own
+        self._calls.put(call)  # type: ignore[arg-type]  # each has its own result type
         return call.future
 
     # -----------------------------------------------------------------------------------------------------------------
     # In the main thread
 
     def serve(self, is_served: Callable[[], bool]) -> None:
-        """Work while the server is running.
+        """Process requests while the server is running.
 
         Raises:
             StaleWeights: its outputs did not match the weights of :data:`MAX_REFUSED` syncs in a row.
@@ -140,10 +140,10 @@ class EngineWorker:
         """Accept a request.
 
         Returns:
-            Keys of its prompts, for dropping them.
+            Keys of its prompts, for :meth:`drop`.
 
         Raises:
-            StaleWeights: it asks for weights other than the current ones.
+            StaleWeights: it requests weights other than the current ones.
         """
         if request.weights != self._weights:
             raise StaleWeights(
@@ -158,7 +158,7 @@ class EngineWorker:
                 self._wanted[keys[-1]] = _PendingPrompt(one.index, deliver)
                 self._sampler.submit(SamplerRequest(keys[-1], one.prompt, one.seeds, sampling))
         except BaseException:
-            self.drop(keys)  # nobody waits for the others
+            self.drop(keys)  # no client waits for its other prompts
             raise
         return keys
 

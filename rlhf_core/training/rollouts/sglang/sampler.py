@@ -28,7 +28,7 @@ from rlhf_core.training.rollouts.vllm.engine import end_ids_of
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.05
-"""Longest wait of a step for a completion."""
+"""Longest wait of a step for a completion, in seconds."""
 UNLIMITED = httpx.Timeout(None, connect=10.0)
 
 
@@ -106,14 +106,14 @@ class SglangSampler:
         """Accept a request."""
         self._open.add(request)
         for place, seed in enumerate(request.seeds):
-            work = self._make(request.key, place, request.prompt, seed, request.sampling)
+            work = self._request(request.key, place, request.prompt, seed, request.sampling)
             self._sent[request.key, place] = asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
         """Collect finished completions after a short wait.
 
         Raises:
-            WorkerError: the server refuses, or is lost.
+            WorkerError: the server refuses a request, or is lost.
         """
         seen, done = self._num_chunks, []
         timeout_s: float = POLL_S
@@ -140,7 +140,7 @@ class SglangSampler:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    async def _make(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
+    async def _request(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         try:
             made: Completion | Exception = self._completion(await self._last_chunk(prompt, seed, sampling))
         except (httpx.HTTPError, WorkerError, ValueError, KeyError) as error:

@@ -28,7 +28,8 @@ class AdapterInForce:
 class VllmAdapter:
     """One adapter at a time, in the single adapter slot that vLLM is started with.
 
-    Every version has its own number, by which requests refer to it: vLLM fails if it does not have the requested one.
+    Every version has its own number, by which requests refer to it: vLLM fails if it does not have the requested
+    version.
     """
 
     def __init__(self, lora: LoraSpec) -> None:
@@ -53,13 +54,13 @@ class VllmAdapter:
 
         Args:
             engine: vLLM's ``LLMEngine``.
-            tensors: of the adapter, with the trainer's names.
+            tensors: tensors of the adapter, with the trainer's names.
         """
         from vllm.lora.request import LoRARequest
 
         self.request = None
         self._number += 1
-        # vLLM loads adapters from files. These are read once, so nothing but this version can ever be read there.
+        # vLLM loads adapters from files. These are read once, so no other version can ever be read from them.
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
             write_adapter(Path(folder), self._lora, tensors)
             request = LoRARequest(f"adapter-{self._number}", self._number, folder)
@@ -71,8 +72,8 @@ def count_differing(model_runner: Any, adapter: AdapterInForce, tensors: Iterabl
     """Number of tensors whose parts in the active layers differ in any bit, among the layers found by name.
 
     Args:
-        model_runner: of vLLM's worker.
-        tensors: of the adapter, with the trainer's names.
+        model_runner: model runner of vLLM's worker.
+        tensors: tensors of the adapter, with the trainer's names.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -94,7 +95,7 @@ def count_differing(model_runner: Any, adapter: AdapterInForce, tensors: Iterabl
 
 
 def _own(layer: Any, part_of: Callable[[Any], Any], whole: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The parts of tensors used by a layer, one for each of the layers that vLLM fused into it; None is kept."""
+    """The parts of tensors that a layer uses, one for each of the layers that vLLM fused into it; None stays None."""
     if layer.tp_size == 1:
         return whole
     if len(whole) > 1:
@@ -107,7 +108,7 @@ def _differs(given: Tensor | None, held: Tensor) -> bool:
 
 
 def use_products() -> None:
-    """Make vLLM on CPU multiply with the only adapter. Call before an engine is started.
+    """Make vLLM on CPU multiply with the only adapter. Call it before an engine is started.
 
     vLLM's own operation copies both matrices for every token, to support a different adapter for each.
     """
@@ -138,8 +139,8 @@ def add_product(
     Args:
         x: ``[T, inputs]``.
         y: ``[T, sum of widths]``.
-        a: of each layer ``[1, 1, rank, inputs]``.
-        b: of each layer ``[1, 1, width, rank]``.
+        a: matrix of each layer, ``[1, 1, rank, inputs]``.
+        b: matrix of each layer, ``[1, 1, width, rank]``.
         widths: outputs of each layer.
     """
     given, parts = x.view(-1, x.shape[-1]).float(), y.view(-1, y.shape[-1]).split(list(widths), dim=-1)

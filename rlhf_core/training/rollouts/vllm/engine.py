@@ -64,12 +64,12 @@ class VllmEngine:
         lora: LoraSpec | None = None,
         tensor_parallel: int = 1,
     ) -> None:
-        """Start an engine without a version. Collective: all ranks of the process group start theirs at once.
+        """Start an engine without a version. Collective: all ranks of the process group start theirs together.
 
         Args:
             folder: Hugging Face folder of the model; without ``lora`` only its configuration is read.
-            max_tokens: longest prompt and completion together.
-            variables: of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), where vLLM reads them.
+            max_tokens: longest sequence, prompt and completion together.
+            variables: variables of torch elastic for this rank (RANK, LOCAL_RANK, WORLD_SIZE), for vLLM to read.
             lora: adapter that versions consist of; None for full weights.
             tensor_parallel: number of computing processes, each with its own GPU. Above 1 they are children of this
                 process, which then has no process group, and weights must be in shared memory.
@@ -141,7 +141,7 @@ class VllmEngine:
         apply_s = time.monotonic() - started
         if self._adapter is not None and (number := self.count_differing(given)):
             raise StaleWeights(f"vLLM has {number} tensors of the adapter that differ from those sent")
-        if not self._is_verified or self._adapter is not None:  # the first version of an adapter adds nothing yet
+        if not self._is_verified or self._adapter is not None:  # the first version of an adapter is zero
             self._verify(model)
         self._is_verified = True
         self.version = version
@@ -209,7 +209,8 @@ class VllmEngine:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the worker process that ended first, which ends the others; None while all are running."""
+        """Exit code of the worker process that ended first, after which the others are ended; None while all are
+        running."""
         return self._processes.exit_code
 
     @property
@@ -254,7 +255,7 @@ class VllmEngine:
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters, lora_request=adapter)
 
     def take_counts(self) -> Mapping[str, float]:
-        """None: an in-process engine cannot fail separately."""
+        """No counts: an in-process engine cannot fail separately."""
         return {}
 
     def sleep(self) -> None:
@@ -269,8 +270,8 @@ class VllmEngine:
     def close(self) -> None:
         """Put the engine to sleep permanently; it ends with its process.
 
-        vLLM's own shutdown, also of an unreferenced engine, destroys the trainer's process group. Worker processes of a
-        split engine end here.
+        vLLM's own shutdown, also that of an unreferenced engine, destroys the trainer's process group. Worker processes
+        of a split engine end here.
         """
         self.sleep()
         if self._is_split:
@@ -294,7 +295,7 @@ class VllmEngine:
             self._call("give_up_weight_update")
             raise
         finally:
-            for _ in tensors:  # the other ranks gather, so this one iterates to the end too
+            for _ in tensors:  # the other ranks are gathering, so this one iterates to the end too
                 pass
         self._call("finish_weight_update")
 
@@ -345,7 +346,7 @@ def _environment(settings: VllmSettings, on_gpu: bool) -> dict[str, str]:
         return common
     return common | {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the threads too
         "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation for kernels that eager mode does not use
     }
 

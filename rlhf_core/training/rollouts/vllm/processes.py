@@ -1,4 +1,4 @@
-"""Worker processes of a split vLLM engine, none of which is of use without the others."""
+"""Worker processes of a split vLLM engine; none of them is useful without the others."""
 
 import threading
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class EngineProcesses:
         return None if self._first is None else self._first.exitcode
 
     def allow_exit(self) -> None:
-        """Leave the processes to vLLM from now on, which shuts them down."""
+        """Stop watching the processes, since vLLM now shuts them down."""
         self._is_closing = True
 
     def _end_together(self) -> None:

@@ -1,5 +1,5 @@
 """Weight loading in vLLM's worker processes, through its own interface (``weight_transfer``, from 0.25 on). vLLM loads
-this module by name in each of its workers; without vLLM it cannot be imported.
+this module by name in each of its workers; it cannot be imported without vLLM.
 
 An engine on one GPU has one worker, in its own process; a split engine has one process per GPU, and every call goes to
 all of them: ``start_weight_update``, ``update_weights`` for each part, ``finish_weight_update``. The weights are
@@ -25,7 +25,7 @@ from rlhf_core.training.rollouts.vllm.adapter import AdapterInForce, count_diffe
 
 @dataclass
 class StagedPart(WeightTransferUpdateInfo):
-    """A part of a version: whole tensors, valid until it is complete, because vLLM keeps them as long."""
+    """A part of a version: whole tensors, valid until the version is complete, because vLLM keeps them until then."""
 
     tensors: Iterable[tuple[str, Tensor]] = ()
     """Tensors of this process."""
@@ -65,7 +65,7 @@ class StagedWeights(WeightTransferEngine):
             self.model.load_weights((place.name, self._row.tensor(place)) for place in update_info.places)
 
     def finish_weight_update(self) -> None:
-        """Complete the model."""
+        """Finish the update of the model."""
         self._is_begun = False
         with self._loading():
             finalize_layerwise_reload(self.model, self.model_config)
