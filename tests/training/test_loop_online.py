@@ -36,6 +36,12 @@ def spec_of(name: str, num_steps: int = 2, **settings: Any) -> dict[str, Any]:
     return {**spec, "loops": loops, "reward": reward, "trainer": {"micro_batch_size": 3}}
 
 
+def split(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same run with split weights: its first step, which is compared, and one from weights that were updated."""
+    main = {**spec["loops"]["main"], "num_steps": 2}
+    return {**spec, "loops": {**spec["loops"], "main": main}, "trainer": {**spec["trainer"], "zero_stage": 3}}
+
+
 RUNS: dict[str, dict[str, Any]] = {
     **{name: spec_of(name) for name in SAMPLING},
     "on-policy": spec_of("grpo"),
@@ -47,7 +53,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 SPLIT = ("several", "critic", "dynamic")
 """Runs that are made with split weights too: passes of every model are collectives then."""
-RUNS |= {f"{name}, split": {**RUNS[name], "trainer": {**RUNS[name]["trainer"], "zero_stage": 3}} for name in SPLIT}
+RUNS |= {f"{name}, split": split(RUNS[name]) for name in SPLIT}
 KILLED = ("critic", "dynamic")
 RECURRING = spec_of("grpo", 3)
 RECURRING["data"] = {**RECURRING["data"], "generator_args": {"num_digits": 3, "num_train": 1, "num_eval": 10}}
