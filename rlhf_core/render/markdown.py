@@ -14,7 +14,7 @@ from rlhf_core.render.progress import METRICS, RunProgress
 from rlhf_core.render.timeline import Timeline, TimelineIncident, collective_text, decision_text, suspects_text
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.text.escaping import markdown, markdown_code, markdown_quote
-from rlhf_core.text.formatting import count, duration
+from rlhf_core.text.formatting import count, duration, listed
 
 MAX_INCIDENTS = 20
 """Number of newest incidents that are shown in full; earlier ones are only counted."""
@@ -91,14 +91,13 @@ def _evidence(found: TimelineIncident) -> list[str]:
         lines += [f"**{markdown(stack.name)}**", "", *_as_code(stack.lines), ""]
     for log in evidence.logs:
         lines += [f"End of **{markdown(log.name)}**", "", *_as_code(log.lines), ""]
-    names = [markdown_code(str(path.relative_to(evidence.folder))) for path in evidence.files[:MAX_FILES]]
-    more = f" and {len(evidence.files) - MAX_FILES} more" if len(evidence.files) > MAX_FILES else ""
+    names = [markdown_code(str(path.relative_to(evidence.folder))) for path in evidence.files]
     logs = f"rlhf logs {found.run_dir.run_id} --attempt {incident.attempt} --restart {incident.restart}"
     return [
         *lines,
         f"Evidence: {markdown_code(str(evidence.folder))}",
         "",
-        *([f"{', '.join(names)}{more}", ""] if names else []),
+        *([listed(names, MAX_FILES), ""] if names else []),
         f"Whole logs: `{logs}`",
         "",
     ]
@@ -160,10 +159,9 @@ def _place(progress: RunProgress, timeline: Timeline) -> list[str]:
     if not progress.attempt:
         return []
     nodes = progress.nodes
-    many = f" and {len(nodes) - MAX_NODES} more" if len(nodes) > MAX_NODES else ""
     found = [
         f"attempt {progress.attempt}, {count(progress.restarts, 'restart')}",
-        f"on {markdown(', '.join(nodes[:MAX_NODES]))}{many}" if nodes else "",
+        f"on {markdown(listed(nodes, MAX_NODES))}" if nodes else "",
         f"{duration(progress.step_s)} a step" if progress.step_s is not None else "",
         count(len(timeline.incidents), "incident") if timeline.incidents else "",
         f"the history is behind: {markdown(progress.history_behind)}" if progress.history_behind else "",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.text.formatting import count, place_text
+from rlhf_core.text.formatting import count, listed, place_text
 
 _NAMED = 5
 """Number of unacknowledged versions to name individually."""
@@ -35,7 +35,6 @@ def _acknowledged(missing: Sequence[Mapping[str, Any]]) -> str:
         return "all acknowledged"
     named = [
         f"{row['version']} ({place_text(row['attempt'], row['restart'])}: {row['acknowledged']} of {row['engines']})"
-        for row in missing[:_NAMED]
+        for row in missing
     ]
-    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-    return f"NOT ACKNOWLEDGED by all engines: version {', '.join(named)}{more}"
+    return f"NOT ACKNOWLEDGED by all engines: version {listed(named, _NAMED)}"

@@ -28,10 +28,10 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """Format a list by its first names: ``node1, node2 and 6 more``."""
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 _LONGEST_CLAIM = 128

@@ -6,13 +6,14 @@ deviating node and the difference.
 """
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.nodes.differences import ABSENT, by_value, differences
 from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING, MEETING, NodeVariables, contradictions
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
+from rlhf_core.text.formatting import listed
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _differing(
             id=check.id,
             status=status,
             found=f"{one.key} differs, and no value has a majority: "
-            + ", ".join(f"{_short(value)} on {_nodes(who)}" for value, who in by_value(one.odd).items()),
+            + ", ".join(f"{_short(value)} on {listed(who, 4)}" for value, who in by_value(one.odd).items()),
             expected=f"the same {one.key} on all nodes",
             advice=advice,
         )
@@ -248,10 +249,6 @@ def _short(value: str) -> str:
 
 def _count(number: int) -> str:
     return "the other node" if number == 1 else f"{number} nodes"
-
-
-def _nodes(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

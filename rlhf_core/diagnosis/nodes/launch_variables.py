@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_core.text.formatting import listed
+
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
 """Variables with each node's number, from 0."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -150,5 +152,6 @@ def _wrong_place(
 
 def _set_on_few(name: str, unset: Sequence[str], expected: str, advice: str) -> Contradiction:
     """Report a variable that is right where it is set, but unset on too many nodes to name a deviating one."""
-    shown = ", ".join(unset[:4]) + (f" and {len(unset) - 4} more" if len(unset) > 4 else "")
-    return Contradiction(f"{name} absent on {shown}, and as planned elsewhere", expected, advice, is_grave=False)
+    return Contradiction(
+        f"{name} absent on {listed(unset, 4)}, and as planned elsewhere", expected, advice, is_grave=False
+    )

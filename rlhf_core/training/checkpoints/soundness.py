@@ -15,6 +15,7 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import listed
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import is_adapter, require_base
 from rlhf_core.training.types import WorkerContext
@@ -192,8 +193,7 @@ def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
 def _differences(checkpoint: CheckpointDir, spec: RunSpec) -> str:
     before, now = dict(_flat(_saved_settings(checkpoint))), dict(_flat(training_part(spec)))
     changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-    shown = [f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:5]]
-    return "; ".join(shown) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+    return listed([f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed], 5, "; ")
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
