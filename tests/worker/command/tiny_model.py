@@ -1,8 +1,7 @@
-"""A tiny chat model and data sets that ms-swift and TRL train on processor cores in seconds.
+"""A tiny chat model and data sets on which ms-swift and TRL train on CPUs in seconds.
 
-Runs with the Python of a trainer's environment, so it imports nothing of this project:
-
-    <environment>/bin/python tests/worker/command/tiny_model.py FOLDER
+It runs with the Python of a trainer's environment, so it imports nothing from this project: ``<environment>/bin/python
+tests/worker/command/tiny_model.py FOLDER``.
 """
 
 import json
