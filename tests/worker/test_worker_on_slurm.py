@@ -317,7 +317,7 @@ NATIVE: dict[str, Any] = {
 
 
 def engine_of(run: AgentRun, rank: int) -> EngineAddress | None:
-    """Rank and node at which an engine registered last."""
+    """Address under which an engine registered last."""
     return read_model(run.dir.engine(rank), EngineAddress)
 
 
