@@ -1,4 +1,4 @@
-"""Bad input and a full disk: a clear message, the right exit code, nothing lost that was there."""
+"""Bad input and a full disk: a clear message, the right exit code, and no loss of existing data."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Training that learns nothing, through the real command line: found, tried once more from before, stopped, told."""
+"""Degenerate training through the real command line: detected, retried once from an earlier checkpoint, and stopped."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ LEARNS_NOTHING = (
     "loops.main.optimizer.learning_rate=5",
     "health.window_steps=8",
     "health.min_completions=256",
-    "health.max_train_gap=1e-12",  # which is exceeded at every step, and warned of
+    "health.max_train_gap=1e-12",  # exceeded at every step, with a warning
     "preflight.probe=false",
     "resources.ranks_per_node=1",  # two of them: test_two_real_ranks_end_a_degenerate_run_together
 )

@@ -468,7 +468,7 @@ def undisturbed_lines(desk: Desk) -> tuple[int, set[int]]:
     return len(story(run_dir)), same
 
 
-def controller_until_it_stays_alive(desk: Desk, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
+def drive_through_one_kill(desk: Desk, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
     controller = desk.controller(run_dir)
     prepare(controller)
     with pytest.raises(Killed):
@@ -491,7 +491,7 @@ def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way
         def die(controller: Controller, number: int = number) -> None:
             dies_at_line(controller.journal, number, after)
 
-        controller_until_it_stays_alive(desk, run_dir, die)
+        drive_through_one_kill(desk, run_dir, die)
         shown = queries.show_run(desk.store, run_dir.run_id)
         assert shown["run"]["state"] == "completed", number
         assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"], number
