@@ -308,12 +308,14 @@ def test_the_schedule_requests_runs_until_it_is_removed(
     pages.delete_schedule(page, "Every minute")
     assert site.ask(f"/deployments/{scheduled}")[1]["schedules"] == []
     assert "every-minute" in source
-    assert json.loads(overrides) == [], "nothing but what was deployed"
+    assert json.loads(overrides) == [], "only the deployed settings"
     made = json.loads(spec)
     assert (made["seed"], made["loops"]["main"]["num_steps"], made["resources"]["num_nodes"]) == (5, 2, 1)
     site.becomes(run_id, "completed")
     _, later = site.ask("/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": ["Scheduled", "Late"]}}}})
-    assert [one for one in later if one["deployment_id"] == scheduled] == [], "what was planned is gone with it"
+    assert [one for one in later if one["deployment_id"] == scheduled] == [], (
+        "its scheduled flow runs are removed with it"
+    )
     pages.open_page(page, site.url, "runs")
     shoot("runs")
     pages.open_page(page, site.url, "dashboard")

@@ -293,7 +293,7 @@ def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> No
     assert read_record(newest_run()).state is RunState.CANCELLED
     assert scheduler.cancelled == ["101"]
     assert "was cancelled" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is before, "the handler must be given back"
+    assert signal.getsignal(signal.SIGINT) is before, "the handler must be restored"
 
 
 def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, capsys: Printed) -> None:

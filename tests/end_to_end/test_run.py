@@ -40,7 +40,7 @@ def curve(site: Site) -> dict[tuple[str, int], float]:
     """The effective metrics that must not depend on the machine, as value by name and step."""
     rows = site.rows("SELECT key, step, value FROM run_curve")
     keys = [(key, step) for key, step, _ in rows]
-    assert len(keys) == len(set(keys)), "a metric stands twice in the effective curve"
+    assert len(keys) == len(set(keys)), "a metric appears twice in the effective curve"
     return {(key, step): value for key, step, value in rows if not key.startswith(("time/", "speed/"))}
 
 

@@ -27,9 +27,9 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     warnings = [one for one in shown["incidents"] if one not in ended_by]
     assert (len(ended_by), len(warnings)) == (2, 2)
     assert all("(train_gap): sampling and training disagree" in one["message"] for one in warnings)
-    assert all(one["suspect_nodes"] == [] for one in shown["incidents"]), "no node is struck for it"
+    assert all(one["suspect_nodes"] == [] for one in shown["incidents"]), "no node gets a strike for it"
     by_agent = [one["action"] for one in shown["decisions"] if one["decided_by"] == "agent"]
-    assert by_agent.count("continue") == 2, "a warning leaves the run going"
+    assert by_agent.count("continue") == 2, "a warning does not stop the run"
     # The warm start ended at step 12, and everything after it was judged.
     found_at = ended_by[0]["step"]
     assert 12 + 8 <= found_at <= 12 + 8 + 4

@@ -155,7 +155,7 @@ def test_an_equal_config_is_kept_once_and_a_changed_one_separately(folder: Path,
     assert again() == first
     (folder / "my_rewards.py").write_text("changed")
     assert again() != first
-    assert first.is_file(), "what is scheduled with it still finds it"
+    assert first.is_file(), "a schedule that uses it still finds it"
 
 
 def test_relative_paths_start_at_the_folder_of_the_deployment(folder: Path, tmp_path: Path) -> None:

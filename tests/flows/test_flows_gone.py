@@ -55,7 +55,7 @@ def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool
     run_dir = trains(desk, happens)
     with pytest.raises(RunDirGone) as raised:
         drive(desk.controller(run_dir))
-    assert not run_dir.root.exists(), "whoever moves it back finds the place free"
+    assert not run_dir.root.exists(), "its place is free for the directory to be moved back"
     said = str(raised.value)
     assert f"{run_dir.spec} has been missing for" in said
     assert "Its job 101 was ended" in said
@@ -71,7 +71,7 @@ def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool
     assert [(one["action"], one["reason"]) for one in shown["decisions"]] == [
         ("stop", "there is no directory to resume from")
     ]
-    assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node has done it"
+    assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node caused it"
 
 
 def test_a_run_that_was_moved_back_explains_its_end_and_can_be_resumed(desk: Desk, tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ def test_a_failure_and_its_recovery_are_shown_in_prefect(desk: Desk, monkeypatch
     assert "> it was node_lost" in text
     assert "rank 1 on node n1" in text
     assert "| decision | new attempt (by the controller)" in text
-    assert "in all_reduce" in text, "a browser does not follow a link to a file: what it says stands here"
+    assert "in all_reduce" in text, "a browser does not follow a link to a file: its content is shown here"
     assert f"`{run_dir.attempt(1).restart(0).evidence_dir}`" in text
     assert "file://" not in text
 

@@ -534,7 +534,7 @@ def test_resuming_a_failed_run_checks_again_and_renews_the_budget(desk: Desk) ->
     shown = queries.show_run(desk.store, run_dir.run_id)
     assert shown["run"]["state"] == "completed"
     assert [stage["name"] for stage in shown["stages"]].count("preflight") == 2
-    assert desk.clock.now < 100, "a person who asks does not wait for a back-off"
+    assert desk.clock.now < 100, "a user's request does not wait for the back-off"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_killed_around_every_effect_every_attempt_is_submitted_once(desk: Desk) 
         assert record.state is RunState.COMPLETED, point
         assert numbers(desk) == [1, 2, 3], point
         began_at = [attempt.placement.resumed_from_step for attempt in record.attempts.values()]
-        assert began_at == [0, 4, 4], f"killed at point {point}: nobody may go on from the branch that was given up"
+        assert began_at == [0, 4, 4], f"killed at point {point}: no attempt may continue from the abandoned branch"
         assert run_dir.newest_put_aside(1) == 6, point
 
 

@@ -227,7 +227,7 @@ def test_after_a_fix_the_run_is_resumed_with_its_trial(site: Desk) -> None:
     assert read_record(run_dir).state is RunState.COMPLETED
     assert sizes(site) == [1, 1, NUM_NODES, NUM_NODES]
     one, _ = trials_of(run_dir)
-    assert sorted(read_record(one).attempts) == [1, 2], "the same trial was gone on with"
+    assert sorted(read_record(one).attempts) == [1, 2], "the same trial was continued"
     assert {status for status, _ in verdicts(site, run_dir).values()} == {"passed"}
 
 

@@ -67,7 +67,7 @@ def test_a_missing_worker_is_reported_with_advice(client: Any, asked: Submitted)
     assert "`rlhf up`" in wait.words
     send_heartbeat(client)
     wait = what_it_waits_for(asked.flow_run_id)
-    assert not wait.stuck, "negative control: a worker that is heard is no reason to do anything"
+    assert not wait.stuck, "negative control: a live worker is no reason to act"
     assert "a worker is online (worker-1)" in wait.words
     later = datetime.now(UTC) + timedelta(seconds=30)
     wait = what_it_waits_for(asked.flow_run_id, later)
@@ -154,7 +154,7 @@ def test_the_command_reports_it_within_seconds_and_exits_on_request(site: Site, 
     assert execute(["submit", "quickstart", "--watch", "--begin-within", "3"]) == 1
     assert time.monotonic() - began < 30
     printed = capsys.readouterr()
-    assert printed.err.count("no worker of the pool 'rlhf' is online") == 2, "said once, and in the error"
+    assert printed.err.count("no worker of the pool 'rlhf' is online") == 2, "reported once, and in the error"
     assert "The request remains" in " ".join(printed.err.split())
     assert "is requested" in printed.out
 
@@ -215,4 +215,4 @@ def test_ctrl_c_leaves_the_run_submitted(client: Any, site: Site, real_prefect: 
     (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_id]
     assert flow_run.state is not None
     assert not flow_run.state.is_final()
-    assert deploy_commands.POLL_INTERVAL_S <= 5, "said within seconds"
+    assert deploy_commands.POLL_INTERVAL_S <= 5, "reported within seconds"

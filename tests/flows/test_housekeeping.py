@@ -163,7 +163,7 @@ def test_a_completed_run_without_a_controller_is_adopted_to_request_approval(
     assert started == [run_dir.run_id]
     completed(desk)
     one_round(reconciler)
-    assert started == [run_dir.run_id] * 2, "one of which nobody is asked gets none"
+    assert started == [run_dir.run_id] * 2, "a run without a request for approval gets none"
 
 
 def test_an_adopted_run_continues_with_its_job_and_ends(desk: Desk, reconciler: Reconciler) -> None:
@@ -295,7 +295,7 @@ def test_damaged_run_directories_do_not_affect_the_others(
     damage(damaged)
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    assert desk.scheduler.cancelled == [], "the job of a run that cannot be read is left to people"
+    assert desk.scheduler.cancelled == [], "the job of an unreadable run is left to the users"
 
 
 def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(desk: Desk) -> None:

@@ -201,7 +201,7 @@ def test_two_rounds_that_see_the_same_make_one_flow_run(
     for one, actions in zip(both, looks, strict=True):
         one.carry_out(actions)
     assert flow_runs(client, run_dir) == [("Crashed", False), ("Scheduled", True)]
-    assert rounds(site, store) == [], "the flow run that is to come is waited for"
+    assert rounds(site, store) == [], "the expected flow run is awaited"
     start_worker(site)
     go(run_dir)
     ended(client, store, run_dir, RunState.COMPLETED, "Completed")

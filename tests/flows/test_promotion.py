@@ -133,7 +133,7 @@ def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     assert target == desk.site.home / "promoted" / run_dir.run_id
     assert standing(run_dir).path == str(target)
     assert (target / "model.safetensors").read_text() == "weights of step 10"
-    assert not (target / "a").exists(), "the trainer's state is nobody's business"
+    assert not (target / "a").exists(), "the trainer's state is not part of the model"
     assert damage(target) == []
     origin = read_model(target / promote.PROVENANCE, ModelProvenance)
     assert origin is not None

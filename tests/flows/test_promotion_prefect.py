@@ -187,7 +187,7 @@ def test_a_form_without_a_reader_is_removed(desk: Desk) -> None:
     with waiting_run(desk) as run_dir:
         with get_client(sync_client=True) as client:
             gate._take_over(client, run_dir, UUID(int=0))
-        assert message_of(run_dir)[0] == "Crashed", "nobody cancelled it, and it has not completed"
+        assert message_of(run_dir)[0] == "Crashed", "it was not cancelled, and it has not completed"
         answers(run_dir, "refused")
 
 

@@ -40,7 +40,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     program = "import sys; from rlhf_core.cli.main import execute; execute(['runs', '--queued', '--json']); "
     program += "print('prefect' in sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stderr.strip() == "False", "it works, and is fast, whatever becomes of Prefect"
+    assert found.stderr.strip() == "False", "it works, and is fast, without Prefect"
     listed = {one["run_id"]: one for one in json.loads(found.stdout)}
     assert {name: one["state"] for name, one in listed.items()} == {"waits": "waiting", "refused": "refused"}
     assert listed["waits"]["owner"] == "ada"

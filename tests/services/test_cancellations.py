@@ -54,7 +54,7 @@ def test_cancellations_are_polled_until_they_are_received_and_executed(monkeypat
         watching.cancel()
 
     asyncio.run(asyncio.wait_for(watched(), 60))
-    assert runner.cancelled == [runner.flow_run.id] * 2, "what could not be done is tried again"
+    assert runner.cancelled == [runner.flow_run.id] * 2, "a failed cancellation is retried"
     assert len(said) == 2, "once per outage, not every three seconds"
 
 

@@ -106,7 +106,7 @@ def test_the_states_of_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert look(tmp_path, "worker").state is ServiceState.STARTING, "the record is of an earlier process"
     assert look(tmp_path, "worker").state is ServiceState.STOPPED
     with holding(tmp_path, "worker"):
-        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the beat of an earlier process says nothing"
+        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the beat of an earlier process is no evidence"
 
 
 def test_a_service_lock_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ def test_the_worker_tolerates_only_an_outage_of_the_server() -> None:
         asked(answer(401))
     with pytest.raises(ZeroDivisionError):
         asked(ZeroDivisionError())
-    assert asked(ZeroDivisionError(), stopped=True) == [], "nothing new is begun"
+    assert asked(ZeroDivisionError(), stopped=True) == [], "nothing new is started"
 
 
 def test_active_runs_need_no_history(site: Site) -> None:

@@ -371,7 +371,7 @@ def test_the_health_check_runs_until_supervisord_is_gone() -> None:
 
     event = "ver:3.0 server:supervisor serial:1 pool:health poolserial:1 eventname:TICK_5 len:15\nwhen:1201063880"
     health.listen(io.StringIO((event + " " * (15 - len("when:1201063880"))) * 2), answers, on_tick)
-    assert seen == [0, 1], "what fails once is tried again"
+    assert seen == [0, 1], "a failed start is retried"
     assert answers.getvalue() == "READY\nRESULT 2\nOKREADY\nRESULT 2\nOKREADY\n"
 
 

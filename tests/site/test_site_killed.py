@@ -54,7 +54,7 @@ def events(site: Site, run_dir: RunDir) -> list[str]:
 def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
     (run_dir,) = training(site)
     said = site.rlhf("down").stdout
-    assert run_dir.run_id in said, "who ends a site is told what goes on"
+    assert run_dir.run_id in said, "stopping a site reports the active runs"
     assert [len(site.jobs(run_dir.run_id)), site.status()["server"]["state"]] == [1, "stopped"]
     site.rlhf("up")
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
@@ -131,7 +131,7 @@ def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: S
     until(lambda: events(site, cancelled_meanwhile)[-1:] == ["rlhf.run.cancelled"])
     until(lambda: events(site, goes_on)[-1:] == ["rlhf.run.completed"])
     for run_dir in (cancelled_before, cancelled_meanwhile, goes_on):
-        assert len(events(site, run_dir)) == len(set(events(site, run_dir))), "nothing is told twice"
+        assert len(events(site, run_dir)) == len(set(events(site, run_dir))), "nothing is published twice"
 
 
 def test_of_several_controllers_the_first_one_keeps_the_run(site: Site, contested: Contested) -> None:

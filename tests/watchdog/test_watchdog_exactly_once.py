@@ -340,7 +340,7 @@ def test_rebuild_names_the_run_that_cannot_be_rebuilt(store: HistoryStore, runs:
     assert list(report.runs) == [good.run_id]
     assert "schema_version 99" in report.failed[newer.run_id]
     assert "cannot become completed" in report.failed[broken.run_id]
-    assert newer.run_id in store.run_ids(), "what cannot be read again is not thrown away"
+    assert newer.run_id in store.run_ids(), "data that cannot be read again is kept"
 
 
 def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:

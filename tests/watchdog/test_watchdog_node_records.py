@@ -37,7 +37,7 @@ def excluded(store: HistoryStore, runs: Path) -> list[str]:
 
 
 def test_strikes_before_a_repair_no_longer_count(store: HistoryStore, runs: Path) -> None:
-    assert excluded(store, runs) == ["n2"], "negative control: without a word it is left alone"
+    assert excluded(store, runs) == ["n2"], "negative control: without a clearance it stays excluded"
     struck = queries.node_strikes(store, at(0))
     done = clear_node(store, runs, "n2", "bea", " new cable ", NOW)
     assert done.cleared is not None
@@ -68,7 +68,7 @@ def test_a_repair_survives_a_rebuild_of_the_history(store: HistoryStore, runs: P
         assert queries.node_strikes(other, at(0)) != []
         assert excluded(other, runs) == []
         shutil.rmtree(cleared_nodes(runs))
-        assert excluded(other, runs) == ["n2"], "negative control: that it is the file which says so"
+        assert excluded(other, runs) == ["n2"], "negative control: the clearance comes from the file"
 
 
 def test_a_node_without_strikes_is_not_cleared(store: HistoryStore, runs: Path) -> None:

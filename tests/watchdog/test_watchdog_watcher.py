@@ -105,7 +105,7 @@ def test_the_grace_period_restarts_when_the_job_turns_out_to_live(run_dir: RunDi
     one.poll()
     clock.now = OUTCOME_TIMEOUT_S + 1
     assert one.poll().verdict.state is AttemptState.RUNNING
-    assert one.poll().verdict.state is AttemptState.RUNNING, "it has only just been seen to have ended"
+    assert one.poll().verdict.state is AttemptState.RUNNING, "its end was detected only just now"
     clock.now += OUTCOME_TIMEOUT_S + 1
     assert one.poll().verdict.state is AttemptState.LOST
 

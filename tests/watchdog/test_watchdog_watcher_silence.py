@@ -327,7 +327,7 @@ def test_findings_of_the_controller_are_strikes_too(world: World) -> None:
     first = agent_killed(world.run_dir, 1)
     assert evidence.strikes(world.run_dir, first) == {"node3": 1}
     journal.append(IncidentFound(incident=first))
-    assert evidence.strikes(world.run_dir, first) == {"node3": 1}, "written down already: no second strike"
+    assert evidence.strikes(world.run_dir, first) == {"node3": 1}, "already recorded: no second strike"
     assert evidence.strikes(world.run_dir, agent_killed(world.run_dir, 2)) == {"node3": 2}
     journal.close()
 

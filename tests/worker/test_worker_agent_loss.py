@@ -88,8 +88,8 @@ def test_silence_during_a_pause_of_the_agent_itself_is_forgiven(monkeypatch: pyt
     follower = AgentChannel(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryAgentStore(), signer)
     assert not follower.is_lost
     now[0] += LOST_TIMEOUT_S + 1
-    assert not follower.is_lost, "it stood still: nobody ticked"
+    assert not follower.is_lost, "it was paused: the clock did not tick"
     for _ in range(int(LOST_TIMEOUT_S) + 1):
         now[0] += 1
         follower.clock.tick(now[0])
-    assert follower.is_lost, "it is not heard after the pause either"
+    assert follower.is_lost, "it is silent after the pause too"

@@ -110,4 +110,4 @@ def test_an_abort_during_teardown_does_not_change_the_outcome_of_a_worker(
     outcome = read_model(restart.worker_outcome("trainer", "here", 0), WorkerOutcome)
     assert outcome is not None
     assert outcome.ok is (code == 0)
-    assert "said" in restart.log("trainer", "here", 0).read_text(), "what it printed must not be lost"
+    assert "said" in restart.log("trainer", "here", 0).read_text(), "its output must not be lost"

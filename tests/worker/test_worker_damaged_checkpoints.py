@@ -68,7 +68,7 @@ def test_the_run_stops_when_no_checkpoint_is_left_and_says_what_to_do(agent_run:
     assert "No earlier complete checkpoint is left. Restore its files from a copy, or move" in outcome.message
     assert f"move {folder} away to train from the beginning; then resume the run" in outcome.message
     assert run.decision(1).action is Action.STOP
-    assert run.run_dir.put_aside_folders() == [], "the last one stays: to begin anew is for the user to say"
+    assert run.run_dir.put_aside_folders() == [], "the last one stays: only the user may decide to start over"
     assert folder.is_dir()
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_that_cannot_be_moved_is_skipped(tmp_path: Path) ->
     damaged.put_aside(failure, restart, cast("Any", log))
     assert damaged.names == ["step-000015"]
     assert log.messages == ["step-000015 is damaged and could not be moved: File exists; it is skipped"]
-    assert damaged.remedy(failure) == "", "the workers were told: that they come back with it will not get better"
+    assert damaged.remedy(failure) == "", "the workers know about it: another failure with it is final"
     assert damaged.remedy(failure_of("step-000010")) == "step-000010 is set aside; resuming from step-000005"
 
 

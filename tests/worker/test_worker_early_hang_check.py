@@ -115,7 +115,7 @@ def test_progress_clears_earlier_inspections() -> None:
     assert not job.requested_after(INSPECTION_INTERVAL_S)
     job.ranks = before
     assert job.requested_after(0.0)
-    assert job.consider(0, 1, main=Wait.STOPPED) == [], "the looks begin anew"
+    assert job.consider(0, 1, main=Wait.STOPPED) == [], "the inspections start over"
 
 
 @pytest.mark.parametrize("last_inside", [False, True])
@@ -143,7 +143,7 @@ def test_a_node_inspects_once_per_order_and_keeps_nothing(slots: SlotFile) -> No
     node.answer(InspectionOrder(number=1), ranks, {})
     assert node.inspections == (first,), "the same order is not carried out twice"
     node.answer(InspectionOrder(number=2), ranks, {"gpu0_util_percent": 3.0, "slow_reading_age_s": 20.0})
-    assert node.inspections[0].gpu_percent is None, "an old reading of a GPU says nothing"
+    assert node.inspections[0].gpu_percent is None, "an old reading of a GPU is no evidence"
     node.answer(InspectionOrder(), ranks, {})
     assert (node.number, node.inspections) == (0, ())
 

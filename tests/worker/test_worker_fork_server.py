@@ -175,7 +175,7 @@ def test_ps_shows_a_worker_by_its_own_command(server: ForkServer, tmp_path: Path
     words = ["python", "-P", "-m", "rlhf_core.worker"]
     assert psutil.Process(worker.pid).cmdline()[:7] == [*words, str(tmp_path / "said"), "wait", "a b"]
     assert psutil.Process(pid).cmdline()[:5] == [*words, "fork-server"]
-    assert psutil.Process(worker.pid).environ()["PATH"] == os.environ["PATH"], "what lies behind is left alone"
+    assert psutil.Process(worker.pid).environ()["PATH"] == os.environ["PATH"], "the rest is left alone"
 
 
 def kill(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -255,7 +255,7 @@ def test_exit_codes_of_workers_are_left_to_their_owner(server: ForkServer, tmp_p
     other = fork(server, tmp_path / "other")
     until(lambda: processes.process_state(other.pid) == "Z")
     processes.reap_orphans(server.started - {other.pid})
-    assert other.wait(30) == 0, "as Popen takes an exit that another has collected"
+    assert other.wait(30) == 0, "as Popen reports an exit that was reaped elsewhere"
 
 
 def test_waiting_for_a_live_worker_ends_at_the_timeout(server: ForkServer, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_the_server_is_stopped_when_memory_runs_low(
     assert "memory is low (2.0 of 64.0 GiB are free)" in messages[0]
     monkeypatch.setattr(server, "_memory", lambda: PLENTY)
     server.prepare(NOTHING)
-    assert server.pids == frozenset(), "not again in this attempt: it would come and go"
+    assert server.pids == frozenset(), "not again in this attempt: it would start and stop repeatedly"
 
 
 THREADED_PACKAGE = """

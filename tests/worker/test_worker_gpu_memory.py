@@ -33,7 +33,7 @@ def test_it_waits_until_all_devices_are_free() -> None:
 def test_it_names_the_devices_that_stay_full() -> None:
     assert finished(wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=0.0)) == [1]
     others = wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=60.0, without=(1,))
-    assert finished(others) == [], "it is that of workers that stay"
+    assert finished(others) == [], "the memory belongs to workers that stay"
 
 
 def test_without_a_driver_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def test_a_hanging_driver_does_not_block_supervision(nvml: Nvml, monkeypatch: py
         assert "cpu_percent" in reads.read([])
         assert until(lambda: reads.read([]).get("slow_reading_age_s", 0.0) > 0.2)
         freed.set()
-        assert until(lambda: reads.read([]).get("gpu1_power_w") == 512.5), "control: it goes on when the driver does"
+        assert until(lambda: reads.read([]).get("gpu1_power_w") == 512.5), "control: it continues with the driver"
     finally:
         freed.set()
         reads.stop()

@@ -107,7 +107,7 @@ def test_all_ranks_save_at_the_step_that_the_first_one_announces(ranks: Ranks, t
     first, second = ranks(0), ranks(1)
     ask(tmp_path, 0)
     assert saves(first, 7, 8, 9, 9, 10) == [(9, False)]
-    assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has not said anything"
+    assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has sent nothing"
     ask(tmp_path, 1, stop=True)
     assert saves(second, 11, 12, 13) == [], "a rank does not save alone"
     ask(tmp_path, 0, stop=True)

@@ -81,7 +81,7 @@ def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
     assert newest is not None
     assert newest.damage() == []
     assert (newest.root / "checkpoint-20" / "weights.bin").stat().st_nlink == 2, "a link, not a copy"
-    assert not is_alive(int((output_dir(run) / "daemon").read_text())), "what it has left behind was ended"
+    assert not is_alive(int((output_dir(run) / "daemon").read_text())), "its leftover processes were killed"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
     incident = run.incident(1)
     assert incident.failure_kind is FailureKind.INCOMPLETE
     assert "started over" in incident.message
-    assert saved(run)[-1] >= 5, "what was trained is untouched"
+    assert saved(run)[-1] >= 5, "the training so far is untouched"
 
 
 def test_a_program_that_evaluates_before_it_resumes_has_not_started_over(agent_run: MakeRun) -> None:

@@ -136,7 +136,7 @@ def test_files_of_older_complete_checkpoints_are_rarely_read(tmp_path: Path, mon
     inspect = found_checkpoints._inspect
     monkeypatch.setattr(found_checkpoints, "_inspect", lambda *given: read.append(given[2].name) or inspect(*given))
     assert all(one.complete for one in checkpoints.find(QUIET_S + 1))
-    assert read == ["checkpoint-12"], "the newest may be written over"
+    assert read == ["checkpoint-12"], "the newest may be overwritten"
     checkpoints.find(QUIET_S + REREAD_S)
     assert sorted(read[1:]) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
     assert len(checkpoints.find(QUIET_S + REREAD_S, has_ended=True)) == 3

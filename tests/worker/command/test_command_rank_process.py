@@ -40,7 +40,7 @@ def test_the_exit_code_of_a_process_reaped_earlier_is_unknown() -> None:
     rank = RankProcess(child.pid)
     child.wait()
     assert rank.poll()
-    assert rank.code is None, "and not 0, which would be a good end"
+    assert rank.code is None, "and not 0, which would be a success"
     rank.send(signal.SIGTERM)  # harmless
     rank.close()
 
@@ -66,7 +66,7 @@ def test_the_exit_code_of_a_watched_rank_is_read_before_its_launcher_reaps_it() 
         assert watched.poll()
         assert unwatched.poll()
         assert (watched.code, watched.has_failed) == (-9, True)
-        assert unwatched.code is None, "negative control: a later look does not know"
+        assert unwatched.code is None, "negative control: a later poll cannot tell"
     finally:
         parent.kill()
         parent.wait()

@@ -119,7 +119,7 @@ def test_a_process_that_is_not_python_is_reported(tmp_path: Path, start: Start) 
     assert not any(one.moved for one in found)
 
 
-def test_without_py_spy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_py_spy_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     source = Stacks(watched(tmp_path, pids=[os.getpid()]))
     reading = source.poll(0.0)

@@ -157,7 +157,7 @@ def test_a_record_that_is_not_an_event_is_skipped(tmp_path: Path) -> None:
     assert Polls(TensorBoard(watched(tmp_path))).poll().step == 2
 
 
-def test_without_tensorboard_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, event(1, loss=1.0))
     monkeypatch.setitem(sys.modules, "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", None)
     reading = Polls(TensorBoard(watched(tmp_path))).poll()

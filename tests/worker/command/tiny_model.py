@@ -39,8 +39,11 @@ else:
 
 
 def write_all(folder: Path, *, num_rows: int = 256, seed: int = 0) -> None:
-    """Write ``Qwen3-0.6B/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl``,
-    ``rewards.py``."""
+    """Write the model, the data sets and the rewards.
+
+    These are ``Qwen3-0.6B/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl`` and
+    ``rewards.py``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / MODEL, seed=seed)
     draw = random.Random(seed)
