@@ -1,4 +1,4 @@
-"""Fixtures for every test: the user's home stays untouched, and nothing connects to the network."""
+"""Fixtures for every test: protection of the user's home folder, and no network connections."""
 
 import atexit
 import gc
@@ -12,7 +12,7 @@ import pytest
 import rerun_guard
 import skip_guard
 
-# Each test process imports all that any test uses. The collector would go through it in vain, again and again.
+# Each test process imports the modules of all tests. The collector would scan them repeatedly for nothing.
 gc.disable()
 
 _PROCESS = os.getpid()
@@ -20,11 +20,10 @@ _PROCESS = os.getpid()
 
 @atexit.register
 def _end() -> None:
-    """End a worker of pytest-xdist at once, and other processes as everywhere: libraries in C++ complain of what is
-    frozen.
+    """End a pytest-xdist worker at once, because C++ libraries complain about frozen objects; others end normally.
 
-    Registered before any library registers its own, and so called after those. Not before pytest has ended, since it
-    collects twice as it ends.
+    Registered before any library registers its own handler, and therefore called after those. Unfreezing waits until
+    pytest has ended, because pytest collects twice at its end.
     """
     if "PYTEST_XDIST_WORKER" in os.environ and os.getpid() == _PROCESS:
         sys.stdout.flush()
@@ -45,8 +44,8 @@ os.environ.update(
     }
 )
 
-# Tests end processes, never the machine: what was written is there without waiting for the disk. A test that kills a
-# controller around each of its effects waited a quarter of its time. Programs that tests start do wait.
+# Tests kill processes, never the machine: written data survives without waiting for the disk. A test that kills a
+# controller around each of its effects spent a quarter of its time on this. Programs that tests start do wait.
 os.fsync = lambda fd: None
 
 SITE_VARIABLES = (
@@ -72,14 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_templates(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Have the processes of this session share what is made once."""
+    """Let the processes of this session share templates that are made once."""
     folder = tmp_path_factory.getbasetemp()
     prefect_template.share_in(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _copied_histories() -> Iterator[None]:
-    """Have new SQLite histories copied from a migrated one."""
+    """Copy new SQLite histories from a migrated one."""
     from history_template import copy_or_migrate  # late: libraries come after the variables above
 
     from rlhf_core.history import migrate
@@ -91,7 +90,7 @@ def _copied_histories() -> Iterator[None]:
 
 @pytest.fixture
 def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have new histories made by the migrations, as outside of tests."""
+    """Create new histories with the real migrations, as outside of tests."""
     from history_template import MIGRATE
 
     from rlhf_core.history import migrate
@@ -101,7 +100,7 @@ def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plots_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have plots with equal content drawn once by this process: a report is ten of them."""
+    """Draw plots with equal content only once in this process: a report has ten of them."""
     from drawings import draw_once
 
     draw_once(monkeypatch)
@@ -117,7 +116,7 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip with a reason where there is no GPU."""
+    """Skip GPU tests, with a reason, on machines without a GPU."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_available():
         for item in gpu_items:
@@ -125,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the collector leave alone what was imported, and look after what tests make."""
+    """Exclude the imported modules from garbage collection, and collect only objects made by tests."""
     gc.freeze()
     gc.enable()
 

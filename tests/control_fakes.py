@@ -1,4 +1,4 @@
-"""Helpers of the control-plane tests: a spec, a scheduler in memory, an agent that writes the files of real ones."""
+"""Helpers of the control-plane tests: a spec, an in-memory scheduler, and a fake agent that writes the real files."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -31,7 +31,7 @@ NODE = "n1"
 
 
 def make_spec(**sections: Any) -> RunSpec:
-    """A small spec that can run; whole sections or single fields of them are changed by keyword."""
+    """A small spec that can run; keyword arguments replace whole sections or single fields."""
     content: dict[str, Any] = {
         "name": "small",
         "model": {"tokenizer": "char", "config": {"model_type": "qwen3", "hidden_size": 32}},
@@ -47,14 +47,14 @@ def make_spec(**sections: Any) -> RunSpec:
 
 
 def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:
-    """A run directory as `rlhf run` makes it."""
+    """A run directory as `rlhf run` creates it."""
     folder = runs.parent / "empty"
     folder.mkdir(parents=True, exist_ok=True)
     return prepare(spec or make_spec(), runs, config_source="small.toml", folder=folder)
 
 
 def checked_run(runs: Path) -> RunDir:
-    """A run whose preflight is done: the next controller submits its first attempt."""
+    """A run that has passed preflight: the next controller submits its first attempt."""
     run_dir = make_run(runs)
     with closing(Journal(run_dir, 0)) as journal:
         journal.move_run(RunState.PREFLIGHT, "started")
@@ -64,7 +64,7 @@ def checked_run(runs: Path) -> RunDir:
 
 
 class Clock:
-    """Monotonic seconds that only sleeping moves."""
+    """A monotonic clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,9 +87,9 @@ class FakeJob:
 
 @dataclass
 class FakeScheduler:
-    """A scheduler whose jobs live in this object. Jobs begin to run at once unless ``first_state`` says otherwise.
+    """An in-memory scheduler. Jobs start at once unless ``first_state`` says otherwise.
 
-    ``tests/scheduler/test_scheduler_contract.py`` holds it to what the real ones do.
+    ``tests/scheduler/test_scheduler_contract.py`` checks that it behaves like the real ones.
     """
 
     name: str = "local"
@@ -134,7 +134,7 @@ class FakeScheduler:
     def submit(self, request: JobRequest) -> Submission:
         if request.placement.num_nodes > len(self.nodes):
             raise SubmissionFailed(f"there are {len(self.nodes)} nodes, asked for {request.placement.num_nodes}")
-        request.passed.values()  # as the real ones do: without them nothing is submitted
+        request.passed.values()  # as the real schedulers do: without the secrets nothing is submitted
         self.submitted.append(request)
         submission = Submission(
             attempt=request.placement.attempt,
@@ -176,7 +176,7 @@ class FakeScheduler:
         return not self.stubborn
 
     def end_all(self) -> None:
-        """End every job, as after a kill of everything."""
+        """End every job, as if everything had been killed."""
         for job in self.jobs.values():
             job.state = JobState.ENDED
 
@@ -196,7 +196,7 @@ class FakeAgent:
         path.write_text("{}")
 
     def role(self, role: Role, step: int = 0) -> None:
-        """Start a role, and publish a status."""
+        """Start a role and publish a status."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         writer = LineWriter(folder.events(NODE))
         writer.write(
@@ -221,19 +221,19 @@ class FakeAgent:
         write_model(folder.agent_status(NODE), status)
 
     def step(self, number: int, **metrics: float) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         writer = LineWriter(self.run_dir.attempt(self.attempt).restart(self.restart).metrics)
         stage = "sft" if number <= 2 else "grpo"
         writer.write(MetricsLine(step=number, time=utc_now(), stage=stage, metrics={"train/loss": 0.5, **metrics}))
         writer.close()
 
     def checkpoint(self, step: int, num_ranks: int = 2) -> None:
-        """A complete checkpoint without files."""
+        """Publish a complete checkpoint without files."""
         manifest = checkpoint_manifest(step, loop="grpo", num_ranks=num_ranks)
         write_model(self.run_dir.checkpoint(step).complete, manifest)
 
     def evaluation(self, when: str, name: str, value: float) -> None:
-        """One evaluation report."""
+        """Write an evaluation report."""
         write_model(self.run_dir.evaluation(when, name), evaluation_report(when, name, value))
 
     def probe(self, unfit: str) -> None:
@@ -281,7 +281,7 @@ class FakeAgent:
 
 
 def only_scheduler(monkeypatch: "pytest.MonkeyPatch") -> FakeScheduler:
-    """Replace the scheduler of this site by a fake, for controllers and commands, with no checks and no waiting."""
+    """Make a fake the scheduler of this site for controllers and commands, without checks and without waiting."""
     found = FakeScheduler()
     for module in ("rlhf_core.scheduler", "rlhf_core.control.controller", "rlhf_core.control.cancel"):
         monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)

@@ -1,7 +1,7 @@
-"""Plots of reports, each drawn once by a test process.
+"""Cache of report plots: each test process draws a plot only once.
 
-A drawing is text that only its arguments decide, and takes Matplotlib longer than all else of a report. Most tests
-write the report of the same few runs.
+A drawing is text that depends only on its arguments, and takes Matplotlib longer than the rest of the report. Most
+tests write reports of the same few runs.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _drawn: dict[str, str] = {}
 
 
 def draw_once(patch: pytest.MonkeyPatch) -> None:
-    """Keep what was drawn, and return it when the same is to be drawn again."""
+    """Cache each drawing, and return it when the same arguments are drawn again."""
     from rlhf_core.render import plots
 
     for name in NAMES:

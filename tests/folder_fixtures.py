@@ -1,4 +1,4 @@
-"""Fixtures that last as long as the tests of a folder: those of a session would be at work to its end."""
+"""Fixtures with the lifetime of a test folder; session fixtures would keep running until the session ends."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,11 +12,11 @@ _KEPT: pytest.StashKey[dict[str, tuple[AbstractContextManager[Any], Any]]] = pyt
 
 
 def for_folder(request: pytest.FixtureRequest, make: Callable[[], AbstractContextManager[Made]]) -> Made:
-    """Make something for all files of a folder that this process runs one after the other; it ends after the last.
+    """Make a fixture value for all files of a folder that this process runs in a row; ended after the last.
 
     Args:
-        request: that of a fixture of scope ``module``, under whose name it is kept.
-        make: called when the first of these files asks.
+        request: the request of a fixture of scope ``module``; the value is kept under the name of that fixture.
+        make: creates the value on first use.
     """
     name, folder = str(request.fixturename), cast("pytest.Dir", request.node.getparent(pytest.Dir))
     kept = folder.stash.setdefault(_KEPT, {})
@@ -28,5 +28,5 @@ def for_folder(request: pytest.FixtureRequest, make: Callable[[], AbstractContex
         if name in kept:
             kept.pop(name)[0].__exit__(None, None, None)
 
-    folder.addfinalizer(end)  # by each file: to run a test again forgets those of the folder
+    folder.addfinalizer(end)  # added by each file: a rerun of a test drops the folder's finalizers
     return cast("Made", kept[name][1])

@@ -1,4 +1,4 @@
-"""The process that tests fork others from: it has made the imports of agents and of ranks once (``preloaded.py``)."""
+"""The fork server for tests: a process that has imported the modules of agents and ranks once (``preloaded.py``)."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ PRELOADED = "preloaded"
 
 
 def fork_server() -> ForkServerContext:
-    """Context whose processes are forked from it."""
+    """Multiprocessing context whose processes are forked from the fork server."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])

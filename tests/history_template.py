@@ -1,4 +1,4 @@
-"""A migrated, empty SQLite history, copied wherever a test makes a new one: to migrate takes longer than most tests."""
+"""A migrated, empty SQLite history that tests copy for each new one: migrating takes longer than most tests."""
 
 import atexit
 import functools
@@ -18,7 +18,7 @@ MIGRATE = migrate._migrate
 
 @functools.cache
 def sqlite_template() -> Path:
-    """Path of a migrated, empty SQLite file, made once a process."""
+    """Path of a migrated, empty SQLite file, made once per process."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf-sqlite-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     file = folder / "history.db"
@@ -27,7 +27,7 @@ def sqlite_template() -> Path:
 
 
 def copy_or_migrate(url: URL) -> Upgraded:
-    """Take the place of the migration: a new SQLite file becomes a copy, other databases are migrated."""
+    """Replacement for the migration: a new SQLite file is copied from the template, other databases are migrated."""
     file = database.sqlite_file(url)
     if file is None or not migrate.is_new(file):
         return MIGRATE(url)

@@ -1,5 +1,7 @@
-"""Helpers of the tests of history, ingestion and their commands: run directories made by hand, dumps of a database, and
-a throw-away PostgreSQL server."""
+"""Helpers for the tests of history, ingestion and their commands.
+
+Run directories made by hand, database dumps, and a throw-away PostgreSQL server.
+"""
 
 import atexit
 import ctypes
@@ -68,19 +70,19 @@ T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 
 
 def small_loops(num_steps: int, warm_start: int = 0) -> LoopsSpec:
-    """The loops of a run of GRPO, after a supervised warm start of some steps."""
+    """The loops of a GRPO run after a supervised warm start of a few steps."""
     supervised = {"num_steps": warm_start, "algorithm": {"name": "sft"}, "optimizer": {"learning_rate": 1e-4}}
     main = {"num_steps": num_steps, "algorithm": {"name": "grpo"}, "optimizer": {"learning_rate": 1e-6}}
     return LoopsSpec.model_validate({"warm_start": supervised, "main": main})
 
 
 def at(seconds: float) -> datetime:
-    """A moment, in seconds after :data:`T0`."""
+    """A point in time, in seconds after :data:`T0`."""
     return T0 + timedelta(seconds=seconds)
 
 
 class RunFiles:
-    """A run directory written by hand, the way controller, agents and trainer write it."""
+    """A run directory written by hand, with the same files as controller, agents and trainer write."""
 
     def __init__(
         self, runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0, trial_of: str = ""
@@ -110,7 +112,7 @@ class RunFiles:
         write_model(self.dir.spec, stored)
 
     def journal(self, event: ControlEvent, seconds: float, token: int | None = None) -> None:
-        """A line of the controller."""
+        """Write a journal line of the controller."""
         line = JournalLine(
             sequence=self._sequence, token=self.token if token is None else token, time=at(seconds), event=event
         )
@@ -118,23 +120,25 @@ class RunFiles:
         _append(self.dir.control, line)
 
     def created(self) -> Self:
-        """The first line."""
+        """Write the first journal line."""
         self.journal(RunCreated(name="sort", owner="anna", config_source="sort.toml"), 0, token=0)
         return self
 
     def moved(self, state: RunState, seconds: float, cause: str = "because", token: int | None = None) -> None:
-        """The run changed its state."""
+        """Record a state change of the run."""
         self.journal(RunMoved(state=state, cause=cause), seconds, token)
 
     def metrics(self, attempt: int, restart: int, step: int, seconds: float, **more: float) -> None:
-        """A line of trainer rank 0; each step takes two seconds."""
+        """Write a metrics line of trainer rank 0; each step takes two seconds."""
         values = {"train/loss": 1.0 / step + attempt + restart / 10, "time/step_s": 2.0, **more}
         line = MetricsLine(step=step, time=at(seconds), loop="sft" if step <= 2 else "grpo", metrics=values)
         _append(self.dir.attempt(attempt).restart(restart).metrics, line)
 
     def weight_sync(self, attempt: int, restart: int, number: int, seconds: float, **more: Any) -> None:
-        """Lines of trainer rank 0 about a sync to two engines: the request, and, with the number of those that
-        ``acknowledged``, the answers."""
+        """Write the lines of trainer rank 0 about a weight sync to two engines.
+
+        The request, and the answers of the number of engines that ``acknowledged``.
+        """
         file = self.dir.attempt(attempt).restart(restart).weight_syncs
         asked = WeightSyncLine(number=number, time=at(seconds), version=number + 2, engines=2)
         _append(file, asked)
@@ -152,7 +156,7 @@ class RunFiles:
         role: Role = Role.TRAINER,
         **data: Any,
     ) -> None:
-        """A line of an agent."""
+        """Write an event line of an agent."""
         message = f"{kind} on {node}"
         event = AgentEvent(time=at(seconds), kind=kind, node=node, message=message, role=role, data=data)
         _append(self.dir.attempt(attempt).restart(restart).events(node), event)
@@ -174,12 +178,12 @@ class RunFiles:
         write_model(self.dir.attempt(attempt).restart(restart).agent_status(node), status)
 
     def telemetry(self, attempt: int, restart: int, seconds: float, node: str = "n1", **figures: float) -> None:
-        """A line of an agent: ten seconds of its node."""
+        """Write a telemetry line of an agent, for ten seconds of its node."""
         line = TelemetryLine(time=at(seconds), seconds=10.0, figures={"cpu_percent": 42.0, **figures})
         _append(self.dir.attempt(attempt).restart(restart).telemetry(node), line)
 
     def incident(self, attempt: int, restart: int, kind: FailureKind, seconds: float, **more: Any) -> Incident:
-        """Agent 0 found an incident."""
+        """Record an incident found by agent 0."""
         facts = {"suspect_ranks": (1,), "suspect_nodes": ("n2",), "step": 4, "phase": "rollout", **more}
         incident = incident_of(
             kind,
@@ -194,12 +198,12 @@ class RunFiles:
         return incident
 
     def decision(self, attempt: int, restart: int, action: Action, seconds: float, number: int = 0) -> None:
-        """Agent 0 decided."""
+        """Record a decision of agent 0."""
         decision = decision_of(action, attempt, restart, number=number, decided_at=at(seconds))
         write_model(self.dir.attempt(attempt).restart(restart).decision(number), decision)
 
     def planned(self, attempt: int, seconds: float, resumed_from: int = 0, num_nodes: int = 1) -> None:
-        """The controller planned and submitted an attempt, and its agents began."""
+        """Record an attempt that the controller planned and submitted and whose agents started."""
         placement = Placement(
             attempt=attempt,
             num_nodes=num_nodes,
@@ -224,14 +228,14 @@ class RunFiles:
         write_model(self.dir.attempt(attempt).probe_report, report)
 
     def outcome(self, attempt: int, state: AttemptState, seconds: float, last_step: int) -> None:
-        """Agent 0 ended."""
+        """Write the outcome of agent 0."""
         outcome = AttemptOutcome(
             attempt=attempt, state=state, message="it ended", last_step=last_step, time=at(seconds)
         )
         write_model(self.dir.attempt(attempt).outcome, outcome)
 
     def checkpoint(self, step: int, seconds: float, weights: str = "aa") -> None:
-        """The trainer saved."""
+        """Write a checkpoint of the trainer."""
         files = {
             "model/config.json": FileChecksum(bytes=10, sha256="00"),
             "model/model.safetensors": FileChecksum(bytes=1000, sha256=weights),
@@ -241,7 +245,7 @@ class RunFiles:
         write_model(self.dir.checkpoint(step).complete, manifest)
 
     def evaluation(self, when: Any, name: Any, value: float, seconds: float) -> None:
-        """The evaluator measured."""
+        """Write a report of the evaluator."""
         samples = tuple(
             EvaluationSample(
                 prompt_uid=f"p{i}", sample_index=0, prompt=f"{i}>", completion=f"{i}\x00", answer=str(i), score=i % 2
@@ -264,7 +268,7 @@ class RunFiles:
 
 
 def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0) -> RunFiles:
-    """A run with everything: a restart in place at step 4 (back to 3), a second attempt from step 4 on, its end."""
+    """Write a complete run: a restart in place at step 4 (back to 3), a second attempt from step 4, and its end."""
     run = RunFiles(runs, name, tail, created).created()
     run.moved(RunState.PREFLIGHT, 1, "checking")
     run.journal(StageStarted(stage_index=0, name=StageName.PREFLIGHT, attempt=0), 1)
@@ -287,7 +291,7 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
     for number in (0, 1):
         run.weight_sync(1, 0, number, 12.8 + number, acknowledged=2, apply_s=0.2, limit_gb_per_s=10.0)
     run.weight_sync(1, 1, 0, 18.5, acknowledged=1)
-    run.weight_sync(1, 1, 1, 29)  # it ends here
+    run.weight_sync(1, 1, 1, 29)  # the attempt ends here
     run.checkpoint(2, 12.5)
     run.evaluation("before", "greedy", 0.75, 12.6)
     run.evaluation("before", "sampled", 0.30, 12.7)
@@ -336,7 +340,7 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
 
 
 def synced(run: RunFiles, store: HistoryStore) -> RunFiles:
-    """The same run, which the history now holds."""
+    """The same run, ingested into the history."""
     sync(run.dir, store)
     return run
 
@@ -352,8 +356,11 @@ def _append(path: Path, model: Any) -> None:
 
 
 def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every table, but for what may differ between two ingestions of the same files: surrogate keys
-    (replaced by what they stand for), stamps, leases, and the time at which a checkpoint was seen to be gone."""
+    """Every row of every table, without values that may differ between two ingestions of the same files.
+
+    These are surrogate keys (replaced by the entities they identify), timestamps, leases, and the time at which a
+    checkpoint was found to be removed.
+    """
     found = {}
     with store.reading() as connection:
         names = dict(connection.execute(text("SELECT key_id, name FROM metric_keys")).all())
@@ -382,7 +389,7 @@ def _stable(value: Any) -> str:
 
 
 def remove_run(store: HistoryStore, run_id: str) -> None:
-    """Remove every row of a run but its lease."""
+    """Remove every row of a run except its lease."""
     with store.writing() as connection:
         connection.execute(text("DELETE FROM runs WHERE run_id = :run"), {"run": run_id})
 
@@ -399,10 +406,10 @@ def new_sqlite(folder: Path) -> str:
 
 
 class PostgresServer:
-    """A PostgreSQL server of this test session, in a temporary folder, on a free port, ended with it.
+    """A PostgreSQL server for this test session in a temporary folder, on a free port; stopped at its end.
 
     Raises:
-        LookupError: there are no server programs; says so.
+        LookupError: the server programs are not installed or cannot start; the message says so.
     """
 
     def __init__(self) -> None:
@@ -437,11 +444,13 @@ class PostgresServer:
         atexit.register(self._end)
         self._migrated = self.empty_database()
         migrate.upgrade(parse_url(self._migrated))
-        self.make_reader(self._migrated, "rlhf")  # its user is a superuser, who may ask as this role only
+        self.make_reader(self._migrated, "rlhf")  # connects as a superuser, limited to this role
 
     def migrated_database(self) -> str:
-        """URL of a migrated database without rows; one and the same, because making one takes longer than most
-        tests."""
+        """URL of a migrated database without rows.
+
+        Always the same database, because making one takes longer than most tests.
+        """
         engine = create_engine(parse_url(self._migrated))
         with engine.begin() as connection:
             names = ", ".join(table.name for table in metadata.sorted_tables)
@@ -453,7 +462,7 @@ class PostgresServer:
         """URL of a new database without tables.
 
         Args:
-            settings: those of the server that differ in this database, as ``name = value``.
+            settings: server settings that differ in this database, as ``name = value``.
         """
         self._count += 1
         engine = self._admin()
@@ -465,18 +474,18 @@ class PostgresServer:
         return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
 
     def admin_environment(self) -> dict[str, str]:
-        """Variables with which PostgreSQL's own programs ask this server as its superuser."""
+        """Environment variables with which PostgreSQL's own programs connect to this server as its superuser."""
         return {"PGHOST": "127.0.0.1", "PGPORT": str(self._port), "PGUSER": "rlhf", "PGDATABASE": "postgres"}
 
     def make_reader(self, url: str, owner: str) -> None:
-        """Make the reading role in a database, as ``infra/reader.sql`` says."""
+        """Create the read-only role in a database, as ``infra/reader.sql`` defines it."""
         psql = shutil.which("psql") or _postgres_programs() / "psql"
         script = Path(__file__).parents[1] / "infra" / "reader.sql"
         subprocess.run([psql, "-q", "-d", url, "-v", f"owner={owner}", "-f", script], check=True)
 
     @property
     def folder(self) -> Path:
-        """A folder that the server may write."""
+        """A folder that the server may write to."""
         return self._folder
 
     def superuser(self) -> Any:
@@ -490,7 +499,7 @@ class PostgresServer:
         return create_engine(url, isolation_level="AUTOCOMMIT")
 
     def _starts(self, program: Path, data: Path, identity: Mapping[str, Any]) -> bool:
-        """Start the server; False where another process has taken its port meanwhile."""
+        """Start the server; False if another process has taken its port in the meantime."""
         import psycopg
 
         with socket.socket() as probe:
@@ -515,7 +524,7 @@ class PostgresServer:
                     f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres connect_timeout=5"
                 ) as connection:
                     answer = connection.execute("SHOW data_directory").fetchone()
-                return answer == (str(data),)  # or it is the server of another process of the tests
+                return answer == (str(data),)  # otherwise it is the server of another test process
             except psycopg.OperationalError:
                 if self._process.poll() is not None and "Address already in use" in messages.read_text():
                     return False
@@ -524,7 +533,7 @@ class PostgresServer:
                 time.sleep(0.05)
 
     def _end(self) -> None:
-        self._process.send_signal(signal.SIGINT)  # "fast": ends without waiting for its clients
+        self._process.send_signal(signal.SIGINT)  # "fast" shutdown: does not wait for clients
         self._process.wait(30)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -556,7 +565,7 @@ def _postgres() -> PostgresServer | str:
 
 
 def postgres() -> PostgresServer:
-    """Server, started on first use; skips the test if there can be none."""
+    """PostgreSQL server, started on first use; skips the test if it is not available."""
     server = _postgres()
     if isinstance(server, str):
         pytest.skip(server)
@@ -565,7 +574,7 @@ def postgres() -> PostgresServer:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a new, migrated database; every test that asks for it runs on both."""
+    """URL of a new, migrated database; every test that uses it runs on both kinds."""
     return new_sqlite(tmp_path) if request.param == "sqlite" else postgres().migrated_database()
 
 

@@ -1,4 +1,4 @@
-"""Requests for jobs of one trainer rank on each node, as tests submit them."""
+"""Job requests of tests, with the same number of trainer ranks on each node."""
 
 import zlib
 from dataclasses import replace
@@ -11,7 +11,7 @@ from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 
 
 def run_id_of(folder: Path) -> str:
-    """One run per test: jobs are found by their run, and other tests may be running."""
+    """A run id for each test: jobs are found by their run, and other tests may be running."""
     return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()) & 0xFFFFFF:06x}"
 
 
@@ -23,12 +23,12 @@ def job_request(
     placed: dict[str, Any] | None = None,
     **asked: Any,
 ) -> JobRequest:
-    """A request for the time of some minutes.
+    """A job request with a time limit of a few minutes.
 
     Args:
-        command: what runs on each node.
-        num_ranks: ranks of each node.
-        placed: settings of the placement.
+        command: the command that runs on each node.
+        num_ranks: number of ranks on each node.
+        placed: fields of the placement.
         asked: other fields of the request.
     """
     given = {"attempt": 1, "num_nodes": 1, **(placed or {})}

@@ -1,4 +1,4 @@
-"""Kills of a controller at a point of its life: every wrapped effect is a point before and a point after it."""
+"""Kill points of a controller: each wrapped effect has one point before and one after it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class Killed(BaseException):
 
 
 class Points:
-    """Counter of the points that a controller passes, which kills it at one of them."""
+    """Counter of the kill points that a controller passes; kills the controller at the selected one."""
 
     def __init__(self, kill_at: int | None, left_behind: Callable[[], bytes] = lambda: b"") -> None:
         self._kill_at = kill_at
@@ -26,17 +26,19 @@ class Points:
 
     @property
     def is_deadly(self) -> bool:
-        """True if it kills at one of them."""
+        """True if the controller is killed at one of the points."""
         return self._kill_at is not None
 
     @property
     def distinct(self) -> list[int]:
-        """The points at which a kill leaves something else behind than at the point before: a kill between one effect
-        and the next is the same kill, wherever there."""
+        """The points at which a kill leaves a different state than at the point before.
+
+        Kills anywhere between two consecutive effects are equivalent.
+        """
         return [point for point, seen in enumerate(self._seen) if point == 0 or seen != self._seen[point - 1]]
 
     def around(self, effect: Callable[..., Any]) -> Callable[..., Any]:
-        """The effect, with a point before and a point after it."""
+        """Wrap an effect with a kill point before and after it."""
 
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
             self._pass()
@@ -54,7 +56,7 @@ class Points:
 
     @contextmanager
     def at_every_effect(self, scheduler: Any, *writers: ModuleType) -> Iterator[None]:
-        """Points around all that a controller does to the world: journal, files that these modules write, scheduler."""
+        """Kill points around every effect of a controller: journal, files written by these modules, scheduler."""
         with pytest.MonkeyPatch.context() as patch:
             for module in writers:
                 patch.setattr(module, "write_model", self.around(module.write_model))

@@ -1,4 +1,4 @@
-"""Reports as agents, trainers and controllers write them, made by hand: a test names what it is about."""
+"""Hand-made reports of agents, trainers and controllers, in which a test sets only the fields it is about."""
 
 from datetime import datetime
 from typing import Any
@@ -52,7 +52,7 @@ def evaluation_report(when: str, name: str, value: float, **about: Any) -> Evalu
 
 
 def incident_of(failure_kind: FailureKind, attempt: int = 1, restart: int = 0, **about: Any) -> Incident:
-    """An incident that was found now."""
+    """An incident that was detected just now."""
     plain = {"message": f"it was {failure_kind.value}", "seen_at": utc_now()}
     place = {"attempt": attempt, "restart": restart, "failure_kind": failure_kind}
     return Incident.model_validate({**place, **plain, **about})

@@ -1,8 +1,8 @@
-"""Stand-in for an NFS client whose view of its folders has not expired: a name that was not found stays missing.
+"""Stand-in for an NFS client with an unexpired directory cache: a name that was not found stays missing.
 
-The Linux client remembers that a folder has no such name (nfs(5), "Directory entry caching"). It forgets this when the
-folder is opened, because that is when it asks the server whether the folder has changed. A name that it creates itself
-is known to it too. What other nodes do is invisible to it: :meth:`NfsClient.elsewhere`.
+The Linux client caches that a folder has no such name (nfs(5), "Directory entry caching"). It drops this entry when the
+folder is opened, because it then asks the server whether the folder has changed. It also knows every name that it
+creates itself. Changes by other nodes are invisible to it: :meth:`NfsClient.elsewhere`.
 """
 
 import errno
@@ -20,7 +20,7 @@ CREATES = ("mkdir", "rename", "replace", "link")
 
 
 class NfsClient:
-    """Memory of one node about a folder that it shares with others."""
+    """Directory cache of one node for a folder that it shares with others."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -31,7 +31,7 @@ class NfsClient:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Have another node do what follows."""
+        """Run the block as another node."""
         self._is_elsewhere = True
         try:
             yield
@@ -39,7 +39,7 @@ class NfsClient:
             self._is_elsewhere = False
 
     def reading(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose first argument is a path to look up, as this client carries it out."""
+        """Wrap a function whose first argument is a path to look up, so that this client executes it."""
         lists = function in (os.scandir, os.listdir)
 
         def call(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -64,7 +64,7 @@ class NfsClient:
         return call
 
     def creating(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose last positional argument is a path to create, as this client carries it out."""
+        """Wrap a function whose last positional argument is a path to create, so that this client executes it."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             found = function(*arguments, **options)
@@ -75,14 +75,14 @@ class NfsClient:
         return call
 
     def _remember(self, path: Path) -> None:
-        """Remember the topmost missing name: what would be below it was never asked for."""
+        """Remember the topmost missing name, because nothing below it is ever looked up."""
         if not os.path.lexists(path):
             self._missing.add([one for one in (path, *path.parents) if not os.path.lexists(one)][-1])
 
 
 @pytest.fixture
 def nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NfsClient:
-    """This process as an NFS client of everything below ``tmp_path``."""
+    """This process as an NFS client for everything below ``tmp_path``."""
     client = NfsClient(tmp_path)
     opens = client.reading(io.open)
     for name in READS:

@@ -1,4 +1,4 @@
-"""A migrated, empty database of a Prefect server, copied for each site: migrating doubles the time of a start."""
+"""A migrated, empty Prefect server database that is copied for each site: migrating doubles the startup time."""
 
 import fcntl
 import functools
@@ -15,13 +15,13 @@ _shared_folder: Path | None = None
 
 
 def share_in(folder: Path) -> None:
-    """Make it once for all test processes of a session, in a folder that they share."""
+    """Make the database once for all test processes of a session, in a folder that they share."""
     global _shared_folder
     _shared_folder = folder
 
 
 def give_prefect_database(folder: Path) -> None:
-    """Put a copy of it where the server of a site looks for its own; one that is there is left alone."""
+    """Put a copy at the place where the server of a site expects its database; an existing one is kept."""
     file = folder / "prefect.db"
     if not file.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def give_prefect_database(folder: Path) -> None:
 
 @functools.cache
 def _template() -> Path:
-    """Made by the first of all processes of this session that needs it; the others wait."""
+    """Path of the template, made by the first process of this session that needs it; the others wait."""
     folder = (_shared_folder or Path(tempfile.mkdtemp(prefix="rlhf-prefect-"))) / "prefect-template"
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / "prefect.db"
@@ -47,7 +47,7 @@ def _make(home: Path, file: Path) -> None:
     upgrade = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
     subprocess.run(upgrade, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=300)
     draft = file.with_suffix(".draft")
-    # What is not in the file yet but in the log beside it is copied too.
+    # Data that is still in the write-ahead log is copied too.
     with closing(sqlite3.connect(home / "prefect.db")) as source, closing(sqlite3.connect(draft)) as copy:
         source.backup(copy)
     draft.rename(file)

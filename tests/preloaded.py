@@ -1,7 +1,7 @@
-"""Imports of agents and of ranks: the fork server makes them once (:mod:`fork_server`), for all that it forks.
+"""Imports of agents and ranks, made once by the fork server (:mod:`fork_server`) for all processes forked from it.
 
-The collector leaves alone what they made. DeepSpeed collects by hand whenever it makes an engine, and each rank would
-go through all of torch.
+The garbage collector leaves the imported objects alone. DeepSpeed calls the collector whenever it creates an engine,
+and each rank would otherwise scan all of torch.
 """
 
 import atexit
@@ -15,7 +15,7 @@ MODULES = (
     "rlhf_core.worker.agent.phases",
     "rlhf_core.worker.groups.elastic",
     "rlhf_core.weight_sync.session",
-    # What libraries import when it is first asked for.
+    # Modules that libraries import on first use.
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
 )
@@ -27,5 +27,5 @@ with uncollected():
         importlib.import_module(_module)
     import_libraries()
 
-# The fork server ends at once, as what it forks does: libraries in C++ complain at length of what the collector leaves.
+# The fork server and its forks exit at once, because C++ libraries complain at length about uncollected objects.
 atexit.register(os._exit, 0)

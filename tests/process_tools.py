@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, and the processes themselves: found by their site, and killed."""
+"""Helpers to wait for other processes, to find the processes of a site, and to kill them."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ import psutil
 
 @dataclass
 class Finished:
-    """A command that ended."""
+    """A completed command."""
 
     returncode: int
     stdout: str
@@ -31,7 +31,7 @@ and a wait has many."""
 
 
 def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0, *, interval_s: float = 0.05) -> Any:
-    """Wait for a condition to hold, and return its value; ``what`` names it where it never does."""
+    """Wait for a condition to hold, and return its value; ``what`` describes it in the error after a timeout."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what or 'a condition'}"
@@ -40,7 +40,7 @@ def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0
 
 
 def is_alive(pid: int) -> bool:
-    """True if a process is there and not just a zombie."""
+    """True if a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    """Every living process that carries the marker of a home folder, services or not."""
+    """Every living process that carries the marker of a home folder, whether a service or not."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -74,7 +74,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL to these, and wait for their end."""
+    """Send SIGKILL to these processes and wait for their end."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -82,13 +82,13 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def kill_all(home: Path) -> None:
-    """SIGKILL to every process of a home folder, until none is left: the health check brings supervisord back."""
+    """Send SIGKILL to every process of a home folder until none is left, as the health check restarts supervisord."""
     while found := processes_of(home):
         kill(found)
 
 
 def kill_tree(pid: int) -> int:
-    """SIGKILL a process and every descendant, children of sessions of their own included; the number of all."""
+    """Send SIGKILL to a process and all descendants, even in sessions of their own; returns the number of all."""
     root = psutil.Process(pid)
     doomed = [root, *root.children(recursive=True)]
     kill(doomed)

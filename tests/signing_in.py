@@ -1,6 +1,6 @@
-"""Clients of a site's Prefect server that are not Prefect's: they need the password, and a token for what writes.
+"""Authenticated clients of a site's Prefect server other than Prefect itself, including browsers.
 
-And browsers, which are such clients.
+They need the password, and a token for requests that write.
 """
 
 import base64
@@ -27,24 +27,24 @@ _tokens: dict[str, tuple[str, str]] = {}
 
 
 def authorization(password: str) -> dict[str, str]:
-    """The header that carries a password; none for an empty one."""
+    """The header that carries a password; empty for an empty one."""
     if not password:
         return {}
     return {"authorization": f"Basic {base64.b64encode(password.encode()).decode()}"}
 
 
 def ask(api: str, path: str, body: Any = None, *, password: str, method: str = "") -> tuple[int, Any]:
-    """Status and answer of an API, asked as a program of the site asks it."""
+    """Status and answer of an API request, sent as a program of the site sends it."""
     method = method or ("GET" if body is None else "POST")
     status, answer = _sent(api, path, body, method, password)
-    if status == 403 and "CSRF" in str(answer):  # the server was made anew
+    if status == 403 and "CSRF" in str(answer):  # the server was recreated
         _tokens.pop(f"{api} {password}", None)
         status, answer = _sent(api, path, body, method, password)
     return status, answer
 
 
 def sign_in(context: Any, password: str) -> None:
-    """Sign in the pages of a browser (or of one of its contexts), as Prefect's sign-in page does."""
+    """Sign in a browser (or one of its contexts), as Prefect's sign-in page does."""
     context.add_init_script(
         f"try {{ localStorage.setItem('prefect-password', btoa({json.dumps(password)})) }} catch (none) {{}}"
     )
@@ -58,7 +58,7 @@ def browser() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Run a browser for the block; where there is none the test is skipped."""
+    """Run a browser for the block; skips the test if none is installed."""
     executable = browser()
     if executable is None:
         pytest.skip("there is no browser on this machine (chromium): sh infra/system_packages.sh browser")
@@ -71,7 +71,7 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def page_of(site: "Site", path: str) -> Iterator[Any]:
-    """A page of a site's UI in a browser that has signed in."""
+    """A page of a site's UI in a signed-in browser."""
     with chromium() as started:
         page = started.new_page(viewport={"width": 1400, "height": 1200})
         sign_in(page, site.password)
@@ -88,7 +88,7 @@ def _sent(api: str, path: str, body: Any, method: str, password: str) -> tuple[i
 
 
 def _token(api: str, password: str) -> dict[str, str]:
-    """The headers that a writing request needs; none where the server gives no token."""
+    """The headers that a writing request needs; empty if the server issues no token."""
     key = f"{api} {password}"
     if key not in _tokens:
         client = str(uuid.uuid4())

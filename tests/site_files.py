@@ -1,4 +1,4 @@
-"""Files of the sites of tests: a config of a tiny run, graders, and a program in the place of an agent."""
+"""Files for test sites: a config of a tiny run, graders, and a stand-in for an agent."""
 
 import json
 import stat
@@ -136,23 +136,23 @@ PRETENDED_AGENT = """\
 
 
 def tiny_config(changes: Mapping[str, Any] | None = None) -> str:
-    """TOML of a tiny run, with other settings; those that are None are left out."""
+    """TOML of a tiny run with changed settings; settings that are None are omitted."""
     settings = {**TINY, **(changes or {})}
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items() if value is not None)
 
 
 def options(*overrides: str) -> list[str]:
-    """The words of the command line that give overrides."""
+    """Command-line options for overrides."""
     return [word for override in overrides for word in ("--set", override)]
 
 
 def small(*overrides: str) -> list[str]:
-    """Options that make a run small, and more overrides."""
+    """Options that make a run small, followed by more overrides."""
     return options(*SMALL, *overrides)
 
 
 def write_pretended_agent(path: Path) -> None:
-    """Write the compute interpreter whose agents only pretend."""
+    """Write a compute interpreter that runs a stand-in for each agent."""
     values = {"python": sys.executable, "root": str(ROOT), "tests": str(ROOT / "tests")}
     path.write_text(textwrap.dedent(PRETENDED_AGENT).format(**values))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""Sites for tests: a home folder, the ``rlhf`` command in it, its services, and questions to all that belongs to it."""
+"""Sites for tests: a home folder, the ``rlhf`` command, services, and queries about everything that belongs to it."""
 
 import json
 import os
@@ -48,7 +48,7 @@ START_TIMEOUT_S = 400.0
 
 @dataclass
 class Site:
-    """One site; :meth:`running` starts it, and leaves nothing of it."""
+    """A site; :meth:`running` starts it and removes everything at the end."""
 
     home: Path
     port: int = field(default_factory=free_port)
@@ -77,7 +77,7 @@ class Site:
     _served: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict, repr=False)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Begin and end
+    # Start and end
 
     def write_settings(self) -> None:
         lines = {"host": self.host, "port": self.port, "max_runs": self.max_runs, "restart_s": self.restart_s}
@@ -108,7 +108,7 @@ class Site:
             self.close()
 
     def close(self) -> None:
-        """End whatever is still there."""
+        """End every remaining process."""
         for process in self._started:
             if process.poll() is None:
                 kill_tree(process.pid)
@@ -119,19 +119,19 @@ class Site:
 
     @property
     def folder(self) -> Path:
-        """Folder of the configs and graders of its users."""
+        """Folder with the configs and graders of the users."""
         return self.home / "team" if self.team else self.home
 
     @property
     def service_is_up(self) -> Path:
-        """The grading service of ``grader:by_service`` is up where this file is."""
+        """File whose existence means that the grading service of ``grader:by_service`` is up."""
         return self.home / "service-is-up"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Commands
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Environment of a user with nothing set but the home folder, and of this site's switches."""
+        """Environment of a user who has set only the home folder and the settings of this site."""
         foreign = ("RLHF_", "PREFECT_", "SLURM_")
         own = {
             "RLHF_HOME": str(self.home),
@@ -158,7 +158,7 @@ class Site:
         return [sys.executable, "-m", "rlhf_core.cli.main", *arguments]
 
     def spawn(self, command: list[str], *, log: Path | None = None, **more: str) -> "subprocess.Popen[str]":
-        """Start a program in a session of its own; its output is kept for its caller, or goes to a file."""
+        """Start a program in a session of its own; its output is kept for the caller or goes to a file."""
         output = subprocess.PIPE if log is None else log.open("a")
         process = subprocess.Popen(
             command,
@@ -176,11 +176,11 @@ class Site:
         return process
 
     def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
-        """Start the ``rlhf`` command and go on."""
+        """Start the ``rlhf`` command without waiting for it."""
         return self.spawn(self.command(*arguments), **more)
 
     def rlhf(self, *arguments: str, code: int | None = 0, timeout_s: float = TIMEOUT_S, **more: str) -> Finished:
-        """Run the ``rlhf`` command to its end."""
+        """Run the ``rlhf`` command and wait for its end."""
         process = self.start(*arguments, **more)
         stdout, stderr = process.communicate(timeout=timeout_s)
         if code is not None:
@@ -196,7 +196,7 @@ class Site:
         return stdout.strip()
 
     def config(self, changes: Mapping[str, Any] | None = None) -> str:
-        """Write a config of a tiny run (:func:`site_files.tiny_config`); its path."""
+        """Write a config of a tiny run (:func:`site_files.tiny_config`) and return its path."""
         path = self.folder / "tiny.toml"
         path.write_text(tiny_config(changes))
         return str(path)
@@ -205,7 +205,7 @@ class Site:
     # Services
 
     def serve(self, name: str, *program: str, **more: str) -> None:
-        """Start a service without supervisord, or a Python program in its place; a server is waited for."""
+        """Start a service without supervisord, or a Python program in its place; waits for a server to be ready."""
         (self.home / "logs").mkdir(exist_ok=True)
         command = [sys.executable, *program] if program else self.command("serve", name)
         process = self._served[name] = self.spawn(command, log=self.home / "logs" / f"{name}.log", **more)
@@ -219,15 +219,15 @@ class Site:
             assert process.poll() is None, self.logs()
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """State of each service, as ``rlhf up --status`` has it."""
+        """State of each service, as ``rlhf up --status`` reports it."""
         return {one["name"]: one for one in json.loads(self.rlhf("up", "--status", "--json", code=None).stdout)}
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the services that are there: asked often, so without a process for it."""
+        """Process ids of the running services: polled often, so read without starting a process."""
         return {name: found.pid for name in SERVICES if (found := look(self.home, name)).pid}
 
     def kill(self, *names: str) -> None:
-        """SIGKILL services that are there, and with the worker all flow runs."""
+        """Send SIGKILL to running services, and to all flow runs together with the worker."""
         pids = {name: one.pid for name, one in self._served.items() if one.poll() is None}
         if not self._served:
             pids = self.pids()
@@ -238,7 +238,7 @@ class Site:
         until(lambda: not any(one.is_running() for one in doomed), f"the end of {names}")
 
     def terminate(self, name: str) -> None:
-        """SIGTERM a service, and wait."""
+        """Send SIGTERM to a service and wait for its end."""
         process = self._served.get(name)
         pid = process.pid if process is not None else self.pids()[name]
         os.kill(pid, signal.SIGTERM)
@@ -249,11 +249,11 @@ class Site:
         return processes_of(self.home)
 
     def commands(self) -> list[str]:
-        """Command lines of these processes."""
+        """Command lines of the processes of this site."""
         return [" ".join(words) for one in self.processes() if (words := command_of(one))]
 
     def kill_all(self) -> None:
-        """SIGKILL to every process, until none is left."""
+        """Send SIGKILL to every process until none is left."""
         kill_all(self.home)
 
     def log(self, name: str) -> str:
@@ -264,11 +264,11 @@ class Site:
         return "\n".join(f"{path}:\n{path.read_text()}" for path in (self.home / "logs").glob("*"))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Questions to its server
+    # Queries to its server
 
     @property
     def url(self) -> str:
-        """Address of the pages."""
+        """Address of the UI."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -277,19 +277,19 @@ class Site:
 
     @property
     def password(self) -> str:
-        """Password that its server asks for."""
+        """Password of the site's server."""
         file = self.home / "prefect" / "auth"
         return self.auth or (file.read_text().strip() if file.is_file() else "")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Have Prefect in this process, and programs that it starts, use this server in the block."""
+        """Make Prefect in this process, and programs started by it, use this server within the block."""
         from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
         settings = {PREFECT_API_URL: self.api, PREFECT_API_AUTH_STRING: self.password}
         with temporary_settings(settings), pytest.MonkeyPatch.context() as patch:
             for setting, value in settings.items():
-                patch.setenv(setting.name, value)  # for what looks for a server without importing Prefect
+                patch.setenv(setting.name, value)  # for code that looks up the server without importing Prefect
             yield
 
     def ask(self, path: str, body: Any = None, *, auth: str | None = None, method: str = "") -> tuple[int, Any]:
@@ -298,29 +298,29 @@ class Site:
         return signing_in.ask(self.api, path, body, password=password, method=method)
 
     def cancel(self, flow_run: str) -> None:
-        """Cancel as the button in the UI does."""
+        """Cancel a flow run, as the button in the UI does."""
         asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
         status, said = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
         assert status in (200, 201), said
 
     def flow_state(self, flow_run: str) -> str:
-        """Name of the state of a flow run, or the status of the answer without one."""
+        """Name of the state of a flow run, or the HTTP status if the answer has no state."""
         status, run = self.ask(f"/flow_runs/{flow_run}")
         return str(run["state"]["name"]) if status == 200 else str(status)
 
     def flow_becomes(self, flow_run: str, *names: str) -> str:
-        """Wait until Prefect has a flow run in one of these states. Returns the message of the state."""
+        """Wait until a flow run is in one of these states in Prefect, and return the message of the state."""
         what = f"{flow_run} to be {names}"
         until(lambda: self.flow_state(flow_run) in names, what, TIMEOUT_S, interval_s=ASKING_INTERVAL_S)
         return str(self.ask(f"/flow_runs/{flow_run}")[1]["state"]["message"])
 
     def flow_runs_of(self, run_dir: RunDir) -> list[dict[str, Any]]:
-        """The flow runs of a run, in their order."""
+        """The flow runs of a run, in order."""
         wanted = {"flow_runs": {"name": {"any_": [run_dir.run_id]}}, "sort": "EXPECTED_START_TIME_ASC"}
         return list(self.ask("/flow_runs/filter", wanted)[1])
 
     def flow_runs(self, run_dir: RunDir) -> list[tuple[str, bool]]:
-        """State of each flow run of a run, and True if the site daemon asked for it; in their order."""
+        """State of each flow run of a run, and True if the site daemon requested it; in order."""
         return [(str(one["state"]["name"]), "rlhf-adopted" in one["tags"]) for one in self.flow_runs_of(run_dir)]
 
     def flow_run(self, run_dir: RunDir) -> str:
@@ -329,29 +329,29 @@ class Site:
         return str(found["id"])
 
     def deploy(self, config: str, *options: str) -> str:
-        """Have a config be a deployment. Returns its id."""
+        """Deploy a config and return the id of the deployment."""
         return str(self.rlhf("deploy", config, *options, "--json").json()["url"].rsplit("/", 1)[-1])
 
     def deployment(self, name: str) -> str:
-        """Id of a deployment that is there."""
+        """Id of an existing deployment."""
         status, found = self.ask(f"/deployments/name/rlhf-run/{name}")
         assert status == 200, found
         return str(found["id"])
 
     def delete_deployments(self) -> None:
-        """Delete every deployment, and its flow runs that have not begun."""
+        """Delete every deployment and its flow runs that have not started."""
         for one in self.ask("/deployments/filter", {})[1]:
             self.ask(f"/deployments/{one['id']}", method="DELETE")
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Runs: asked for, in their directories, in the database, in the queue
+    # Runs: requests, directories, database, queue
 
     def submit(self, preset: str, *overrides: str) -> RunDir:
-        """Ask in Prefect for a small run of a preset, and wait until it trains."""
+        """Request a small run of a preset in Prefect, and wait until it trains."""
         return self.submit_at_once(1, preset, *overrides)[0]
 
     def submit_at_once(self, number: int, preset: str, *overrides: str) -> list[RunDir]:
-        """Ask for several runs at the same time."""
+        """Request several runs at the same time."""
         asking = [self.start("submit", preset, *small(*overrides), "--json") for _ in range(number)]
         said = [process.communicate(timeout=TIMEOUT_S) for process in asking]
         assert all(process.returncode == 0 for process in asking), f"{said}\n{self.logs()}"
@@ -362,26 +362,26 @@ class Site:
         return found
 
     def runs(self) -> list[RunDir]:
-        """The directories of all runs that there are."""
+        """The directories of all runs."""
         folder = Path(self.variables.get("RLHF_RUNS", self.home / "runs"))
         return [RunDir(path) for path in folder.glob("[!.]*")]
 
     def only_run(self) -> RunDir:
-        """The directory of the only run there is."""
+        """The directory of the only run."""
         (run,) = self.runs()
         return run
 
     def rows(self, question: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Ask the database in SQLite, past all of our own code."""
+        """Query the SQLite database directly, bypassing our own code."""
         with closing(sqlite3.connect(self.home / "history.db")) as connection:
             return connection.execute(question, values).fetchall()
 
     def recorded(self, run_id: str) -> str:
-        """State of a run in the database; empty if it is not there."""
+        """State of a run in the database; empty if the run is missing."""
         return str(next(iter(self.rows("SELECT state FROM runs WHERE run_id = ?", run_id)), [""])[0])
 
     def becomes(self, run_id: str, state: str) -> None:
-        """Wait until the database has a run in a state; another end fails."""
+        """Wait until a run has a state in the database; any other final state fails."""
 
         def now() -> bool:
             found = self.recorded(run_id)
@@ -393,18 +393,18 @@ class Site:
         until(now, f"{run_id} to be {state}", TIMEOUT_S)
 
     def run_of(self, flow_run: str) -> str:
-        """The run that a flow run drives, once it is in the database."""
+        """The run driven by a flow run, once it is in the database."""
         question = "SELECT DISTINCT run_id FROM controllers WHERE flow_run_id = ?"
         ((run_id,),) = until(lambda: self.rows(question, flow_run), f"the run of {flow_run}", TIMEOUT_S)
         return str(run_id)
 
     def step(self, run_id: str) -> int:
-        """The last step of a run that the database has."""
+        """The last step of a run in the database."""
         ((step,),) = self.rows("SELECT coalesce(max(step), 0) FROM metrics WHERE run_id = ?", run_id)
         return int(step)
 
     def jobs(self, run_id: str) -> list[tuple[str, str]]:
-        """Job id and comment of each living job of a run, as squeue has them."""
+        """Job id and comment of each living job of a run, as squeue lists them."""
         assert self.cluster is not None
         lines = self.cluster.command("squeue", "--noheader", "--format=%i|%k").splitlines()
         pairs = [line.split("|", 1) for line in lines if run_id in line]
@@ -416,12 +416,12 @@ def state_of(run_dir: RunDir) -> RunState:
 
 
 def starts(run_dir: RunDir) -> list[str]:
-    """Number of the attempt of each job whose pretended agent began."""
+    """Attempt number of each job whose stand-in agent started."""
     return (run_dir.root / "starts").read_text().split()
 
 
 def go(run_dir: RunDir) -> None:
-    """Have its pretended agent end well."""
+    """Let the stand-in agent of a run finish successfully."""
     (run_dir.root / "go").touch()
 
 

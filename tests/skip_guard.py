@@ -1,7 +1,7 @@
-"""Guard for `make test`: a skip that is not on the list of allowed ones fails the session.
+"""Guard for `make test`: any skip that is not on the list of allowed ones fails the session.
 
-Without it a machine on which Slurm, PostgreSQL or the browser could not be installed would pass with most of the real
-tests left out.
+Without it, a machine on which Slurm, PostgreSQL or the browser could not be installed would pass with most of the
+integration tests skipped.
 """
 
 import re
@@ -17,7 +17,7 @@ ALLOWED = Path(__file__).parent / "allowed_skips.toml"
 
 @dataclass(frozen=True)
 class AllowedSkip:
-    """A skip that is accepted: where, with which reason given by the test, and why that is no loss."""
+    """An accepted skip: its location, the reason given by the test, and why nothing is lost."""
 
     test: str
     """Regular expression that the beginning of a test's node id matches."""
@@ -31,7 +31,7 @@ def read_allowed(path: Path = ALLOWED) -> tuple[AllowedSkip, ...]:
 
     Raises:
         TypeError: a field is missing or unknown.
-        ValueError: a row does not say why.
+        ValueError: a row gives no explanation.
     """
     rows = tuple(AllowedSkip(**row) for row in tomllib.loads(path.read_text(encoding="utf-8"))["skip"])
     for row in rows:
@@ -41,22 +41,22 @@ def read_allowed(path: Path = ALLOWED) -> tuple[AllowedSkip, ...]:
 
 
 class SkipGuard:
-    """Collects the skips of a session, of its worker processes too, and fails it for those that are not allowed."""
+    """Collects the skips of a session, including its worker processes, and fails the session for those not allowed."""
 
     def __init__(self, allowed: tuple[AllowedSkip, ...]) -> None:
         self._allowed = allowed
         self._refused: list[tuple[str, str]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take note of a skipped test."""
+        """Record a skipped test."""
         self._note(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Take note of a skipped module."""
+        """Record a skipped module."""
         self._note(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail the session."""
+        """Fail the session if a skip is not allowed."""
         if self._refused and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -81,11 +81,11 @@ class SkipGuard:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that `make test` gives."""
+    """Add the option that `make test` passes."""
     parser.addoption(OPTION, action="store_true", help=f"fail for a skip that is not in {ALLOWED.name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch skips if the option was given, in the one process that collects all reports."""
+    """Register the guard if the option was given, in the one process that collects all reports."""
     if config.getoption(OPTION) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipGuard(read_allowed()), "skip-guard")

@@ -1,4 +1,4 @@
-"""The throw-away Slurm of ``infra/slurm`` for tests: one for each test process, started when first asked for."""
+"""The throw-away Slurm of ``infra/slurm`` for tests: one per test process, started on first use."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Formatting of figures."""
+"""Formatting of numbers, durations and names."""
 
 from collections.abc import Collection
 
@@ -15,11 +15,11 @@ from rlhf_core.text.formatting import count, duration, listed, missing_steps
         (90 * 3600, "90 h 00 min"),
     ],
 )  # fmt: skip
-def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_read_naturally(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
-def test_one_thing_is_no_plural() -> None:
+def test_one_takes_the_singular() -> None:
     assert [count(number, "run") for number in (0, 1, 2, 10_000)] == ["0 runs", "1 run", "2 runs", "10,000 runs"]
 
 
@@ -31,14 +31,14 @@ def test_one_thing_is_no_plural() -> None:
         ((), 3, "completed", "no metrics of 3 of 3 steps: 1-3"),
         ((1, 2, 5, 6), 7, "completed", "no metrics of 3 of 7 steps: 3-4, 7"),
         (range(2, 20, 2), 18, "completed", "no metrics of 9 of 18 steps: 1, 3, 5, 7, 9 and 4 more gaps"),
-        # What was not made is no gap; nor is what is still to come.
+        # Steps that were never made are no gap, nor are steps still to come.
         (range(1, 60), 150, "failed", ""),
         ((1, 2, 5), 150, "cancelled", "no metrics of 2 of 5 steps: 3-4"),
         ((), 150, "failed", ""),
         ((1, 5), 150, "training", ""),
     ],
 )
-def test_steps_without_metrics_are_said(known: Collection[int], total: int, state: str, said: str) -> None:
+def test_steps_without_metrics_are_listed(known: Collection[int], total: int, state: str, said: str) -> None:
     assert missing_steps(known, total, state) == said
 
 

@@ -1,4 +1,4 @@
-"""The garbage collector, kept off imports: it is at work again after them, and a program run like that is itself."""
+"""Garbage collection during imports: disabled, enabled again afterwards, and rare while a program runs."""
 
 import gc
 import subprocess
@@ -17,7 +17,7 @@ atexit.register(lambda: print(gc.get_freeze_count() > 0))
 """
 
 
-def test_the_collector_is_at_work_again_after_imports_that_failed() -> None:
+def test_the_collector_is_enabled_again_after_failed_imports() -> None:
     with uncollected():
         assert not gc.isenabled()
     with uncollected():
@@ -29,9 +29,9 @@ def test_the_collector_is_at_work_again_after_imports_that_failed() -> None:
 
 
 @pytest.mark.parametrize(("before", "seen"), [((), 700), (("rlhf_core.garbage",), RARE)], ids=["plain", "rarely"])
-def test_a_program_is_run_with_rare_collections(tmp_path: Path, before: tuple[str, ...], seen: int) -> None:
+def test_a_program_runs_with_rare_collections(tmp_path: Path, before: tuple[str, ...], seen: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", *before, "program", "one", "two"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    # What a program registers to be done at its end is done before what was there: nothing is frozen yet.
+    # Exit handlers that a program registers run before those registered earlier: nothing is frozen yet.
     assert done.stdout == f"__main__ ['one', 'two'] {seen} True\nFalse\n"

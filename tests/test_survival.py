@@ -1,4 +1,4 @@
-"""Survival of errors that cannot be named beforehand, and of no others."""
+"""Survival of unexpected errors, and only of those."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from rlhf_core.errors import BadInput, LeaseLost
 from rlhf_core.survival import Survived
 
 
-def test_an_error_is_kept_and_the_block_is_left() -> None:
+def test_an_error_is_kept_and_ends_the_block() -> None:
     done = []
     with Survived() as tried:
         done.append(1)
@@ -18,7 +18,7 @@ def test_an_error_is_kept_and_the_block_is_left() -> None:
     assert tried.trace.endswith("\nValueError: no such thing\n")
 
 
-def test_a_message_that_was_written_to_be_read_alone_has_no_kind() -> None:
+def test_a_self_contained_message_has_no_error_type() -> None:
     with Survived() as tried:
         raise BadInput("found 3, expected 4")
     assert (tried.message, tried.problem) == ("found 3, expected 4", "BadInput: found 3, expected 4")
@@ -31,12 +31,12 @@ def test_without_an_error_there_is_no_problem() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), LeaseLost("another has it")])
-def test_the_end_of_the_process_and_what_is_named_go_up(error: BaseException) -> None:
+def test_exits_and_named_errors_propagate(error: BaseException) -> None:
     with pytest.raises(type(error)), Survived(but=(LeaseLost,)):
         raise error
 
 
-def test_an_exit_is_survived_where_it_is_asked_for() -> None:
+def test_an_exit_is_survived_on_request() -> None:
     with Survived(also=(SystemExit,)) as tried:
         raise SystemExit(3)
     assert isinstance(tried.error, SystemExit)

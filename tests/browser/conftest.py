@@ -1,4 +1,4 @@
-"""One site for all tests in the browser; a page of it for each; and pictures of what is seen."""
+"""Browser fixtures: one site for all tests, a page for each test, and screenshots."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def fresh_page(chromium: Any) -> Iterator[Any]:
-    """A page of somebody who was never here."""
+    """A page of a first-time visitor."""
     page = chromium.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(signing_in.PAGE_TIMEOUT_MS)
     yield page
@@ -44,14 +44,14 @@ def fresh_page(chromium: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def page(fresh_page: Any, site: Site) -> Any:
-    """A page of a person who has signed in."""
+    """A page of a signed-in user."""
     signing_in.sign_in(fresh_page, site.password)
     return fresh_page
 
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pictures go: the folder that ``RLHF_SCREENSHOTS`` names, else one that is kept with those of pytest."""
+    """Folder of the screenshots: the one named by ``RLHF_SCREENSHOTS``, otherwise one kept with those of pytest."""
     folder = Path(os.environ.get("RLHF_SCREENSHOTS") or tmp_path_factory.mktemp("pictures"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -59,7 +59,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shoot(page: Any, pictures: Path) -> Callable[[str], None]:
-    """Take a picture of the page as it is. The drawing of a flow run does not say when it is ready: it has a moment."""
+    """Take a screenshot of the page.
+
+    The drawing of a flow run does not signal that it is ready, so it gets a moment.
+    """
 
     def take(name: str) -> None:
         page.wait_for_load_state("networkidle")

@@ -1,7 +1,7 @@
-"""A person at the UI of a site: asks for runs, watches, schedules, cancels, tries again and approves.
+"""A user in the UI of a site: requests runs, watches, schedules, cancels, retries and approves.
 
-Every effect is looked for where it counts: in the queue of Slurm, and in the database. Most runs are asked for
-at the start, all by the form, so that they are at work beside each other while one after the other is looked at.
+Every effect is verified where it counts: in the queue of Slurm, and in the database. Most runs are requested at the
+start through the form, so that they run concurrently while they are examined one after the other.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training]
 ASKED = {
     "failed": 'reward.functions=["grader:by_service"]\nloops.main.num_steps=14',
     "promoted": 'promote.when="approved"\npromote.min_gain=-1.0',
-    # Judged, it would end by itself where the tests before it take long: so short a warm start solves little.
+    # With health rules it would end by itself if earlier tests take long: such a short warm start teaches little.
     "cancelled": 'reward.functions=["grader:slow"]\nloops.main.num_steps=5000\n'
     'health.off={no_spread="it waits to be cancelled", reward_collapse="as above"}',
 }
@@ -63,7 +63,7 @@ def asked(site: Site, chromium: Any) -> dict[str, str]:
 
 
 def ranks(run_id: str) -> list[psutil.Process]:
-    """The trainer ranks of a run, in the order of their ranks: that in which their agent forks them."""
+    """The trainer ranks of a run in rank order, which is the order in which their agent forks them."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -74,10 +74,10 @@ def ranks(run_id: str) -> list[psutil.Process]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
+# Requests
 
 
-def test_a_run_is_asked_for_with_changed_parameters_and_watched(
+def test_a_run_is_requested_with_changed_parameters_and_watched(
     site: Site, asked: dict[str, str], page: Any, shoot: Shoot
 ) -> None:
     deployment = site.deployment("slurm-quickstart")
@@ -127,7 +127,7 @@ def test_a_run_is_asked_for_with_changed_parameters_and_watched(
 
 
 def looks_at_its_pages(site: Site, page: Any, shoot: Shoot, flow_run: str, run_id: str) -> None:
-    """What a run that has ended shows: 100 %, a picture that can be seen, what was checked, what it came to."""
+    """Check the pages of an ended run: 100 %, a visible picture, the checks, and the result."""
     key = run_id.replace("_", "-")
     _, progress = site.ask(f"/artifacts/rlhf-progress-{key}/latest")
     assert progress["data"] == 100
@@ -146,7 +146,7 @@ def looks_at_its_pages(site: Site, page: Any, shoot: Shoot, flow_run: str, run_i
         shoot(kind)
 
 
-def test_the_form_refuses_values_that_cannot_be(site: Site, asked: dict[str, str], page: Any) -> None:
+def test_the_form_refuses_invalid_values(site: Site, asked: dict[str, str], page: Any) -> None:
     deployment = site.deployment("slurm-quickstart")
     known = number_of_flow_runs(site, deployment)
     for name, wrong in {"steps": "0", "nodes": "-1", "learning_rate": "0", "name": "Has Spaces"}.items():
@@ -163,7 +163,7 @@ def number_of_flow_runs(site: Site, deployment: str) -> int:
     return int(found)
 
 
-def test_an_override_that_cannot_be_is_refused_at_once(site: Site, page: Any, shoot: Shoot) -> None:
+def test_an_invalid_override_is_refused_at_once(site: Site, page: Any, shoot: Shoot) -> None:
     pages.open_run_form(page, site.url, site.deployment("slurm-quickstart"))
     pages.fill(page, {"name": "mistyped", "overrides": "loops.main.num_stepps=5"})
     flow_run = pages.submit(page)
@@ -183,7 +183,7 @@ def test_an_override_that_cannot_be_is_refused_at_once(site: Site, page: Any, sh
 
 
 def test_a_schedule_is_made_in_the_ui(site: Site, scheduled: str, page: Any, shoot: Shoot) -> None:
-    """It fires while the next tests are made; the last one sees to it."""
+    """It fires during the next tests; the last test checks it."""
     pages.open_deployment(page, site.url, scheduled)
     pages.make_cron_schedule(page, "* * * * *")
     page.get_by_text("Every minute").wait_for()
@@ -194,8 +194,8 @@ def test_a_schedule_is_made_in_the_ui(site: Site, scheduled: str, page: Any, sho
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_rank_that_stops_is_shown_and_the_run_goes_on(site: Site, page: Any, shoot: Shoot) -> None:
-    """Asked for here, since it must be at work when its rank is stopped."""
+def test_a_stopped_rank_is_shown_and_the_run_continues(site: Site, page: Any, shoot: Shoot) -> None:
+    """The run is requested here, because it must be active when its rank is stopped."""
     pages.open_run_form(page, site.url, site.deployment("sorting"))
     pages.fill(page, {"name": "stopped", "overrides": 'reward.functions=["grader:slow"]\nloops.main.num_steps=200'})
     flow_run = pages.submit(page)
@@ -236,7 +236,7 @@ def test_a_run_is_cancelled_in_the_ui(site: Site, asked: dict[str, str], page: A
     shoot("cancelled")
 
 
-def test_a_failed_run_is_tried_again_and_goes_on_from_its_checkpoint(
+def test_a_failed_run_is_retried_and_continues_from_its_checkpoint(
     site: Site, asked: dict[str, str], page: Any, shoot: Shoot
 ) -> None:
     flow_run = asked["failed"]
@@ -267,7 +267,7 @@ def test_a_failed_run_is_tried_again_and_goes_on_from_its_checkpoint(
 # Afterwards
 
 
-def test_the_link_that_we_print_opens_in_the_ui_of_the_first_page(site: Site, asked: dict[str, str], page: Any) -> None:
+def test_the_printed_link_opens_in_the_ui_of_the_first_page(site: Site, asked: dict[str, str], page: Any) -> None:
     flow_run = asked["promoted"]
     run_id = site.run_of(flow_run)
     link = site.rlhf("show", run_id, "--json").json()["controllers"][-1]["flow_run_url"]
@@ -298,7 +298,7 @@ def test_a_model_is_approved_in_the_ui(site: Site, asked: dict[str, str], page: 
     assert Path(path).name == run_id
 
 
-def test_the_schedule_has_asked_for_runs_until_it_is_removed(
+def test_the_schedule_requests_runs_until_it_is_removed(
     site: Site, scheduled: str, asked: dict[str, str], page: Any, shoot: Shoot
 ) -> None:
     question = "SELECT run_id, config_source, overrides, spec FROM runs WHERE name = 'sorting' ORDER BY created_at"
@@ -308,12 +308,14 @@ def test_the_schedule_has_asked_for_runs_until_it_is_removed(
     pages.delete_schedule(page, "Every minute")
     assert site.ask(f"/deployments/{scheduled}")[1]["schedules"] == []
     assert "every-minute" in source
-    assert json.loads(overrides) == [], "nothing but what was deployed"
+    assert json.loads(overrides) == [], "only the deployed settings"
     made = json.loads(spec)
     assert (made["seed"], made["loops"]["main"]["num_steps"], made["resources"]["num_nodes"]) == (5, 2, 1)
     site.becomes(run_id, "completed")
     _, later = site.ask("/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": ["Scheduled", "Late"]}}}})
-    assert [one for one in later if one["deployment_id"] == scheduled] == [], "what was planned is gone with it"
+    assert [one for one in later if one["deployment_id"] == scheduled] == [], (
+        "its scheduled flow runs are removed with it"
+    )
     pages.open_page(page, site.url, "runs")
     shoot("runs")
     pages.open_page(page, site.url, "dashboard")

@@ -1,4 +1,4 @@
-"""Prefect's scheduler on its own database: the rows of planned flow runs are taken by the SQLAlchemy of this site."""
+"""Prefect's scheduler on its own database: rows of scheduled flow runs are accepted by the installed SQLAlchemy."""
 
 import json
 import subprocess
@@ -47,7 +47,10 @@ print(json.dumps({"without": without, "with": outcome()}))
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Outcome of planning without our word and then with it, in one process: importing the server takes long."""
+    """Outcome of scheduling without our patch and then with it.
+
+    Both are run in one process, because importing the server takes long.
+    """
     home = tmp_path_factory.mktemp("prefect")
     give_prefect_database(home)
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
@@ -64,14 +67,14 @@ def test_the_flow_runs_of_a_schedule_are_planned(planned: dict[str, str]) -> Non
 
 
 @pytest.mark.skipif(Version(version("sqlalchemy")) < Version("2.1"), reason="SQLAlchemy before 2.1 takes the rows")
-def test_without_our_word_none_is(planned: dict[str, str]) -> None:
-    """Negative control of the test before, and what says that it is not needed any more."""
+def test_without_our_patch_no_flow_run_is_planned(planned: dict[str, str]) -> None:
+    """Negative control of the previous test, which shows when our patch is no longer needed."""
     assert "Error: " in planned["without"]
     assert "bulk_dml" in planned["without"]
 
 
 def test_before_sqlalchemy_2_1_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There no attribute has a ``bulk_dml_setter``. From 2.1 on those that lack a setter are given ours, no others."""
+    """No attribute has a ``bulk_dml_setter`` there. From 2.1 on, only those that lack a setter are given ours."""
     from flows.server import app as server_app  # late: it imports all of Prefect's server
 
     older, newer, with_its_own = SimpleNamespace(), SimpleNamespace(bulk_dml_setter=None), SimpleNamespace()

@@ -1,4 +1,4 @@
-"""The tour for people, followed: its commands as they stand on the page, and in a browser what it says to do there."""
+"""The user tour, followed step by step: its commands as printed on the page, and its instructions in a browser."""
 
 import os
 import re
@@ -28,13 +28,13 @@ ON_THE_PAGE = "/tmp/tour"
 
 
 def blocks() -> list[str]:
-    """The blocks of commands, in their order."""
+    """The command blocks, in order."""
     return re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass
 class Terminal:
-    """A shell in which one block after the other is run; what one exports the next one has."""
+    """A shell in which the command blocks run in sequence; a variable exported by one is set for the next."""
 
     folder: Path
     """Stands for the folder of the page."""
@@ -62,7 +62,7 @@ class Terminal:
 
 @dataclass
 class Reader:
-    """Somebody who follows the page: what is done in the browser, before the commands of a section."""
+    """A user who follows the page: the steps in the browser, before the commands of a section."""
 
     site: Site
     page: Any
@@ -109,7 +109,7 @@ class Reader:
         pages.leave(self.page)
 
     def run(self, name: str) -> str:
-        """The newest run of a name, once it is there."""
+        """The newest run with a name, once it exists."""
         question = "SELECT run_id FROM runs WHERE name = ? ORDER BY created_at DESC LIMIT 1"
         ((run_id,),) = until(lambda: self.site.rows(question, name), timeout_s=TIMEOUT_S, interval_s=ASKING_INTERVAL_S)
         return str(run_id)
@@ -126,7 +126,7 @@ BEFORE: dict[str, Callable[[Reader], None]] = {
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Stands for the folder of the tour; nothing is left at work in it."""
+    """Stands in for the folder of the tour; no process is left running in it."""
     folder = tmp_path_factory.mktemp("tour")
     yield folder
     kill_all(folder / "site")
@@ -135,14 +135,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run(program, check=True, capture_output=True)
 
 
-def test_what_is_done_in_the_browser_has_its_place_on_the_page() -> None:
+def test_every_browser_step_has_its_place_on_the_page() -> None:
     assert len(blocks()) >= 8
     assert [sum(words in block for block in blocks()) for words in BEFORE] == [1] * len(BEFORE)
 
 
 def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> None:
     site = Site(folder / "site", max_runs=12, makes_database=True)
-    site.write_settings()  # for the port alone: others may test on this machine
+    site.write_settings()  # only for the port: other tests may run on this machine
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "PREFECT_", "SLURM_"))}
     terminal = Terminal(
         folder,
@@ -175,7 +175,7 @@ def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> 
 
 
 def seen_at_the_end(site: Site, folder: Path) -> dict[str, Any]:
-    """What the tour has come to, past all of our own code."""
+    """The result of the tour, checked without our own code."""
     return {
         "mine": site.rows("SELECT state, seed, total_steps FROM runs WHERE name = 'mine'"),
         "incidents": site.rows("SELECT action FROM decisions WHERE run_id = ?", Reader(site, None).run("mine")),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Two runs: A has gone back twice and was evaluated; B asked for another rate and made four steps so far."""
+    """Two runs: A went back twice and was evaluated; B has a different learning rate and four steps so far."""
     monkeypatch.setenv("COLUMNS", "140")
     site = load_site()
     first = whole_run(site.runs_dir)
@@ -71,7 +71,7 @@ def test_for_programs(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
     metrics = {row["key"]: row for row in found["metrics"]}
     loss = metrics["train/loss"]
     assert (loss["step"], loss["note"]) == (4, "")
-    assert loss["values"] == pytest.approx([1.35, 1.25])  # of A, that of its second start
+    assert loss["values"] == pytest.approx([1.35, 1.25])  # for A, the one of its second start
     assert metrics["reward/mean"] == {
         "key": "reward/mean",
         "step": None,
@@ -97,7 +97,7 @@ def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
         assert said in text, said
 
 
-def test_the_first_run_is_what_the_others_are_held_against(
+def test_the_first_run_is_the_reference_for_the_others(
     two: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _json(capsys, two[1], two[0])
@@ -169,7 +169,7 @@ def _evaluation(value: float | None, low: float | None, high: float | None, when
         (_evaluation(None, None, None), None),
     ],
 )
-def test_no_more_is_said_than_the_intervals_allow(other: dict[str, Any], standing: str | None) -> None:
+def test_no_conclusion_goes_beyond_the_intervals(other: dict[str, Any], standing: str | None) -> None:
     (found,) = evaluations([[_evaluation(0.5, 0.4, 0.6)], [other]])
     assert found["runs"][1]["against_first"] == standing
     assert found["runs"][0]["gain"] is None
@@ -195,7 +195,7 @@ def _steps(*steps: int) -> list[tuple[int, float]]:
             [0.3, 0.4],
             "no step in common: the last value of each",
         ),
-        # B is still in its warm start at step 3, where A is not: step 2 is the last of one kind
+        # B is still in its warm start at step 3 and A is not: step 2 is the last comparable one
         ([_steps(1, 2, 3), _steps(1, 2, 3)], [_shown("grpo", 2), _shown("grpo", 3)], 2, [0.2, 0.2], ""),
         (
             [_steps(1, 2), _steps(1, 2)],
@@ -246,7 +246,7 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_else(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_self_contained(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.html"
     assert execute(["compare", *two, "--html", str(path)]) == 0
     assert f"Page: {path}" in capsys.readouterr().out
@@ -277,12 +277,12 @@ SCREENS = list(itertools.product((1280, 390), ("light", "dark")))
 
 @pytest.fixture(scope="module")
 def shown() -> dict[tuple[int, str], tuple[int, int, list[str]]]:
-    """Width of the content, number of curves, and colours of the lines for every screen, once they have been seen."""
+    """Width of the content, number of curves, and line colours for every screen; filled on first use."""
     return {}
 
 
 def _see(page: Path) -> dict[tuple[int, str], tuple[int, int, list[str]]]:
-    """Show a page on every screen, in one browser: to start it takes longer than all else."""
+    """Show a page on every screen in one browser, because starting it takes longer than everything else."""
     from shutil import which
 
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")

@@ -1,4 +1,4 @@
-"""``rlhf export``: the content of each format, read with the reader of its program."""
+"""``rlhf export``: the content of each format, read back with the reader of the target program."""
 
 import csv
 import errno
@@ -32,14 +32,14 @@ from rlhf_core.watchdog.ingest import sync
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
 # The loss that RunFiles writes is 1 / step + attempt + restart / 10. Of the whole run, steps 1 and 2 of the first start
-# count, 3 and 4 of the second, 5 to 10 of the second attempt.
+# count, steps 3 and 4 of the second start, and steps 5 to 10 of the second attempt.
 LOSS = {1: 2.0, 2: 1.5, 3: 1 / 3 + 1.1, 4: 1.35, **{step: 1 / step + 2 for step in range(5, 11)}}
 ENDS = {1: 10, 2: 12, 3: 22, 4: 24, **{step: 30 + 2 * step for step in range(5, 11)}}
 
 
 @pytest.fixture
 def run() -> RunFiles:
-    """A whole run with two rewinds, which the history knows."""
+    """A whole run with two rewinds, known to the history."""
     site = load_site()
     made = whole_run(site.runs_dir)
     with HistoryStore(site.database_url) as store:
@@ -49,7 +49,7 @@ def run() -> RunFiles:
 
 @pytest.fixture(scope="module")
 def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow's database without a run: to make one takes MLflow longer than most of these tests."""
+    """MLflow database without a run: creating it takes MLflow longer than most of these tests."""
     folder = tmp_path_factory.mktemp("mlflow")
     _mlflow(folder).search_experiments()
     return folder / "mlflow.db"
@@ -61,7 +61,7 @@ def mlflow_database(mlflow_template: Path, tmp_path: Path) -> None:
 
 
 def export(to: str, out: Path | str, *runs: str) -> None:
-    """Run the command; it must succeed."""
+    """Run the command and check that it succeeds."""
     assert execute(["export", *(runs or ("last",)), "--to", to, "--out", str(out)]) == 0
 
 
@@ -75,7 +75,9 @@ def test_csv(run: RunFiles, tmp_path: Path) -> None:
     curve = [row for row in tables["run_curve"] if row["key"] == "train/loss"]
     assert {int(row["step"]): float(row["value"]) for row in curve} == pytest.approx(LOSS)
     assert [datetime.fromisoformat(row["time"]) for row in curve] == [at(ENDS[step]) for step in LOSS]
-    assert len([row for row in tables["metrics"] if row["key"] == "train/loss"]) == 13  # all, also those made again
+    assert (
+        len([row for row in tables["metrics"] if row["key"] == "train/loss"]) == 13
+    )  # all steps, including those made again
     assert [row["failure_kind"] for row in tables["incidents"]] == ["worker_killed", "node_lost"]
     assert json.loads(tables["runs"][0]["spec"])["name"] == "sort"
     assert (tables["runs"][0]["started_at"] != "", tables["promotions"]) == (True, [])
@@ -106,7 +108,7 @@ def test_parquet_of_postgresql_is_the_same(run: RunFiles, tmp_path: Path, monkey
         sync(run.dir, store)
     monkeypatch.setenv("RLHF_DATABASE_URL", url)
     export("parquet", tmp_path / "postgresql")
-    stamped = {"runs", "run_goodput", "run_lost_time"}  # a stamp of the ingestion; sums in another order
+    stamped = {"runs", "run_goodput", "run_lost_time"}  # the time of ingestion; sums in another order
     for path in sorted((tmp_path / "sqlite").glob("*.parquet")):
         other = parquet.read_table(tmp_path / "postgresql" / path.name)
         assert other.schema.equals(parquet.read_table(path).schema), path.name
@@ -119,14 +121,14 @@ def test_parquet_of_postgresql_is_the_same(run: RunFiles, tmp_path: Path, monkey
 
 
 def _loaded(row: dict[str, Any]) -> dict[str, Any]:
-    """Row with its JSON parsed: PostgreSQL keeps no order of names."""
+    """Row with its JSON parsed: PostgreSQL does not keep the order of keys."""
     return {
         name: json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
         for name, value in row.items()
     }
 
 
-def test_only_the_runs_that_were_asked_for(run: RunFiles, tmp_path: Path) -> None:
+def test_only_the_requested_runs_are_exported(run: RunFiles, tmp_path: Path) -> None:
     site = load_site()
     others = [whole_run(site.runs_dir, "other", tail, 10) for tail in ("bbbbbb", "cccccc")]
     with HistoryStore(site.database_url) as store:
@@ -138,7 +140,7 @@ def test_only_the_runs_that_were_asked_for(run: RunFiles, tmp_path: Path) -> Non
         assert found in ({run.run_id, others[0].run_id}, set()), path.name
 
 
-def test_no_more_than_a_batch_is_in_memory(run: RunFiles) -> None:
+def test_only_one_batch_is_in_memory(run: RunFiles) -> None:
     with HistoryStore(load_site().database_url) as store, reading_tables(store, [run.run_id]) as tables:
         metrics = next(table for table in tables if table.name == "metrics")
         assert [len(batch) for batch in metrics.batches(10)] == [10, 10, 6]
@@ -172,7 +174,7 @@ def test_tensorboard(run: RunFiles, tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == [run.run_id]
 
 
-def test_numbers_that_are_none_reach_tensorboard(run: RunFiles, tmp_path: Path) -> None:
+def test_nan_and_infinity_reach_tensorboard(run: RunFiles, tmp_path: Path) -> None:
     run.metrics(2, 0, 11, 60, **{"reward/mean": math.nan})
     export("tensorboard", tmp_path)
     ((step, value, _),) = _scalars(tmp_path / run.run_id)["reward/mean"]
@@ -219,7 +221,7 @@ def _artifacts(client: Any, run_id: str, folder: str | None = None) -> list[str]
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_mlflow_has_the_artifacts_that_people_look_for(run: RunFiles, tmp_path: Path) -> None:
+def test_mlflow_has_the_expected_artifacts(run: RunFiles, tmp_path: Path) -> None:
     import mlflow
 
     model = tmp_path / "models" / run.run_id
@@ -256,7 +258,7 @@ def test_mlflow_has_the_artifacts_that_people_look_for(run: RunFiles, tmp_path: 
     toml.write_text(read("config/config.toml"))
     assert load(toml).model_dump(mode="json") == json.loads(read("config/spec.json"))
     assert read("model_card/README.md") == "# sort\n"
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # it is not only this client that is asked
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # this client is not the only one used
     try:
         table = client.load_table(found.info.experiment_id, "evaluation/after_greedy.json", [found.info.run_id])
     finally:
@@ -277,7 +279,7 @@ def test_mlflow_without_artifacts(run: RunFiles, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_artifacts_that_cannot_be_stored_are_said_and_the_numbers_are_there(
+def test_artifacts_that_cannot_be_stored_are_reported_and_the_metrics_exported(
     run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "artifacts").write_text("not a folder")
@@ -290,7 +292,7 @@ def test_artifacts_that_cannot_be_stored_are_said_and_the_numbers_are_there(
 
 
 def _run_of(num_steps: int) -> RunFiles:
-    """A run that has made some steps and is not over."""
+    """A run that has made some steps and has not ended."""
     site = load_site()
     run = RunFiles(site.runs_dir).created()
     run.moved(RunState.PREFLIGHT, 1)
@@ -302,7 +304,7 @@ def _run_of(num_steps: int) -> RunFiles:
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_exporting_again_to_mlflow_adds_what_is_new(tmp_path: Path) -> None:
+def test_exporting_again_to_mlflow_adds_new_steps(tmp_path: Path) -> None:
     run = _run_of(2)
     export("mlflow", tmp_path, run.run_id)
     (first,) = _mlflow_runs(tmp_path)
@@ -320,7 +322,7 @@ def test_exporting_again_to_mlflow_adds_what_is_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_steps_that_were_made_again_replace_those_in_mlflow(tmp_path: Path) -> None:
+def test_repeated_steps_replace_those_in_mlflow(tmp_path: Path) -> None:
     run = _run_of(3)
     export("mlflow", tmp_path, run.run_id)
     for step in (2, 3):  # back to step 1
@@ -346,12 +348,12 @@ def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _wandb_records(file: Path) -> Iterator[Any]:
-    """The records of an offline run: a LevelDB log of protocol buffers, after a head of seven bytes."""
+    """Records of an offline run: a LevelDB log of protocol buffers after a seven-byte header."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     content, position, parts = file.read_bytes(), 7, b""
     while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # what is left of a block is filled up
+        if 32768 - position % 32768 < 7:  # the rest of a block is padded
             position += 32768 - position % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
@@ -406,7 +408,7 @@ sys.exit(max(execute(["export", "last", "--to", to, "--out", sys.argv[2] + "/" +
     ("to", "package"),
     [("parquet", "pyarrow"), ("mlflow", "mlflow"), ("tensorboard", "tensorboard"), ("wandb", "wandb")],
 )
-def test_a_missing_library_is_named_with_what_to_do(
+def test_a_missing_library_is_named_with_advice(
     run: RunFiles,
     tmp_path: Path,
     to: str,
@@ -424,7 +426,7 @@ def test_a_missing_library_is_named_with_what_to_do(
 
 
 def test_no_export_needs_torch(run: RunFiles, tmp_path: Path) -> None:
-    """In one process, which imports the libraries of all of them."""
+    """All exporters in one process, which imports their libraries."""
     command = [sys.executable, "-c", WITHOUT, "torch,tensorflow,transformers", str(tmp_path)]
     done = subprocess.run(
         [*command, "csv", "tensorboard", "mlflow", "wandb"], capture_output=True, text=True, check=False
@@ -457,7 +459,7 @@ class Full:
         ("wandb", "wandb.init"),
     ],
 )
-def test_a_full_disk_is_named_and_keeps_no_part_of_a_file(
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(
     run: RunFiles,
     tmp_path: Path,
     to: str,
@@ -476,7 +478,7 @@ def test_a_full_disk_is_named_and_keeps_no_part_of_a_file(
 def test_an_error_of_mlflow_on_a_full_disk_is_explained(
     run: RunFiles, tmp_path: Path, free: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow raises an error of its database library, which means something else where there is room."""
+    """MLflow raises an error of its database library, which has another meaning if there is free space."""
 
     def fail(*_given: object, **_named: object) -> None:
         (tmp_path / "mlflow.db").touch()
@@ -498,7 +500,7 @@ def test_points_of_both_orders_are_the_same(run: RunFiles) -> None:
     assert sorted(by_key, key=lambda point: (point.step, point.key)) == by_step
 
 
-def test_what_the_run_directory_has_beyond_the_history_is_exported(run: RunFiles, tmp_path: Path) -> None:
+def test_lines_not_yet_in_the_history_are_exported(run: RunFiles, tmp_path: Path) -> None:
     run.metrics(2, 0, 11, 60)
     export("csv", tmp_path)
     steps = {int(row["step"]) for row in csv.DictReader((tmp_path / "run_curve.csv").open(newline=""))}

@@ -40,7 +40,7 @@ Rlhf = Callable[..., Answer]
 
 @pytest.fixture
 def rlhf(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Rlhf:
-    """Run the command in this process, on a terminal of 100 columns."""
+    """Run the command in this process, on a terminal with 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*arguments: str) -> Answer:
@@ -59,7 +59,7 @@ def runs() -> Path:
 
 @pytest.fixture
 def known(runs: Path) -> RunFiles:
-    """A whole run that the history knows."""
+    """A whole run that is in the history."""
     run = whole_run(runs)
     with HistoryStore(load_site().database_url) as store:
         sync(run.dir, store)
@@ -72,7 +72,7 @@ def test_runs_of_a_new_site(rlhf: Rlhf) -> None:
     assert rlhf("runs", "--state", "failed").out == "No such runs.\n"
 
 
-def test_the_days_before_a_resume_are_not_time_that_a_run_took(rlhf: Rlhf, runs: Path) -> None:
+def test_the_days_before_a_resume_do_not_count_as_run_time(rlhf: Rlhf, runs: Path) -> None:
     run = RunFiles(runs).created()
     for state, seconds in ((RunState.PREFLIGHT, 1), (RunState.FAILED, 10), (RunState.PREFLIGHT, 172_810)):
         run.moved(state, seconds)
@@ -93,7 +93,7 @@ def test_runs_as_json(rlhf: Rlhf, known: RunFiles) -> None:
     assert len(rlhf("runs", "--json", "--name", "sort", "--limit", "1").json()) == 1
 
 
-def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
+def test_runs_as_text(rlhf: Rlhf, known: RunFiles) -> None:
     lines = rlhf("runs").out.splitlines()
     assert [word.strip() for word in lines[2].split("│")] == [
         known.run_id,
@@ -106,8 +106,8 @@ def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_steps_without_metrics_are_said_in_every_view(rlhf: Rlhf, runs: Path) -> None:
-    """Completed, with no word of steps 6 to 8 and 10: their lines were lost."""
+def test_steps_without_metrics_are_listed_in_every_view(rlhf: Rlhf, runs: Path) -> None:
+    """A completed run without metrics for steps 6 to 8 and 10: their lines were lost."""
     run = whole_run(runs)
     metrics = run.dir.attempt(2).restart(0).metrics
     lines = metrics.read_bytes().splitlines(keepends=True)
@@ -125,7 +125,7 @@ def test_steps_without_metrics_are_said_in_every_view(rlhf: Rlhf, runs: Path) ->
         assert any(said in note for note in gather(store, run.dir).notes)
 
 
-def test_steps_that_another_program_does_not_log_are_no_loss(rlhf: Rlhf, runs: Path) -> None:
+def test_steps_that_another_program_does_not_log_are_not_missing(rlhf: Rlhf, runs: Path) -> None:
     run = whole_run(runs)
     metrics = run.dir.attempt(2).restart(0).metrics
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[4:]))
@@ -147,7 +147,7 @@ def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: py
     assert max(map(len, lines)) <= 80
 
 
-def test_an_answer_that_is_too_wide_is_told_line_by_line(
+def test_an_answer_that_is_too_wide_is_printed_line_by_line(
     rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -162,7 +162,7 @@ def test_an_answer_that_is_too_wide_is_told_line_by_line(
     assert "┃" in rlhf("sql", question).out
 
 
-def test_who_drove_a_run_and_what_became_of_its_model(rlhf: Rlhf, known: RunFiles) -> None:
+def test_the_driver_of_a_run_and_the_promotion_of_its_model_are_shown(rlhf: Rlhf, known: RunFiles) -> None:
     assert rlhf("show", "--json").json()["promotion"] == {}
     assert "Promotion" not in rlhf("show").out
     for process, page in ((1, "http://prefect/1"), (2, "")):
@@ -179,7 +179,7 @@ def test_who_drove_a_run_and_what_became_of_its_model(rlhf: Rlhf, known: RunFile
     assert (shown["promotion"]["state"], shown["promotion"]["decided_by"]) == ("approved", "bert")
 
 
-def test_trials_are_listed_when_asked_for(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:
+def test_trials_are_listed_on_request(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:
     trial = RunFiles(runs, "sort", "bbbbbb", 100, trial_of=known.run_id).created()
     with HistoryStore(load_site().database_url) as store:
         sync(trial.dir, store)
@@ -202,7 +202,7 @@ def test_show_as_json(rlhf: Rlhf, known: RunFiles) -> None:
     assert shown["run"]["run_id"] == known.run_id
 
 
-def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
+def test_show_as_text(rlhf: Rlhf, known: RunFiles) -> None:
     text = rlhf("show").out
     assert not [line for line in text.splitlines() if "│" in line and len(line) > 100], (
         "sentences are the terminal's to wrap"
@@ -224,7 +224,7 @@ def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
     assert "batch.divides_ranks" not in text, "a check that passed is no finding"
 
 
-def test_show_of_a_run_that_did_nothing_yet(rlhf: Rlhf, runs: Path) -> None:
+def test_show_of_a_new_run(rlhf: Rlhf, runs: Path) -> None:
     run = RunFiles(runs).created()
     with HistoryStore(load_site().database_url) as store:
         sync(run.dir, store)
@@ -234,12 +234,12 @@ def test_show_of_a_run_that_did_nothing_yet(rlhf: Rlhf, runs: Path) -> None:
     assert "Stages" not in shown.out
 
 
-def test_show_reads_what_its_controller_did_not_live_to_ingest(rlhf: Rlhf, known: RunFiles) -> None:
+def test_show_ingests_lines_left_by_a_killed_controller(rlhf: Rlhf, known: RunFiles) -> None:
     known.metrics(2, 0, 11, 60)
     assert rlhf("show", "--json").json()["metrics"]["train/loss"]["step"] == 11
 
 
-def test_show_says_when_it_could_not_catch_up(rlhf: Rlhf, known: RunFiles) -> None:
+def test_show_reports_a_failed_ingestion(rlhf: Rlhf, known: RunFiles) -> None:
     known.moved(RunState.QUEUED, 60)
     answer = rlhf("show")
     assert answer.code == 0
@@ -258,16 +258,16 @@ def test_show_of_an_unknown_run(rlhf: Rlhf, known: RunFiles) -> None:
     assert answer.err == "error: the history has no run 'nothing'. `rlhf runs` lists them; `last` is the newest.\n"
 
 
-def test_nodes_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
+def test_nodes_as_text_and_json(rlhf: Rlhf, known: RunFiles) -> None:
     (node,) = rlhf("nodes", "--json").json() or [None]
-    if node is None:  # the run of the fixture is older than what the ledger remembers
+    if node is None:  # the run of the fixture is older than the ledger's retention
         assert "No node has strikes" in rlhf("nodes").out
     else:
         assert node["node"] == "n2"
         assert "n2" in rlhf("nodes").out
 
 
-def test_a_node_is_cleared_with_who_and_why(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_cleared_with_user_and_reason(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.schemas.base.utc_now", lambda: at(3600))
     before = rlhf("nodes", "--json").json()
     assert [one["node"] for one in before if one["excluded_until"]] == ["n2"]
@@ -284,7 +284,7 @@ def test_a_node_is_cleared_with_who_and_why(rlhf: Rlhf, known: RunFiles, monkeyp
     assert rlhf("sql", "SELECT node FROM node_strikes", "--json").json() != [], "the history keeps it"
 
 
-def test_sql_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
+def test_sql_as_text_and_json(rlhf: Rlhf, known: RunFiles) -> None:
     question = "SELECT number, state FROM attempts ORDER BY number"
     assert rlhf("sql", question, "--json").json() == [
         {"number": 1, "state": "failed"},
@@ -293,7 +293,7 @@ def test_sql_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
     assert "completed" in rlhf("sql", question).out
 
 
-def test_sql_tells_when_there_is_more(rlhf: Rlhf, known: RunFiles) -> None:
+def test_sql_reports_further_rows(rlhf: Rlhf, known: RunFiles) -> None:
     limited = rlhf("sql", "SELECT step FROM run_curve", "--limit", "3", "--json")
     assert len(limited.json()) == 3
     assert "only the first 3 rows" in limited.err
@@ -364,7 +364,7 @@ def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:
     assert rlhf("show", "--json").json() == before
 
 
-def test_rebuild_tells_what_it_could_not_do(rlhf: Rlhf, known: RunFiles, runs: Path) -> None:
+def test_rebuild_reports_failures(rlhf: Rlhf, known: RunFiles, runs: Path) -> None:
     broken = RunFiles(runs, "broken", "eeeeee", 400).created()
     broken.moved(RunState.COMPLETED, 1)
     with known.dir.attempt(1).restart(0).metrics.open("ab") as file:

@@ -35,8 +35,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert "Usage" in capsys.readouterr().out
 
 
-def test_help_leaves_out_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in a help text is taken for markup, such as the name of a section in square brackets."""
+def test_help_omits_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in a help text is interpreted as markup, such as the name of a section in square brackets."""
     monkeypatch.setenv("COLUMNS", "1000")
     for words, command in _all_commands(get_command(main.app)):
         assert main.execute([*words, "--help"]) == 0
@@ -74,7 +74,7 @@ def test_help_ends_with_every_setting(
     ("error", "code"),
     [(BadConfig("a bad config"), 2), (RunFailed("the diagnosis"), 1), (RunCancelled("it was cancelled"), 130)],
 )
-def test_errors_on_purpose_are_their_message_and_exit_code(
+def test_expected_errors_are_reported_by_message_and_exit_code(
     error: Exception, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -87,7 +87,7 @@ def test_errors_on_purpose_are_their_message_and_exit_code(
     assert printed.err == f"error: {error}\n"
 
 
-def test_an_unexpected_error_is_one_sentence_and_a_file(
+def test_an_unexpected_error_is_reported_in_one_sentence_with_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*args: object) -> None:
@@ -106,7 +106,7 @@ def test_an_unexpected_error_is_one_sentence_and_a_file(
 @pytest.mark.parametrize(
     ("code", "remedy"), [(errno.ENOSPC, "Make room on its file system"), (errno.EROFS, "Make its file system writable")]
 )
-def test_a_full_or_read_only_disk_is_no_unexpected_error(
+def test_a_full_or_read_only_disk_is_an_expected_error(
     code: int, remedy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*args: object) -> None:
@@ -119,7 +119,7 @@ def test_a_full_or_read_only_disk_is_no_unexpected_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_no_file_can_be_written_the_traceback_is_printed(
+def test_the_traceback_is_printed_if_no_file_can_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "file"
@@ -130,11 +130,11 @@ def test_where_no_file_can_be_written_the_traceback_is_printed(
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["run", "x.toml", "--nonsense"]])
-def test_wrong_arguments_are_2(arguments: list[str]) -> None:
+def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
     assert main.execute(arguments) == 2
 
 
-def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -142,7 +142,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main.execute(["runs"]) == 130
 
 
-def test_help_in_a_real_process_imports_nothing_of_weight() -> None:
+def test_help_in_a_real_process_imports_nothing_heavy() -> None:
     code = "import sys, json; sys.argv = ['rlhf', '--help']\nfrom rlhf_core.cli.main import execute\n"
     code += "assert execute(['--help']) == 0\nprint(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -150,8 +150,8 @@ def test_help_in_a_real_process_imports_nothing_of_weight() -> None:
     assert loaded & {"torch", "prefect", "sqlalchemy", "alembic", "submitit", "matplotlib", "pydantic"} == set()
 
 
-def test_the_check_of_imports_sees_one(tmp_path: Path) -> None:
-    """Negative control: the same check of a command that needs the database finds it."""
+def test_the_import_check_detects_an_import(tmp_path: Path) -> None:
+    """Negative control: the same check applied to a command that needs the database detects the import."""
     code = "import sys, json\nfrom rlhf_core.cli.main import execute\nexecute(['runs'])\n"
     code += "print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     done = subprocess.run(
@@ -168,7 +168,7 @@ def test_the_check_of_imports_sees_one(tmp_path: Path) -> None:
 # Output
 
 
-def test_json_has_no_values_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_no_non_standard_values(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"a": float("nan"), "b": (1, True, None), "path": Path("/x"), "c": float("-inf")})
     assert json.loads(capsys.readouterr().out) == {"a": "NaN", "b": [1, True, None], "path": "/x", "c": "-Infinity"}
 
@@ -178,14 +178,14 @@ def test_foreign_objects_in_json_are_refused() -> None:
         output.print_json({"a": object()})
 
 
-def test_tables_print_markup_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_print_markup_literally(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(("name", "value"), [("[bold]x[/bold]", 1.5), ("y", None)])
     shown = capsys.readouterr().out
     assert "[bold]x[/bold]" in shown
     assert "1.5" in shown
 
 
-def test_names_of_functions_are_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_functions_are_not_rendered_as_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     found = "rewards:star: reward function star raised ValueError"
     output.print_table(("found",), [(found,)], "rewards:star:")
     output.print_text(found)
@@ -199,7 +199,7 @@ def test_names_of_functions_are_no_emoji(capsys: pytest.CaptureFixture[str]) -> 
     ("seconds", "text"),
     [(None, "-"), (8.24, "8.2 s"), (185, "3 min 05 s")],
 )
-def test_durations_are_for_people(seconds: float | None, text: str) -> None:
+def test_durations_are_human_readable(seconds: float | None, text: str) -> None:
     assert output.seconds_text(seconds) == text
 
 
@@ -228,9 +228,7 @@ def test_a_table_gives_up_a_column_before_a_name(
         assert ("2026-11-20" in shown, RUNS[0][0] in shown) == (is_there, True)
 
 
-def test_what_does_not_fit_at_all_is_still_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_do_not_fit_are_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     output.print_table(("run", "state"), [row[:2] for row in RUNS])
     cells = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]

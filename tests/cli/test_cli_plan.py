@@ -1,4 +1,4 @@
-"""``rlhf plan``: presets for real hardware, layouts that are refused, and predictions against a history."""
+"""``rlhf plan``: presets for real hardware, refused layouts, and predictions compared with a history."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 
 
 def test_a_folder_with_nothing_but_the_config_of_a_model_is_enough(plan: Plan, tmp_path: Path) -> None:
-    """Before weights of many gigabytes are fetched."""
+    """A plan can be made before many gigabytes of weights are downloaded."""
     _, built = plan("qwen2.5-7b-gsm8k")
     dense = dict(config.load("qwen2.5-7b-gsm8k").model.config)
     told = []
@@ -54,8 +54,10 @@ def run_of(
     overrides: Sequence[str] = (),
     **figures: float,
 ) -> str:
-    """A run of a preset whose steps took so long, told to the history by its files. Its second node has twice the
-    figures."""
+    """A run of a preset with the given step times, ingested into the history from its files.
+
+    Its second node has twice the figures.
+    """
     site = load_site()
     spec = config.load(preset, overrides)
     run = RunFiles(site.runs_dir, name=spec.name)
@@ -68,7 +70,7 @@ def run_of(
     first = spec.warm_start_steps
     for step in range(1, min(first, 3) + 1):
         run.metrics(1, 0, step, 10.0 * step, **{"time/step_s": 1000.0})
-    for index, slow in enumerate((50.0, 1.0, 1.0), start=1):  # the first step compiles: the median leaves it out
+    for index, slow in enumerate((50.0, 1.0, 1.0), start=1):  # the first step compiles: the median excludes it
         values = {name: slow * value for name, value in times.items()}
         run.metrics(1, 0, first + index, 100.0 * index, **values)
     run.telemetry(1, 0, 20, **figures)
@@ -105,8 +107,8 @@ def test_a_preset_of_7b_is_planned_on_one_node(plan: Plan) -> None:
     assert own["step_s"]["weight sync"] == pytest.approx(2 * 40_370_176 / 200e9, rel=1e-3), "the adapter alone"
 
 
-def test_a_model_that_a_share_does_not_hold_is_not_proposed_with_it(plan: Plan) -> None:
-    """Qwen2.5-32B has 61 GiB of weights: 0.4 of an H200 does not hold them, a GPU of its own does."""
+def test_a_model_too_large_for_a_share_of_a_gpu_is_not_proposed_with_it(plan: Plan) -> None:
+    """Qwen2.5-32B has 61 GiB of weights: they do not fit into 0.4 of an H200, but into a GPU of their own."""
     code, found = plan("qwen2.5-32b")
     assert code == 0
     assert not any(one["engine"] == "vllm" and not one["engines"] for one in found["proposals"])
@@ -117,7 +119,7 @@ def test_a_model_that_a_share_does_not_hold_is_not_proposed_with_it(plan: Plan) 
 
 
 def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
-    """Four nodes of 8 H100, half of them for engines: 61 GiB of weights are 16 on each of four GPUs."""
+    """Four nodes with 8 H100 each, half of them for engines: 61 GiB of weights are 16 GiB on each of four GPUs."""
     split = ("rollout.engine=vllm", "rollout.engines=4", "rollout.vllm.tensor_parallel=4", "resources.ranks_per_node=4")
     code, found = plan("qwen2.5-32b", "rollout.vllm.gpu_memory_share=0.85", "slurm.gpu_type=h100", *split)
     assert (code, found["problems"]) == (0, [])
@@ -131,14 +133,14 @@ def test_engines_of_several_gpus_are_planned(plan: Plan) -> None:
     assert "40 attention heads over 3 GPUs of an engine" in str(uneven["problems"])
 
 
-def test_a_run_on_cpu_has_its_memory_and_no_predicted_step(plan: Plan) -> None:
+def test_a_run_on_cpu_has_predicted_memory_and_no_predicted_step(plan: Plan) -> None:
     code, found = plan("quickstart")
     assert (code, found["step_s"], found["proposals"]) == (0, None, [])
     assert found["memory"]["trainer"]["peak_bytes"] < found["limit_bytes"]
     assert found["measured"]["runs"] == []
 
 
-def test_seven_trainers_are_refused_with_the_nearest_that_divide(
+def test_seven_trainers_are_refused_with_the_nearest_valid_numbers(
     plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, found = plan("qwen2.5-7b-gsm8k", "resources.ranks_per_node=7")
@@ -156,7 +158,7 @@ def test_another_program_has_its_own_layout(capsys: pytest.CaptureFixture[str]) 
     assert "expected the native trainer" in " ".join(capsys.readouterr().err.split())
 
 
-def test_predictions_are_compared_with_completed_runs_of_the_shape(
+def test_predictions_are_compared_with_completed_runs_of_the_same_shape(
     plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, before = plan("qwen2.5-7b-gsm8k")
@@ -181,15 +183,15 @@ def test_predictions_are_compared_with_completed_runs_of_the_shape(
     assert other["measured"]["runs"] == []
 
 
-def test_a_run_that_failed_is_no_measure(plan: Plan) -> None:
+def test_failed_runs_are_not_used_for_comparison(plan: Plan) -> None:
     run_of("quickstart", {"time/step_s": 0.9}, RunState.FAILED)
     _, found = plan("quickstart")
     assert (found["measured"]["runs"], found["measured"]["seconds"]) == ([], {})
 
 
 @pytest.mark.parametrize(("alone", "peak"), [(1, 3.0), (0, 6.0)])
-def test_memory_of_nodes_of_engines_is_not_that_of_trainers(plan: Plan, alone: int, peak: float) -> None:
-    """With the control, engines beside the trainers."""
+def test_memory_of_engine_nodes_is_not_counted_for_trainers(plan: Plan, alone: int, peak: float) -> None:
+    """With the control: engines beside the trainers."""
     overrides = ("resources.num_nodes=2", "rollout.engines=1", f"rollout.nodes={alone}")
     run_of("quickstart", {"time/step_s": 0.9}, overrides=overrides, workers_rss_gb=3.0)
     code, found = plan("quickstart", *overrides)
@@ -197,7 +199,7 @@ def test_memory_of_nodes_of_engines_is_not_that_of_trainers(plan: Plan, alone: i
     assert found["layout"]["engine_nodes"] == alone
 
 
-def test_steps_of_the_warm_start_are_no_steps_of_the_main_loop(plan: Plan) -> None:
+def test_steps_of_the_warm_start_are_not_counted_for_the_main_loop(plan: Plan) -> None:
     run_of("quickstart", {"time/step_s": 0.9}, workers_rss_gb=3.0)
     _, found = plan("quickstart")
     assert found["measured"]["seconds"] == {"time/step_s": 0.9}
@@ -206,6 +208,6 @@ def test_steps_of_the_warm_start_are_no_steps_of_the_main_loop(plan: Plan) -> No
 
 @pytest.fixture(autouse=True)
 def site(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 16 GiB that is its own scheduler, and a wide terminal."""
+    """A site with a wide terminal on a 16 GiB machine that is its own scheduler."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("rlhf_core.scheduler.get_scheduler", lambda name: FakeScheduler(memory_gb=16))

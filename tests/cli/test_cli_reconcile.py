@@ -1,4 +1,4 @@
-"""``rlhf reconcile`` on a history of its own."""
+"""``rlhf reconcile`` with a separate history."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
 
 @pytest.fixture
 def orphan() -> RunDir:
-    """Run whose controller is gone and whose cancellation was requested."""
+    """Run without a controller for which a cancellation was requested."""
     site = load_site()
     run_dir = make_run(site.runs_dir)
     site.home.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def orphan() -> RunDir:
     return run_dir
 
 
-def test_what_would_be_done_is_said_and_not_done(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_reports_actions_without_taking_them(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     before = orphan.control.read_bytes()
     assert main.execute(["reconcile", "--dry-run", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -51,7 +51,7 @@ def test_it_is_done_once(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> 
     assert "agree" in capsys.readouterr().out
 
 
-def test_a_site_without_runs_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_without_runs_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_site().home.mkdir(parents=True)
     assert main.execute(["reconcile", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

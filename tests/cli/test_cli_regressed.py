@@ -1,4 +1,4 @@
-"""A run that completes with a model worse than before says so beside ``completed``, wherever it is looked at."""
+"""A regression: a run that completes with a worse model is marked beside ``completed`` in every view."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ SAID = "held-out greedy exact match 0.750 → 0.200"
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> tuple[RunFiles, RunFiles]:
-    """One that gained, and one whose greedy score fell: 0.75 to 0.20, while the sampled one went from 0.30 to 0.28."""
+    """A run that improved, and one whose greedy score fell from 0.75 to 0.20 and its sampled one from 0.30 to 0.28."""
     monkeypatch.setenv("COLUMNS", "160")
     site = load_site()
     gained, fell = whole_run(site.runs_dir), whole_run(site.runs_dir, "sort", "bbbbbb", 100)
@@ -63,7 +63,7 @@ def _row(when: str, value: float | None, half: float | None = 0.05) -> dict[str,
     ("before", "after", "fell"),
     [
         (_row("before", 0.5), _row("after", 0.3), True),
-        (_row("before", 0.5), _row("after", 0.41), False),  # the intervals meet
+        (_row("before", 0.5), _row("after", 0.41), False),  # the intervals overlap
         (_row("before", 0.5), _row("after", 0.7), False),
         (_row("before", 0.5), _row("after", None), False),
         (_row("before", 0.5, float("inf")), _row("after", 0.1), False),
@@ -124,7 +124,7 @@ def test_while_watching(runs: tuple[RunFiles, RunFiles]) -> None:
     assert [json.loads(json_lines(view)[0])["regressed"] for view in (gained, fell)] == [[], [FELL]]
 
 
-def test_at_the_end_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_in_the_summary_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles]) -> None:
     gained, fell = (summarise(run.dir) for run in runs)
     assert [summary.state_text for summary in (gained, fell)] == ["completed", "completed, regressed"]
     assert [summary_json(summary)["regressed"] for summary in (gained, fell)] == [[], [FELL]]
@@ -134,13 +134,13 @@ def test_at_the_end_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles]) -> 
     assert "egressed" not in summary_markdown(gained)
 
 
-def test_the_approval_of_a_model_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_in_the_approval_of_a_model(runs: tuple[RunFiles, RunFiles]) -> None:
     told = ["\n".join(_results(summarise(run.dir))) for run in runs]
     assert "egressed" not in told[0]
     assert f"> **Regressed**: the model is worse than before training: {SAID}." in told[1]
 
 
-def test_the_model_card_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_in_the_model_card(runs: tuple[RunFiles, RunFiles]) -> None:
     for run, said in zip(runs, (False, True), strict=True):
         summary, stored = summarise(run.dir), run.dir.read_spec()
         reports = [report for row in summary.accuracy for report in (row.before, row.after) if report is not None]
@@ -162,7 +162,7 @@ def test_the_model_card_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
         assert ("**Regressed**: the model is worse" in model_card(origin, stored.spec)) is said
 
 
-def test_the_event_of_the_end_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_in_the_event_of_the_end(runs: tuple[RunFiles, RunFiles]) -> None:
     told = []
     for run in runs:
         news = events_of(read_timeline(run.dir), run.dir.read_spec(), FlowRunRef("", ""), now=at(60))
@@ -171,7 +171,7 @@ def test_the_event_of_the_end_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
     assert told[1].endswith(f"; the model is worse than before training: {SAID}")
 
 
-def test_in_what_is_exported(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_in_exports(runs: tuple[RunFiles, RunFiles]) -> None:
     with HistoryStore(load_site().database_url) as store:
         gained, fell = (queries.show_run(store, run.run_id) for run in runs)
     assert [mlflow.facts(shown)["regressed"] for shown in (gained, fell)] == [
@@ -183,7 +183,7 @@ def test_in_what_is_exported(runs: tuple[RunFiles, RunFiles]) -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_in_the_end_of_the_flow_run(runs: tuple[RunFiles, RunFiles], which: int) -> None:
-    """The words of the flow run's state, of which Prefect shows a line in its lists."""
+    """In the message of the flow run's state, of which Prefect shows one line in its lists."""
     said = ended_well(runs[which].dir).message
     assert said == f"run {runs[which].run_id} completed" + (
         f"; the model is worse than before training: {SAID}" if which else ""

@@ -1,4 +1,4 @@
-"""``rlhf resume`` after a reward function was mended: the run uses its copy, or with ``--code`` the present files."""
+"""``rlhf resume`` after a fix of a reward function: the run uses its copy, or the current files with ``--code``."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ MENDED = "def score(*, completions, **columns):\n    return [0.5 + len(text) for
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    """Scheduler whose first job fails, and whose later ones do all their work."""
+    """Scheduler whose first job fails and whose later jobs succeed."""
     found = only_scheduler(monkeypatch)
 
     def work(request: Any) -> None:
@@ -41,7 +41,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
 
 @pytest.fixture
 def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Reward module of the user, in the current folder."""
+    """Reward module of the user in the current folder."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "my_rewards.py"
     path.write_text(BROKEN)
@@ -53,7 +53,7 @@ def newest_run() -> RunDir:
 
 
 def failed_run(rewards: Path) -> RunDir:
-    """A run with the broken function, which is mended afterwards."""
+    """A run with the broken function, which is fixed afterwards."""
     options = ("--no-prefect", "--set", 'reward.functions=["my_rewards:score"]')
     assert execute(["run", "quickstart", *options, "--set", 'preflight.off={"content.rewards"="broken"}']) == 1
     rewards.write_text(MENDED)
@@ -65,7 +65,7 @@ def used_code(run_dir: RunDir) -> str:
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_resume_says_that_the_run_uses_its_copy_of_files_that_changed(rewards: Path, capsys: Printed) -> None:
+def test_resume_reports_that_the_run_uses_its_copy_of_changed_files(rewards: Path, capsys: Printed) -> None:
     run_dir = failed_run(rewards)
     assert f"rlhf resume {run_dir.run_id} --code" in capsys.readouterr().err, "the diagnosis"
     assert execute(["resume", "last", "--no-prefect"]) == 0
@@ -76,7 +76,7 @@ def test_resume_says_that_the_run_uses_its_copy_of_files_that_changed(rewards: P
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_resume_with_code_uses_the_present_files_and_records_it(
+def test_resume_with_code_uses_the_current_files_and_records_it(
     rewards: Path, tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = failed_run(rewards)
@@ -92,7 +92,7 @@ def test_resume_with_code_uses_the_present_files_and_records_it(
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_resume_of_unchanged_code_says_nothing_and_copies_nothing(rewards: Path, capsys: Printed) -> None:
+def test_resume_of_unchanged_code_reports_and_copies_nothing(rewards: Path, capsys: Printed) -> None:
     run_dir = failed_run(rewards)
     rewards.write_text(BROKEN)
     capsys.readouterr()
@@ -102,7 +102,7 @@ def test_resume_of_unchanged_code_says_nothing_and_copies_nothing(rewards: Path,
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_code_is_not_exchanged_under_a_job_that_may_be_running(rewards: Path, capsys: Printed) -> None:
+def test_code_is_not_replaced_while_a_job_may_be_running(rewards: Path, capsys: Printed) -> None:
     run_dir = failed_run(rewards)
     journal = Journal(run_dir, 9)
     for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
@@ -115,7 +115,7 @@ def test_code_is_not_exchanged_under_a_job_that_may_be_running(rewards: Path, ca
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_code_that_is_gone_is_not_replaced_by_nothing(rewards: Path, capsys: Printed) -> None:
+def test_missing_code_does_not_replace_the_copy(rewards: Path, capsys: Printed) -> None:
     run_dir = failed_run(rewards)
     rewards.unlink()
     (rewards.parent / "my_rewards").mkdir()

@@ -42,7 +42,7 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    """Scheduler of this site whose jobs do all their work at once."""
+    """Scheduler of this site whose jobs finish all their work at once."""
     found = only_scheduler(monkeypatch)
 
     def whole(request: Any) -> None:
@@ -65,7 +65,7 @@ def rlhf(*arguments: str, expect: int = 0) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_starter_config_means_what_its_preset_means(preset: str, tmp_path: Path, capsys: Printed) -> None:
+def test_a_starter_config_is_equivalent_to_its_preset(preset: str, tmp_path: Path, capsys: Printed) -> None:
     rlhf("init", str(tmp_path / "new"), "--preset", preset)
     path = tmp_path / "new" / f"{preset}.toml"
     assert load(path) == load(preset)
@@ -82,7 +82,7 @@ def test_a_starter_config_means_what_its_preset_means(preset: str, tmp_path: Pat
 
 
 def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
-    """Uncommenting the settings changes nothing, but for a section that is left out with its header."""
+    """Uncommenting the settings changes nothing, except in a section that is left out with its header."""
     rlhf("init", str(tmp_path))
     path = tmp_path / "quickstart.toml"
     names = {field.name.rpartition(".")[2] for field in describe_fields()}
@@ -160,7 +160,7 @@ def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_check_goes_without_a_history_that_does_not_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_proceeds_without_an_unresponsive_history(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
     monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", lambda spec, around: (good,))
     rlhf("check", "quickstart")
@@ -190,7 +190,7 @@ def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> 
     assert not load_site().home.exists()
 
 
-def test_a_dry_run_shows_which_nodes_have_what(
+def test_a_dry_run_shows_the_layout_of_the_nodes(
     scheduler: FakeScheduler, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
@@ -220,14 +220,14 @@ def test_a_run_ends_with_its_summary(capsys: Printed) -> None:
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_the_summary_for_programs_is_all_that_is_on_standard_output(capsys: Printed) -> None:
+def test_standard_output_has_only_the_json_summary(capsys: Printed) -> None:
     rlhf("run", "quickstart", "--no-prefect", "--json")
     summary = json.loads(capsys.readouterr().out)
     assert summary["state"] == "completed"
     assert {(one["when"], one["value"]) for one in summary["evaluations"]} == {("before", 0.2), ("after", 0.9)}
 
 
-def test_a_failed_run_is_1_with_the_diagnosis(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, capsys: Printed) -> None:
     def fail(request: Any) -> None:
         agent = FakeAgent(newest_run(), request.placement.attempt)
         agent.begin()
@@ -250,8 +250,8 @@ def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printe
     assert len(scheduler.submitted) == 1
 
 
-def test_a_run_that_is_driven_is_left_to_its_controller_at_once(scheduler: FakeScheduler, capsys: Printed) -> None:
-    """And taken over at once where its controller died: the same lease, in the name of a process that is gone."""
+def test_a_run_with_a_controller_is_refused_at_once(scheduler: FakeScheduler, capsys: Printed) -> None:
+    """And taken over at once if the controller died: the same lease, in the name of a dead process."""
     run_dir = make_run(load_site().runs_dir)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -286,12 +286,14 @@ def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> No
         os.kill(os.getpid(), signal.SIGINT)
 
     scheduler.on_submit = trains
-    before = signal.getsignal(signal.SIGINT)  # a shell that starts the tests in the background has it ignored
+    before = signal.getsignal(
+        signal.SIGINT
+    )  # a shell that starts the tests in the background makes them ignore the signal
     rlhf("run", "quickstart", "--no-prefect", expect=130)
     assert read_record(newest_run()).state is RunState.CANCELLED
     assert scheduler.cancelled == ["101"]
     assert "was cancelled" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is before, "the handler must be given back"
+    assert signal.getsignal(signal.SIGINT) is before, "the handler must be restored"
 
 
 def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, capsys: Printed) -> None:
@@ -304,7 +306,7 @@ def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, capsys: 
 
 
 @pytest.mark.parametrize("command", ["resume", "cancel", "watch", "logs"])
-def test_an_unknown_run_is_2(command: str, capsys: Printed) -> None:
+def test_an_unknown_run_exits_with_2(command: str, capsys: Printed) -> None:
     rlhf(command, "nothing", expect=2)
     assert "nothing" in capsys.readouterr().err
 
@@ -315,7 +317,7 @@ def test_an_unknown_run_is_2(command: str, capsys: Printed) -> None:
 
 @pytest.fixture
 def with_logs() -> RunDir:
-    """A run with an attempt whose trainer and evaluator have written something."""
+    """A run with an attempt in which trainer and evaluator have written logs."""
     run_dir = make_run(load_site().runs_dir)
     for restart, role in ((0, Role.TRAINER), (1, Role.EVALUATOR)):
         FakeAgent(run_dir, restart=restart).role(role)
@@ -354,12 +356,12 @@ def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Pr
         (("--rank", "9"), "no log of rank 9"),
     ],
 )
-def test_logs_that_are_not_there(with_logs: RunDir, arguments: tuple[str, ...], says: str, capsys: Printed) -> None:
+def test_missing_logs(with_logs: RunDir, arguments: tuple[str, ...], says: str, capsys: Printed) -> None:
     rlhf("logs", with_logs.run_id, *arguments, expect=2)
     assert says in capsys.readouterr().err
 
 
-def test_following_prints_what_is_added_until_the_run_ends(with_logs: RunDir, capsys: Printed) -> None:
+def test_following_prints_new_lines_until_the_run_ends(with_logs: RunDir, capsys: Printed) -> None:
     path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
     rounds = []
 
@@ -397,7 +399,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
         (RunState.CANCELLED, 130, "cancelled: because"),
     ],
 )
-def test_who_submits_and_watches_learns_how_it_ended(
+def test_submitting_and_watching_reports_the_end(
     state: RunState, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
     from flows.deployments.registration import Submitted
@@ -413,7 +415,7 @@ def test_who_submits_and_watches_learns_how_it_ended(
     assert says in capsys.readouterr().err
 
 
-def test_watch_for_programs_is_a_line_of_json(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_watch_as_json_is_one_line(scheduler: FakeScheduler, capsys: Printed) -> None:
     rlhf("run", "quickstart", "--no-prefect")
     capsys.readouterr()
     rlhf("watch", "last", "--json")
@@ -421,7 +423,7 @@ def test_watch_for_programs_is_a_line_of_json(scheduler: FakeScheduler, capsys: 
     assert (json.loads(line)["state"], json.loads(line)["step"]) == ("completed", 10)
 
 
-def test_logs_for_programs(with_logs: RunDir, capsys: Printed) -> None:
+def test_logs_as_json(with_logs: RunDir, capsys: Printed) -> None:
     rlhf("logs", with_logs.run_id, "--role", "agent", "--json")
     (log,) = json.loads(capsys.readouterr().out)
     assert log["text"] == "agent says\n"
@@ -498,7 +500,7 @@ class Terminal:
         return self.answers.pop(0)
 
 
-def test_ctrl_c_asks_once_and_a_no_goes_on(capsys: Printed) -> None:
+def test_ctrl_c_asks_once_and_continues_after_a_no(capsys: Printed) -> None:
     person = Terminal(False, True)
     with TerminalProgress(load("quickstart"), "the-run", person) as progress:
         assert not progress.stop_requested()
@@ -511,7 +513,7 @@ def test_ctrl_c_asks_once_and_a_no_goes_on(capsys: Printed) -> None:
         assert len(person.asked) == 2
 
 
-def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
+def test_a_second_ctrl_c_while_cancelling_exits_at_once() -> None:
     with TerminalProgress(load("quickstart"), "the-run", None) as progress:
         os.kill(os.getpid(), signal.SIGINT)
         assert progress.stop_requested()
@@ -532,7 +534,7 @@ def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed
     assert f"step 1/{spec.total_steps}" in shown
 
 
-def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -> None:
+def test_a_late_history_is_reported_once_and_so_is_its_recovery(capsys: Printed) -> None:
     with TerminalProgress(load("quickstart"), "the-run") as progress:
         for behind in ("away", "away", ""):
             progress.polled(look(history_behind=behind))
@@ -546,7 +548,7 @@ def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_present_and_missing_parts(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")
     rlhf("doctor", "--json", expect=1)
     items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}

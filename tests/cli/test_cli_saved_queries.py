@@ -15,7 +15,7 @@ from rlhf_core.watchdog.ingest import sync
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> RunFiles:
-    """A whole run that the history knows."""
+    """A whole run that is in the history."""
     monkeypatch.setenv("COLUMNS", "120")
     site = load_site()
     run = whole_run(site.runs_dir)
@@ -51,7 +51,7 @@ def test_a_query_with_and_without_values(known: RunFiles, capsys: pytest.Capture
     assert capsys.readouterr().out == "No rows for days=90.\n"
 
 
-def test_what_is_shown_can_be_changed_and_asked(
+def test_a_shown_query_can_be_edited_and_run(
     known: RunFiles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert execute(["sql", "best-checkpoint", "--show"]) == 0

@@ -1,4 +1,4 @@
-"""``rlhf runs``, ``show`` and ``watch`` of a run whose controller and job are gone: its state alone looks healthy."""
+"""``rlhf runs``, ``show`` and ``watch`` of a run without controller and job, whose state alone looks healthy."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ Printed = pytest.CaptureFixture[str]
 
 @contextmanager
 def controller() -> Iterator[Owner]:
-    """A process that lives as long as the block, and could be a controller."""
+    """A process that lives as long as the block and could be a controller."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         yield Owner(user_name(), socket.gethostname(), process.pid, psutil.Process(process.pid).create_time())
@@ -88,7 +88,7 @@ def test_a_run_without_a_controller_is_shown_as_such(capsys: Printed, monkeypatc
     assert watched(run_dir, capsys, monkeypatch).count(advice) == 1
 
 
-def test_watch_for_programs_has_the_time_without_a_controller(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_as_json_has_the_time_without_a_controller(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     with controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
     running, failed = map(json.loads, watched(run_dir, capsys, monkeypatch, "--json").splitlines())
@@ -97,7 +97,7 @@ def test_watch_for_programs_has_the_time_without_a_controller(capsys: Printed, m
 
 
 def test_a_run_between_two_controllers_is_given_time() -> None:
-    """As the site daemon gives it: the next controller of a released lease may be about to start."""
+    """As in the site daemon: the next controller of a released lease may be about to start."""
     with controller() as owner:
         run_dir = driven_by(owner, load_site().runs_dir)
         url = load_site().database_url

@@ -1,4 +1,4 @@
-"""`rlhf wrap` on the command line: two commands from a launch line to a run."""
+"""`rlhf wrap` on the command line: from a launch line to a run in two commands."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ LINE = ["torchrun", "--nproc_per_node", "2", "train.py", "--max_steps", "5", "--
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal breaks the words of headers
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal wraps the words of headers
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def test_a_launch_line_becomes_a_config_that_loads(dashes: list[str], folder: Pa
     assert "GPUs on every node" in printed
 
 
-def test_words_after_the_first_are_never_options_of_rlhf() -> None:
+def test_words_of_the_launch_line_are_never_options_of_rlhf() -> None:
     rlhf("python", "t.py", "--name", "x", "--steps", "7", "-o", "y", "--", "--json")
     spec = load("wrapped.toml")
     assert isinstance(spec.trainer, CommandTrainer)
@@ -60,20 +60,20 @@ def test_a_script_becomes_a_config(folder: Path, capsys: Printed) -> None:
     capsys.readouterr()
 
 
-def test_without_steps_the_file_says_so_and_they_can_be_given(folder: Path, capsys: Printed) -> None:
+def test_missing_steps_are_noted_in_the_file_and_can_be_given(folder: Path, capsys: Printed) -> None:
     rlhf("-o", "a.toml", "swift", "sft", "--num_train_epochs", "3")
     assert "the number of optimizer steps is missing" in capsys.readouterr().out
     with pytest.raises(BadConfig, match=r"trainer\.num_steps"):
         load("a.toml")
     rlhf("-o", "b.toml", "--steps", "40", "swift", "sft", "--num_train_epochs", "3")
     assert load("b.toml").total_steps == 40
-    # Removing the sign of the comment is enough.
+    # Removing the comment sign is enough.
     text = (folder / "a.toml").read_text().replace("# num_steps = ", "num_steps = 40")
     (folder / "a.toml").write_text(text)
     assert load("a.toml").total_steps == 40
 
 
-def test_a_file_that_is_there_is_not_overwritten(folder: Path, capsys: Printed) -> None:
+def test_an_existing_file_is_not_overwritten(folder: Path, capsys: Printed) -> None:
     (folder / "my.toml").write_text("mine")
     rlhf("-o", "my.toml", *LINE, expect=2)
     assert (folder / "my.toml").read_text() == "mine"
@@ -122,14 +122,14 @@ def test_a_line_without_a_program(capsys: Printed) -> None:
     rlhf(expect=2)
 
 
-def test_a_folder_that_cannot_be_written(folder: Path, capsys: Printed) -> None:
+def test_an_unwritable_folder(folder: Path, capsys: Printed) -> None:
     (folder / "file").write_text("")
     rlhf("-o", "file/my.toml", *LINE, expect=2)
     assert "cannot write file/my.toml" in capsys.readouterr().err
 
 
 def test_the_environment_of_the_shell_is_that_of_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job does not start in this shell: without it the first torchrun on the nodes' PATH would train."""
+    """A job does not start in this shell: otherwise it would train with the first torchrun on the nodes' PATH."""
     active = folder / "of-trl"
     (active / "bin").mkdir(parents=True)
     (active / "bin" / "torchrun").touch()

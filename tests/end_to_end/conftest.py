@@ -1,4 +1,4 @@
-"""Sites of the end-to-end tests, without services."""
+"""Site fixtures of the end-to-end tests, without services."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """One tiny run, start to end, with a real temporary Prefect server: what every disturbed run is compared with."""
+    """One tiny run from start to end, with a real temporary Prefect server: the reference for every disturbed run."""
     with Site(tmp_path_factory.mktemp("undisturbed")).running(services=False) as site:
         site.rlhf("run", site.config())
         yield site

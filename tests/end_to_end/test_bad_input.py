@@ -1,4 +1,4 @@
-"""Bad input and a full disk: a clear message, the right exit code, nothing lost that was there."""
+"""Bad input and a full disk: a clear message, the right exit code, and no loss of existing data."""
 
 import os
 import subprocess
@@ -90,7 +90,7 @@ def test_a_full_disk_at_checkpoint_time_loses_nothing(site: Site, small_disk: Pa
     shown = site.rlhf("show", run["run_id"], "--json").json()
     assert [incident["failure_kind"] for incident in shown["incidents"]] == ["disk_full"]
     assert shown["decisions"][-1]["action"] == "stop"
-    assert shown["checkpoints"], "the disk must have filled after the first checkpoint for this test to say anything"
+    assert shown["checkpoints"], "this test is valid only if the disk filled after the first checkpoint"
     from rlhf_core.run_dir.run import RunDir
 
     kept = RunDir(small_disk / run["run_id"]).checkpoints()

@@ -1,4 +1,7 @@
-"""The gsm8k preset on rows of the same form: a tokenizer made here, the real verifier, long prompts, a broken line."""
+"""The gsm8k preset on rows of the same form.
+
+With a tokenizer made here, the real verifier, long prompts, and a broken line.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +31,7 @@ OPTIONS = options(*SMALL, "data.train=train.jsonl", "data.eval=eval.jsonl")
 
 
 def row(apples: int, pears: int, padding: str = "") -> str:
-    """A word problem with a worked solution that ends as GSM8K's do."""
+    """A word problem with a worked solution that ends like those of GSM8K."""
     return json.dumps(
         {
             "question": f"{padding}Ana picks {apples} apples and {pears} pears. How much fruit has she?",

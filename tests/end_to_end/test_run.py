@@ -1,4 +1,4 @@
-"""The main job and what it leaves behind; kills in the middle; the same numbers every time."""
+"""The main job and its results; kills during the run; identical numbers every time."""
 
 import signal
 import subprocess
@@ -25,7 +25,7 @@ def final_weights(run: RunDir) -> str:
 
 
 def wait_for_step(site: Site, step: int, process: "subprocess.Popen[str]") -> RunDir:
-    """Wait until the only run of a site has reached a step; its directory."""
+    """Wait until the only run of a site has reached a step; returns its directory."""
 
     def reached() -> bool:
         if process.poll() is not None:
@@ -37,10 +37,10 @@ def wait_for_step(site: Site, step: int, process: "subprocess.Popen[str]") -> Ru
 
 
 def curve(site: Site) -> dict[tuple[str, int], float]:
-    """The effective metrics that must not depend on the machine: name and step to value, each once."""
+    """The effective metrics that must not depend on the machine, as value by name and step."""
     rows = site.rows("SELECT key, step, value FROM run_curve")
     keys = [(key, step) for key, step, _ in rows]
-    assert len(keys) == len(set(keys)), "a metric stands twice in the effective curve"
+    assert len(keys) == len(set(keys)), "a metric appears twice in the effective curve"
     return {(key, step): value for key, step, value in rows if not key.startswith(("time/", "speed/"))}
 
 
@@ -84,7 +84,7 @@ def test_every_metric_is_explained(undisturbed: Site) -> None:
     assert {key for key in recorded - by_function if f"`{key}`" not in page} == set()
 
 
-def test_the_database_can_be_made_again_from_the_run_directories(undisturbed: Site) -> None:
+def test_the_database_can_be_rebuilt_from_the_run_directories(undisturbed: Site) -> None:
     questions = (
         "SELECT run_id, name, state, seed FROM runs",
         "SELECT name, state, attempt FROM stages ORDER BY stage_index",
@@ -118,7 +118,7 @@ def test_kill_everything_then_resume_gives_the_same_numbers(site: Site, undistur
     assert final_weights(run) == final_weights(undisturbed.only_run())
 
 
-def test_kill_one_rank_and_training_goes_on_by_itself(site: Site, undisturbed: Site) -> None:
+def test_kill_one_rank_and_training_continues_by_itself(site: Site, undisturbed: Site) -> None:
     process = site.start("run", site.config(), "--no-prefect")
     run = wait_for_step(site, 18, process)
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "trainer" in child.cmdline()]
@@ -142,7 +142,7 @@ def test_kill_one_rank_and_training_goes_on_by_itself(site: Site, undisturbed: S
 
 
 def first_samples(run: RunDir) -> dict[tuple[str, int], str]:
-    """Prompt and sample index to completion, of the first step of the main algorithm."""
+    """Completion by prompt and sample index, of the first step of the main algorithm."""
     lines = read_models(run.attempt(1).restart(0).samples, SampleLine)
     first = min(line.step for line in lines)
     return {(line.prompt_uid, line.sample_index): line.completion for line in lines if line.step == first}

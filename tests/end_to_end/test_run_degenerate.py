@@ -1,4 +1,4 @@
-"""Training that learns nothing, through the real command line: found, tried once more from before, stopped, told."""
+"""Degenerate training through the real command line: detected, retried once from an earlier checkpoint, and stopped."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ LEARNS_NOTHING = (
     "loops.main.optimizer.learning_rate=5",
     "health.window_steps=8",
     "health.min_completions=256",
-    "health.max_train_gap=1e-12",  # which is exceeded at every step, and warned of
+    "health.max_train_gap=1e-12",  # exceeded at every step, with a warning
     "preflight.probe=false",
     "resources.ranks_per_node=1",  # two of them: test_two_real_ranks_end_a_degenerate_run_together
 )
@@ -27,9 +27,9 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     warnings = [one for one in shown["incidents"] if one not in ended_by]
     assert (len(ended_by), len(warnings)) == (2, 2)
     assert all("(train_gap): sampling and training disagree" in one["message"] for one in warnings)
-    assert all(one["suspect_nodes"] == [] for one in shown["incidents"]), "no node is struck for it"
+    assert all(one["suspect_nodes"] == [] for one in shown["incidents"]), "no node gets a strike for it"
     by_agent = [one["action"] for one in shown["decisions"] if one["decided_by"] == "agent"]
-    assert by_agent.count("continue") == 2, "a warning leaves the run going"
+    assert by_agent.count("continue") == 2, "a warning does not stop the run"
     # The warm start ended at step 12, and everything after it was judged.
     found_at = ended_by[0]["step"]
     assert 12 + 8 <= found_at <= 12 + 8 + 4

@@ -1,4 +1,4 @@
-"""A change is tried out on this machine before the run itself begins, with real workers."""
+"""A trial of a change on this machine, with real workers, before the run itself starts."""
 
 import pytest
 from site_files import options
@@ -23,7 +23,7 @@ SHORT = (
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
 
 
-def test_a_change_is_tried_out_and_one_that_breaks_costs_its_trial_only(site: Site) -> None:
+def test_a_change_gets_a_trial_and_a_broken_one_costs_only_its_trial(site: Site) -> None:
     config = site.config({"resources.ranks_per_node": 1})
     site.rlhf("run", config, *SHORT)
     (site.home / "broken.py").write_text(BREAKS)

@@ -1,4 +1,4 @@
-"""A controller on a fake scheduler, with a real history in SQLite and no waiting."""
+"""Fixtures for a controller on a fake scheduler, with a real history in SQLite and without waiting."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
-    """What preflight finds; the test changes it."""
+    """Findings of preflight, which the test may change."""
     found = [CheckResult(id="a.check", status=CheckStatus.PASSED, found="well")]
     monkeypatch.setattr(stages, "make_checks", lambda spec, around, tick: tuple(found))
     return found
@@ -38,19 +38,22 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
 
 @pytest.fixture
 def blank_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish a picture without a drawing, which is most of the work of a flow that a test publishes."""
+    """Publish an empty picture: drawing is most of the work of a flow that a test publishes."""
     monkeypatch.setattr("flows.publishing.artifacts.draw_in_process", lambda run_dir: b"\x89PNG of nothing")
 
 
 @pytest.fixture
 def drawn_curves(blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the curves all the same, for a test that looks at them."""
+    """Draw the curves nevertheless, for a test that inspects them."""
     monkeypatch.setattr("flows.publishing.artifacts.draw_in_process", draw_in_process)
 
 
 @pytest.fixture(scope="module")
 def real_prefect(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """A real server with its UI; tests use it in a block (:meth:`Site.in_use`), and others see nothing of it."""
+    """A real Prefect server with its UI.
+
+    Tests use it within a block (:meth:`Site.in_use`), and others do not see it.
+    """
 
     @contextmanager
     def served() -> Iterator[Site]:
@@ -63,14 +66,14 @@ def real_prefect(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def server(real_prefect: Site) -> Iterator[Site]:
-    """The same, in use for a test: the server has flow runs of other tests, and no pool without :func:`pool`."""
+    """The real server, in use for a test: it has flow runs of other tests, and no work pool without :func:`pool`."""
     with real_prefect.in_use():
         yield real_prefect
 
 
 @pytest.fixture(scope="module")
 def pool(real_prefect: Site) -> Iterator[None]:
-    """A fresh pool ``rlhf``, without deployments before and after: a worker of this file starts its flow runs alone."""
+    """A fresh pool ``rlhf``, without deployments before and after: only a worker of this file starts its flow runs."""
     real_prefect.delete_deployments()
     real_prefect.ask("/work_pools/rlhf", method="DELETE")
     real_prefect.ask("/work_pools/", {"name": "rlhf", "type": "process"})

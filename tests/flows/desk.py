@@ -1,4 +1,4 @@
-"""A desk at which controllers of one site are started, one after the other, without waiting."""
+"""A test desk that starts the controllers of one site one after the other, without waiting."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ Ask = Callable[[Question], AbstractContextManager[None]]
 
 @dataclass
 class Notes:
-    """An observer that remembers what it was told."""
+    """An observer that records everything it is notified of."""
 
     titles: list[str] = field(default_factory=list)
     sayings: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Notes:
 
 @dataclass
 class Desk:
-    """Where controllers of one site are started, one after the other."""
+    """Starts the controllers of one site, one after the other."""
 
     site: Site
     scheduler: FakeScheduler
@@ -69,14 +69,16 @@ class Desk:
         return make_run(self.site.runs_dir, spec)
 
     def good_run(self, spec: RunSpec | None = None) -> RunDir:
-        """A new run all of whose jobs do all they should."""
+        """A new run whose jobs all succeed."""
         run_dir = self.run(spec)
         self.runs_well(run_dir)
         return run_dir
 
     def runs_well(self, run_dir: RunDir, after: int = 0, fail: Callable[[FakeAgent], object] | None = None) -> None:
-        """Have every job of a run that is submitted from now on do all it should, but for the first attempts: those
-        ``fail`` in this way."""
+        """Make every job of a run that is submitted from now on succeed, except for the first attempts.
+
+        The attempts up to ``after`` are passed to ``fail`` instead.
+        """
 
         def works(request: JobRequest) -> None:
             agent = FakeAgent(run_dir, request.placement.attempt)
@@ -88,15 +90,15 @@ class Desk:
         self.scheduler.on_submit = works
 
     def attempts(self, run_dir: RunDir, act: Callable[[FakeAgent], object]) -> None:
-        """Have the agent of each attempt of a run that is submitted from now on do this."""
+        """Make the agent of each attempt of a run that is submitted from now on do this."""
         self.scheduler.on_submit = lambda request: act(FakeAgent(run_dir, request.placement.attempt))
 
     def trains_for_ever(self, run_dir: RunDir) -> None:
-        """Have every job of a run that is submitted from now on begin to train, and no more."""
+        """Make every job of a run that is submitted from now on start training and never finish."""
         self.attempts(run_dir, lambda agent: (agent.begin(), agent.role(Role.TRAINER)))
 
     def completed(self, carry_out: Callable[[Controller], object] = drive) -> RunDir:
-        """A run that is completed."""
+        """A completed run."""
         run_dir = self.good_run()
         carry_out(self.controller(run_dir))
         return run_dir
@@ -121,7 +123,7 @@ class Desk:
         return run_dir
 
     def controller(self, run_dir: RunDir, *, resumed: bool = False, ask: Ask | None = None) -> Controller:
-        """A controller of a run; let go of at the end of the test, or by the next one."""
+        """A controller of a run; closed at the end of the test or by the next controller."""
         self._stack.close()
         controller = self._stack.enter_context(
             opened(run_dir, self.site, self.store, self.notes, resumed=resumed, timeout_s=0)
@@ -134,12 +136,12 @@ class Desk:
 
 
 def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
-    """One life of a controller; how many points it passed."""
+    """Run one life of a controller; returns the number of kill points it passed."""
     return _lived(site, run_dir, Points(kill_at)).passed
 
 
 def undisturbed(site: Desk, run_dir: RunDir) -> Points:
-    """A life without a kill, and its points: those at which to kill the others are the distinct ones."""
+    """Run a life without a kill; its distinct points are those at which to kill the others."""
     return _lived(site, run_dir, Points(None, lambda: left_behind(site)))
 
 
@@ -154,9 +156,9 @@ def _lived(site: Desk, run_dir: RunDir, points: Points) -> Points:
 
 
 def left_behind(site: Desk) -> bytes:
-    """Digest of what the next controller finds after a kill right now: all files, and the jobs.
+    """Digest of the state that the next controller finds after a kill right now: all files, and the jobs.
 
-    The history is left out, because the next controller begins by bringing it up to date from those files.
+    The history is left out, because the next controller first updates it from those files.
     """
     digest = hashlib.blake2b(repr((site.scheduler.jobs, site.scheduler.cancelled)).encode())
     for path in sorted(site.site.home.rglob("*")):

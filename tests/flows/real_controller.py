@@ -1,7 +1,8 @@
-"""A controller as a process of its own, on the local scheduler, that suspends or kills itself at a point of its life.
+"""A controller in a process of its own on the local scheduler, which suspends or kills itself at a given point.
 
 ``python real_controller.py RUN POINT LEASE_S [old]``: exit code and message are those of `rlhf resume`. With ``old`` it
-does what controllers did before: it asks nobody before it acts, and writes down that it cancels when it has.
+behaves as controllers did before: it does not check the lease before it acts, and records a cancellation only
+afterwards.
 """
 
 import os
@@ -24,7 +25,7 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 
 class Impatient(Quiet):
-    """A person who presses Ctrl-C as soon as the job is seen to run."""
+    """A user who presses Ctrl-C as soon as the job runs."""
 
     stop = False
 
@@ -36,7 +37,7 @@ class Impatient(Quiet):
 
 
 def then(effect: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """The effect, and right after it a signal to this process."""
+    """Wrap an effect so that a signal is sent to this process right after it."""
 
     def both(*arguments: Any, **keywords: Any) -> Any:
         answer = effect(*arguments, **keywords)
@@ -47,7 +48,7 @@ def then(effect: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 def as_it_was() -> None:
-    """Take away what is tested."""
+    """Restore the old behaviour, without the checks under test."""
     append = Journal.append
 
     def append_without_intent(journal: Journal, event: Any) -> None:

@@ -1,4 +1,4 @@
-"""Flow runs without a visible process: dead only if the worker that starts them is visible, else unknown."""
+"""Flow runs without a visible process: dead only if the worker that starts them is visible, otherwise unknown."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -41,7 +41,7 @@ def found(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[StateType, f
     return facts_of
 
 
-def test_beside_its_worker_a_flow_run_without_a_process_is_lost(
+def test_a_flow_run_without_a_process_on_the_host_of_its_worker_is_lost(
     site: Site, found: Callable[[StateType, float], FlowRunFacts]
 ) -> None:
     with holding(site.home, "worker"):
@@ -51,7 +51,7 @@ def test_beside_its_worker_a_flow_run_without_a_process_is_lost(
 
 
 @pytest.mark.parametrize("change", [{"host": "another-container"}, {"started_ticks": 1}])
-def test_in_another_container_than_its_worker_it_is_given_time_to_start(
+def test_in_another_container_a_flow_run_is_given_time_to_start(
     site: Site, found: Callable[[StateType, float], FlowRunFacts], change: dict[str, object]
 ) -> None:
     files = ServiceFiles(site.home, "worker")
@@ -66,5 +66,5 @@ def test_in_another_container_than_its_worker_it_is_given_time_to_start(
         assert found(StateType.PENDING, START_S + 1.0).is_lost, "it never started"
 
 
-def test_without_a_worker_nothing_is_known_of_it(found: Callable[[StateType, float], FlowRunFacts]) -> None:
+def test_without_a_worker_the_flow_run_is_unknown(found: Callable[[StateType, float], FlowRunFacts]) -> None:
     assert found(StateType.RUNNING, 1.0).process is ProcessState.UNKNOWN

@@ -1,4 +1,4 @@
-"""`rlhf cancel` from another process: with a living controller, without one, and when it does not answer."""
+"""`rlhf cancel` from another process: with a live controller, without one, and with one that does not respond."""
 
 import errno
 import os
@@ -38,12 +38,12 @@ def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, l
 
 @pytest.fixture
 def follows_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents need no time to obey."""
+    """Make agents obey orders at once."""
     monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
 
 
 @pytest.mark.usefixtures("follows_orders")
-def test_without_a_controller_it_is_done_from_here(desk: Desk) -> None:
+def test_without_a_controller_the_command_cancels_the_run_itself(desk: Desk) -> None:
     run_dir = desk.killed_in_training()
     found, said = cancelled(desk, run_dir)
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
@@ -76,7 +76,7 @@ def test_a_living_controller_is_asked(desk: Desk) -> None:
     assert desk.scheduler.cancelled == [], "its controller did it"
 
 
-def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Desk) -> None:
+def test_an_unresponsive_controller_does_not_keep_the_job_alive(desk: Desk) -> None:
     run_dir = desk.killed_in_training()
     desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
     found, _ = cancelled(desk, run_dir)
@@ -85,8 +85,8 @@ def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Des
     assert "does not respond" in found.message
 
 
-def test_a_job_that_was_submitted_and_not_recorded_is_found(desk: Desk) -> None:
-    """Its controller is frozen after the submission, and keeps its lease."""
+def test_a_submitted_but_unrecorded_job_is_found(desk: Desk) -> None:
+    """Its controller is frozen after the submission and keeps its lease."""
     run_dir = desk.run()
 
     def killed(request: object) -> None:
@@ -121,7 +121,7 @@ def read_only(*_given: object, **_named: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_a_job_is_ended_where_the_run_directory_cannot_be_written(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_ended_even_if_the_run_directory_is_read_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = desk.killed_in_training()
     monkeypatch.setattr("rlhf_core.control.cancel.write_model", read_only)
     found, _ = cancelled(desk, run_dir)
@@ -151,8 +151,8 @@ def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:
     assert run_dir.control.read_bytes() == before
 
 
-def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
-    """Negative control of the proof: it comes from the scheduler, not from having asked."""
+def test_a_live_job_is_never_reported_as_gone(desk: Desk) -> None:
+    """Negative control of the proof, which comes from the scheduler and not from the request itself."""
     run_dir = desk.completed()
     desk._stack.close()
     found, _ = cancelled(desk, run_dir)
@@ -162,7 +162,7 @@ def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
 
 @pytest.mark.usefixtures("follows_orders")
 @pytest.mark.parametrize("save", [True, False])
-def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save: bool) -> None:
+def test_a_checkpoint_is_written_first_on_request(desk: Desk, save: bool) -> None:
     run_dir = desk.killed_in_training()
     agent = FakeAgent(run_dir)
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save:
 
 
 def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(desk: Desk) -> None:
-    """It must not be waited for as if it had."""
+    """The cancellation must not wait for a checkpoint of such a job."""
     run_dir = desk.killed_in_training()
     desk.scheduler.jobs["101"].state = JobState.PENDING
     began = desk.clock.now

@@ -1,4 +1,4 @@
-"""Deployments on a real Prefect server; and a real worker whose flow runs are cancelled, killed and tried again."""
+"""Deployments on a real Prefect server, and a real worker whose flow runs are cancelled, killed and retried."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def client(server: sites.Site, pool: None) -> Iterator[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is registered
+# Registration
 
 
 def test_the_form_of_a_deployment_has_the_values_of_its_config(client: Any, site: Site) -> None:
@@ -82,7 +82,7 @@ def test_the_form_of_a_deployment_has_the_values_of_its_config(client: Any, site
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"learning_rate": 0}, {"steps": -3}, {"name": "Has Spaces"}])
-def test_the_server_refuses_what_the_form_would(client: Any, site: Site, wrong: dict[str, Any]) -> None:
+def test_the_server_refuses_the_same_values_as_the_form(client: Any, site: Site, wrong: dict[str, Any]) -> None:
     from prefect.exceptions import PrefectHTTPStatusError
 
     done = register("quickstart", site, name="strict")
@@ -90,7 +90,7 @@ def test_the_server_refuses_what_the_form_would(client: Any, site: Site, wrong: 
         client.create_flow_run_from_deployment(UUID(done.id), parameters=wrong)
 
 
-def test_presets_and_resume_are_there_and_again_changes_nothing_but_what_differs(client: Any, site: Site) -> None:
+def test_presets_and_resume_are_registered_and_only_changes_are_updated(client: Any, site: Site) -> None:
     from prefect.client.schemas.actions import DeploymentUpdate
 
     names = [one.name for one in register_presets(site)]
@@ -114,7 +114,7 @@ def test_presets_and_resume_are_there_and_again_changes_nothing_but_what_differs
     assert updates() == after
 
 
-def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
+def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
     from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
     from prefect.client.schemas.schedules import CronSchedule
 
@@ -153,7 +153,7 @@ def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
         ({"name": "No Name"}, "give --name"),
     ],
 )
-def test_what_cannot_be_deployed_is_said(site: Site, given: dict[str, Any], said: str) -> None:
+def test_a_config_that_cannot_be_deployed_is_reported(site: Site, given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         register("quickstart", site, **given)
 
@@ -180,7 +180,7 @@ def test_without_a_server_the_command_is_named(site: Site) -> None:
         register("quickstart", site)
 
 
-def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
+def test_a_submission_uses_the_current_file_and_leaves_schedules_alone(
     client: Any, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine.toml"
@@ -215,7 +215,7 @@ def test_the_commands_print_names_and_pages(
     assert "no schedule" in capsys.readouterr().err
 
 
-def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: sites.Site, tmp_path: Path) -> None:
+def test_schedules_declared_in_code_are_deployed(client: Any, server: sites.Site, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -248,9 +248,9 @@ def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: s
 
 @pytest.fixture(scope="module")
 def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A worker of the pool, from another folder. Gives its log.
+    """A worker of the pool, started from another folder; gives its log.
 
-    No flow run waits for it: it would train what earlier tests have submitted, at the full length of a preset.
+    No flow run is waiting for it: it would train the submissions of earlier tests, at the full length of a preset.
     """
     real_prefect.delete_deployments()
     folder = tmp_path_factory.mktemp("worker")
@@ -261,7 +261,7 @@ def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPa
         "PREFECT_HOME": str(folder),
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",  # a command that was tested before may have silenced it
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",  # a command tested earlier may have silenced it
     }
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -276,7 +276,7 @@ def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPa
         try:
             yield log
         finally:
-            kill_tree(process.pid)  # at SIGTERM it would go on for half a minute
+            kill_tree(process.pid)  # on SIGTERM it would continue for half a minute
             process.wait()
 
 
@@ -287,7 +287,7 @@ def training(site: Site, asked_run_id: str) -> RunDir:
 
 
 def state_of(client: Any, flow_run_id: str, *names: str) -> Any:
-    """The state of a flow run, once it is one of these."""
+    """The state of a flow run, once it is one of the given ones."""
 
     def now() -> Any:
         state = client.read_flow_run(UUID(flow_run_id)).state
@@ -306,8 +306,10 @@ def jobs_at_work(site: Site, run_dir: RunDir) -> list[str]:
 
 @pytest.mark.end_to_end
 @pytest.mark.training
-def test_cancelled_in_prefect_ends_the_job_and_a_killed_process_does_not(client: Any, site: Site, worker: Path) -> None:
-    """One run: its process is killed, it is tried again and adopts its job, then it is cancelled."""
+def test_a_cancellation_in_prefect_ends_the_job_and_a_killed_process_does_not(
+    client: Any, site: Site, worker: Path
+) -> None:
+    """One run: its process is killed, it is retried and adopts its job, then it is cancelled."""
     from prefect.states import AwaitingRetry, Cancelling
 
     (site.home / "grader.py").write_text(GRADER.format(service=""))
@@ -344,8 +346,8 @@ def read_controllers(site: Site, run_dir: RunDir) -> list[dict[str, Any]]:
         return [one for one in show_run(store, run_dir.run_id)["controllers"] if one["flow_run_id"]]
 
 
-def test_what_is_wrong_is_in_the_message_of_the_flow_run(client: Any, site: Site, worker: Path) -> None:
-    """What the form cannot know: nothing is made, nothing is submitted."""
+def test_errors_are_in_the_message_of_the_flow_run(client: Any, site: Site, worker: Path) -> None:
+    """Errors that the form cannot detect: nothing is created and nothing is submitted."""
     done = register("quickstart", site)
     overrides = {"overrides": "loops.main.num_stepps=5"}
     flow_run = client.create_flow_run_from_deployment(UUID(done.id), parameters=overrides)

@@ -1,4 +1,4 @@
-"""The form in which runs are asked for: flat, explained, bounded; and what is made of what was filled in."""
+"""The form for requesting runs: flat, documented and validated; and the overrides made from its values."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ resources = { num_nodes = 2 }
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of a user, with a config and the code it needs."""
+    """A user's folder with a config and the code it needs."""
     place = tmp_path / "project"
     place.mkdir()
     (place / "small.toml").write_text(SMALL)
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_field_is_flat_and_explained() -> None:
-    """Tables, lists, alternatives and empty values break the forms of Prefect's UI (measured with 3.7.7)."""
+    """Tables, lists, alternatives and empty values break the forms of Prefect's UI (observed with 3.7.7)."""
     properties = rlhf_run.parameters.model_dump()["properties"]
     assert set(properties) == set(Form.model_fields)
     assert {one["type"] for one in properties.values()} == {"string", "integer", "number"}
@@ -57,14 +57,14 @@ def test_the_list_of_settings_has_every_setting_with_its_own_default() -> None:
     assert '("float32" or "bfloat16"; default `"float32"`)' in dtype
 
 
-def test_what_was_not_changed_is_no_override(folder: Path) -> None:
+def test_unchanged_fields_are_no_overrides(folder: Path) -> None:
     source = str(folder / "small.toml")
     filled = prefilled(config.load(source))
     assert overrides_of(read_form({"config": source, **filled})) == []
     assert overrides_of(read_form({"config": source})) == [], "nor is a form without values"
 
 
-def test_what_was_changed_is_an_override_of_its_setting(folder: Path) -> None:
+def test_a_changed_field_overrides_its_setting(folder: Path) -> None:
     source = str(folder / "small.toml")
     changed = {"name": "other", "nodes": 4, "gpus_per_node": 8, "steps": 5, "learning_rate": 3e-4, "seed": 7}
     form = read_form(
@@ -77,7 +77,7 @@ def test_what_was_changed_is_an_override_of_its_setting(folder: Path) -> None:
     assert len(overrides) == 8
 
 
-def test_an_override_wins_over_a_field_that_was_left_as_it_was(folder: Path) -> None:
+def test_an_override_wins_over_an_unchanged_field(folder: Path) -> None:
     source = str(folder / "small.toml")
     form = read_form({"config": source, **prefilled(config.load(source)), "overrides": "loops.main.num_steps=3"})
     assert config.load(source, overrides_of(form)).loops.main.num_steps == 3
@@ -102,12 +102,12 @@ def test_a_setting_that_is_given_twice_is_refused(folder: Path) -> None:
         ({"unheard_of": 1}, "unheard_of"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(given: dict[str, Any], said: str) -> None:
+def test_invalid_values_are_refused_by_name(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         read_form({"config": "quickstart", **given})
 
 
-def test_a_form_without_a_config_says_what_is_missing() -> None:
+def test_a_form_without_a_config_reports_the_missing_field() -> None:
     with pytest.raises(BadInput, match="give either config"):
         overrides_of(read_form({}))
 
@@ -118,10 +118,10 @@ def test_texts_and_lists_mean_the_same() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is kept of a config
+# Kept configs
 
 
-def test_what_was_kept_does_not_change_with_the_file_and_the_code(folder: Path, tmp_path: Path) -> None:
+def test_a_kept_config_does_not_change_with_the_file_and_the_code(folder: Path, tmp_path: Path) -> None:
     kept = keep(str(folder / "small.toml"), ["seed=5"], "nightly", tmp_path / "home", folder)
     (folder / "small.toml").write_text(SMALL.replace("num_steps = 8", "num_steps = 9"))
     (folder / "my_rewards.py").write_text("changed")
@@ -134,8 +134,8 @@ def test_what_was_kept_does_not_change_with_the_file_and_the_code(folder: Path, 
     assert (snapshot / "my_data.py").is_file()
 
 
-def test_code_that_one_run_asks_for_is_kept_too(folder: Path, tmp_path: Path) -> None:
-    """`rlhf submit FILE --set reward.functions=[...]` names a module that the file does not."""
+def test_code_named_by_an_override_is_kept_too(folder: Path, tmp_path: Path) -> None:
+    """`rlhf submit FILE --set reward.functions=[...]` names a module that is not in the file."""
     (folder / "other_rewards.py").write_text("def score(**columns): return []")
     asked = ['reward.functions=["other_rewards:score"]']
     kept = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder, further=asked)
@@ -147,7 +147,7 @@ def test_code_that_one_run_asks_for_is_kept_too(folder: Path, tmp_path: Path) ->
     assert not (new_run(str(without.config), asked, site).code / "snapshot" / "other_rewards.py").exists()
 
 
-def test_the_same_is_kept_once_and_a_change_beside_it(folder: Path, tmp_path: Path) -> None:
+def test_an_equal_config_is_kept_once_and_a_changed_one_separately(folder: Path, tmp_path: Path) -> None:
     def again() -> Path:
         return keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder).config
 
@@ -155,10 +155,10 @@ def test_the_same_is_kept_once_and_a_change_beside_it(folder: Path, tmp_path: Pa
     assert again() == first
     (folder / "my_rewards.py").write_text("changed")
     assert again() != first
-    assert first.is_file(), "what is scheduled with it still finds it"
+    assert first.is_file(), "a schedule that uses it still finds it"
 
 
-def test_relative_paths_begin_where_it_was_deployed(folder: Path, tmp_path: Path) -> None:
+def test_relative_paths_start_at_the_folder_of_the_deployment(folder: Path, tmp_path: Path) -> None:
     (folder / "helpers").mkdir()
     (folder / "helpers" / "one.py").write_text("")
     (folder / "small.toml").write_text(SMALL + 'code = { paths = ["helpers"] }\n')
@@ -172,16 +172,16 @@ def test_relative_paths_begin_where_it_was_deployed(folder: Path, tmp_path: Path
     assert (run_dir.code / "snapshot" / "helpers" / "one.py").is_file()
 
 
-def test_a_config_of_a_user_was_not_kept(folder: Path) -> None:
+def test_a_config_of_a_user_is_not_a_kept_one(folder: Path) -> None:
     assert kept_with(str(folder / "small.toml")) is None
     assert kept_with("quickstart") is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which run a flow run made
+# The run made by a flow run
 
 
-def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: Path) -> None:
+def test_a_flow_run_finds_only_its_own_run(folder: Path, tmp_path: Path) -> None:
     from rlhf_core.schemas.base import utc_now
 
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
@@ -201,7 +201,7 @@ def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: P
 
 
 def test_a_run_of_a_preset_names_the_checkout_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the deployments of `rlhf up` begin one: outside of any repository. A config of a user is not the program's."""
+    """Deployments of `rlhf up` start such runs outside of any repository. A user's config is not the program's."""
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
     monkeypatch.setattr("rlhf_core.control.controller.program_revision", lambda: "0123abc")
     outside = tmp_path / "outside"

@@ -1,4 +1,4 @@
-"""The run directory is removed or moved away while its controller is at work; and what must never be taken for that."""
+"""Removal or move of the run directory while its controller is at work, and conditions that only look like it."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from rlhf_core.watchdog.missing_run import AWAY_S, GONE_S
 
 
 def trains(desk: Desk, happens: Callable[[int], None]) -> RunDir:
-    """A run whose job trains; ``happens`` is called with the number of each look."""
+    """A run whose job trains; ``happens`` is called with the number of each poll."""
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).role(Role.TRAINER)
     looks = 0
@@ -36,7 +36,7 @@ def trains(desk: Desk, happens: Callable[[int], None]) -> RunDir:
 
 
 def job_ends(desk: Desk) -> None:
-    """The agents of the job cannot write any more, and end."""
+    """Make the agents of the job fail to write, and end."""
     desk.scheduler.jobs["101"].state = JobState.ENDED
 
 
@@ -48,14 +48,14 @@ def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool
         elif look == 5:
             shutil.rmtree(run_dir.root)
         elif look > 5:
-            # Agents make the folders anew that they write into, and say what they stumble over.
+            # Agents recreate the folders that they write into, and report the errors that they run into.
             FakeAgent(run_dir).status(sequence=look)
             FakeAgent(run_dir).incident(FailureKind.CONFIG)
 
     run_dir = trains(desk, happens)
     with pytest.raises(RunDirGone) as raised:
         drive(desk.controller(run_dir))
-    assert not run_dir.root.exists(), "whoever moves it back finds the place free"
+    assert not run_dir.root.exists(), "its place is free for the directory to be moved back"
     said = str(raised.value)
     assert f"{run_dir.spec} has been missing for" in said
     assert "Its job 101 was ended" in said
@@ -71,10 +71,10 @@ def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool
     assert [(one["action"], one["reason"]) for one in shown["decisions"]] == [
         ("stop", "there is no directory to resume from")
     ]
-    assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node has done it"
+    assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node caused it"
 
 
-def test_a_run_that_was_moved_back_says_why_it_ended_and_can_be_resumed(desk: Desk, tmp_path: Path) -> None:
+def test_a_run_that_was_moved_back_explains_its_end_and_can_be_resumed(desk: Desk, tmp_path: Path) -> None:
     def happens(look: int) -> None:
         if look == 5:
             run_dir.root.rename(tmp_path / "aside")
@@ -93,8 +93,8 @@ def test_a_run_that_was_moved_back_says_why_it_ended_and_can_be_resumed(desk: De
     assert "the run directory is gone" in shown["attempts"][0]["message"]
 
 
-def test_what_its_agents_say_when_it_is_gone_does_not_count(desk: Desk) -> None:
-    """They end with whatever they stumble over, which is no diagnosis. Nothing is submitted again."""
+def test_reports_of_agents_without_the_run_directory_do_not_count(desk: Desk) -> None:
+    """The errors with which they end are no diagnosis. Nothing is submitted again."""
 
     def happens(look: int) -> None:
         if look == 5:
@@ -109,8 +109,8 @@ def test_what_its_agents_say_when_it_is_gone_does_not_count(desk: Desk) -> None:
     assert "the run directory is gone" in queries.show_run(desk.store, run_dir.run_id)["run"]["message"]
 
 
-def test_a_directory_that_is_missing_for_a_moment_changes_nothing(desk: Desk, tmp_path: Path) -> None:
-    """Control: as a file system shows it that is mounted anew; also where the job ends meanwhile."""
+def test_a_briefly_missing_directory_changes_nothing(desk: Desk, tmp_path: Path) -> None:
+    """Control: a file system that is being remounted looks like this; also if the job ends meanwhile."""
     aside = tmp_path / "aside"
 
     def happens(look: int) -> None:
@@ -130,8 +130,8 @@ def test_a_directory_that_is_missing_for_a_moment_changes_nothing(desk: Desk, tm
     assert desk.scheduler.cancelled == []
 
 
-def test_a_file_system_that_is_away_is_waited_for_and_closes_nothing(desk: Desk, tmp_path: Path) -> None:
-    """The folder of all runs is another one now, as the mount point is when nothing is mounted."""
+def test_an_unmounted_file_system_is_awaited_and_closes_no_run(desk: Desk, tmp_path: Path) -> None:
+    """The folder of all runs is a different one, like the mount point of an unmounted file system."""
     runs = desk.site.runs_dir
 
     def happens(look: int) -> None:
@@ -169,14 +169,12 @@ def test_with_its_cluster_gone_too_the_controller_ends_and_names_the_job(
     assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "failed"
 
 
-def test_without_the_look_at_its_directory_the_run_is_called_a_bad_config_or_stays_for_ever(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: the controller as it was."""
+def test_without_the_check_the_run_is_a_bad_config_or_never_ends(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the controller without the check of its run directory."""
     monkeypatch.setattr(session_module.Controller, "lacks_directory", lambda controller: False)
 
     class Ever(Exception):
-        """Nothing has ended it."""
+        """The controller never ends."""
 
     def happens(look: int) -> None:
         if look == 5:

@@ -1,4 +1,4 @@
-"""The limit ``rlhf-runs`` of Prefect: kept where it is there, in nobody's way where it is not."""
+"""Prefect's concurrency limit ``rlhf-runs``: respected if it exists, and harmless if it does not."""
 
 import contextvars
 import threading
@@ -79,7 +79,7 @@ def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monk
 
 
 @pytest.mark.usefixtures("limit")
-def test_who_waits_can_be_cancelled(desk: Desk) -> None:
+def test_a_waiting_run_can_be_cancelled(desk: Desk) -> None:
     first, second = a_session(desk), a_session(desk)
     write_model(second.run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
     with run_slot(first), run_slot(second):
@@ -87,7 +87,7 @@ def test_who_waits_can_be_cancelled(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("limit")
-def test_who_waits_for_an_approval_keeps_no_other_run_waiting(desk: Desk) -> None:
+def test_a_run_waiting_for_approval_blocks_no_other_run(desk: Desk) -> None:
     first, second = a_session(desk), a_session(desk)
     with run_slot(first) as give_back:
         assert active_slots() == 1
@@ -101,7 +101,7 @@ def test_who_waits_for_an_approval_keeps_no_other_run_waiting(desk: Desk) -> Non
 
 
 @pytest.mark.usefixtures("limit")
-def test_a_run_that_is_completed_already_takes_no_place(desk: Desk) -> None:
+def test_a_completed_run_takes_no_slot(desk: Desk) -> None:
     run_dir = desk.good_run()
     controller = desk.controller(run_dir)
     drive(controller)
@@ -110,14 +110,14 @@ def test_a_run_that_is_completed_already_takes_no_place(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_without_the_limit_nobody_waits(desk: Desk) -> None:
+def test_without_the_limit_no_run_waits(desk: Desk) -> None:
     first, second = a_session(desk), a_session(desk)
     with run_slot(first), run_slot(second):
         assert desk.notes.sayings == []
 
 
 @pytest.mark.usefixtures("limit")
-def test_a_server_that_never_answers_holds_nobody_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_server_delays_no_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "_limit_is_there", never.wait)

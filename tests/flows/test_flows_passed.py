@@ -1,4 +1,4 @@
-"""A later attempt is submitted by a process that does not have a secret of the job: it says so, and the run goes on."""
+"""Resubmission by a process that lacks a secret of the job: the secret is reported, and the run can be resumed."""
 
 import pytest
 from control_fakes import FakeAgent, make_spec
@@ -25,7 +25,7 @@ def test_an_attempt_without_its_secret_is_not_submitted_and_can_be_resumed(
         agent.checkpoint(6)
         agent.incident(FailureKind.NODE_LOST, fingerprint="abc")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
-        monkeypatch.delenv("WANDB_API_KEY")  # whoever drives the run from now on does not have it
+        monkeypatch.delenv("WANDB_API_KEY")  # the process that drives the run from now on lacks the secret
 
     desk.runs_well(run_dir, 1, fail)
     with pytest.raises(RunFailed, match="WANDB_API_KEY: named in") as error:

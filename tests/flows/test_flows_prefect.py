@@ -1,4 +1,4 @@
-"""The run as a Prefect flow: what is seen there, and that a server that is lost does not matter."""
+"""A run as a Prefect flow: its representation in Prefect, and its independence of a lost server."""
 
 import logging
 import re
@@ -53,10 +53,10 @@ from rlhf_core.schemas.resources import Placement
 
 
 class PrefectError(Exception):
-    """What Prefect raises when its server is gone."""
+    """The error that Prefect raises when its server is gone."""
 
 
-def test_work_that_was_done_is_not_done_again_when_prefect_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_work_is_not_repeated_when_prefect_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done, said = [], []
 
     def fails_afterwards(step: Step) -> None:
@@ -69,7 +69,7 @@ def test_work_that_was_done_is_not_done_again_when_prefect_fails_after_it(monkey
     assert "goes on without it" in said[0]
 
 
-def test_work_is_done_plainly_when_prefect_fails_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_done_without_prefect_when_prefect_fails_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done, asked, said = [], [], []
 
     def fails_at_once(step: Step) -> None:
@@ -96,8 +96,8 @@ def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypa
     assert not tasks.lost
 
 
-def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> None:
-    """A loop that skips a step must not go on as if a stage had gone well."""
+def test_a_skipped_step_is_not_taken_for_done(desk: Desk) -> None:
+    """A loop that skips a step must not continue as if a stage had succeeded."""
     pending = steps(desk.controller(desk.run()))
     next(pending)
     with pytest.raises(RuntimeError, match="'preflight' was taken from the loop and not carried out"):
@@ -110,7 +110,7 @@ def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> No
 
 @pytest.fixture
 def server(server: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A server, and time for the last publication also on a busy machine: what is read here are its results."""
+    """A server, with enough time for the last publication on a busy machine: these tests read its results."""
     monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", START_TIMEOUT_S)
     return server
 
@@ -131,7 +131,7 @@ def task_runs(flow_run: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_run_is_seen_in_prefect_stage_by_stage(desk: Desk) -> None:
+def test_a_run_is_shown_in_prefect_stage_by_stage(desk: Desk) -> None:
     run_dir = desk.completed(run_in_prefect)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert state_of(run_dir.run_id) == "Completed"
@@ -194,7 +194,7 @@ def test_a_trial_is_a_task_run_with_its_own_name(desk: Desk, checks: list[CheckR
 
 @pytest.mark.usefixtures("server")
 def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a controller handed over, as under a Prefect worker."""
+    """Without an existing controller, as under a Prefect worker."""
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
 
     def whole(request: object) -> None:
@@ -213,10 +213,10 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
 
 @contextmanager
 def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
-    """Name and message of the state, and the log, of the newest flow run that was due, as the server has them."""
+    """Name and message of the state, and the log, of the newest due flow run, as the server has them."""
 
     def read() -> tuple[str, str, str]:
-        for _ in range(200):  # the log comes in batches, some seconds late
+        for _ in range(200):  # log lines arrive in batches, a few seconds late
             with api_client() as client:
                 (newest,) = client.read_flow_runs(
                     flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"not_any_": ["SCHEDULED"]}}}),
@@ -236,7 +236,7 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
 
 
 def as_a_worker_does(given: dict[str, Any]) -> None:
-    """Make a flow run and carry it out as the process that a worker starts: with Prefect's engine, and what it logs."""
+    """Create a flow run and execute it like the process that a worker starts: with Prefect's engine and its logging."""
     with api_client() as client:
         flow_run = client.create_flow_run(rlhf_run, parameters=given)
     run_flow(rlhf_run, flow_run=flow_run, error_logger=flow_run_logger(flow_run))  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def as_a_worker_does(given: dict[str, Any]) -> None:
         ({"config": "quickstart", "steps": -3}, "steps (loops.main.num_steps): found -3"),
     ],
 )
-def test_wrong_input_is_told_without_the_place_in_our_program(
+def test_wrong_input_is_reported_without_a_traceback(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
@@ -267,7 +267,7 @@ def test_wrong_input_is_told_without_the_place_in_our_program(
         with pytest.raises(FailedRun):
             as_a_worker_does(given)
         name, message, log = read()
-        time.sleep(4)  # the log comes in batches of 2 s, and Prefect's engine has the last word
+        time.sleep(4)  # log lines arrive in batches of 2 s, and Prefect's engine writes the last one
         _, _, log = read()
     assert name == "Failed"
     assert said in message
@@ -278,7 +278,7 @@ def test_wrong_input_is_told_without_the_place_in_our_program(
 
 
 @pytest.mark.usefixtures("server")
-def test_a_round_that_nobody_handed_over_says_whose_it_is() -> None:
+def test_a_reconcile_flow_started_by_hand_refers_to_the_site_daemon() -> None:
     with logged() as read:
         with pytest.raises(FailedRun):
             rlhf_reconcile()
@@ -288,7 +288,7 @@ def test_a_round_that_nobody_handed_over_says_whose_it_is() -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_run_that_fails_says_why_in_its_state_and_not_where_in_our_program(desk: Desk) -> None:
+def test_a_failed_run_has_its_diagnosis_and_no_traceback_in_its_state(desk: Desk) -> None:
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).incident(FailureKind.CONFIG)
     desk.scheduler.on_status = desk.scheduler.end_all
@@ -302,7 +302,7 @@ def test_a_run_that_fails_says_why_in_its_state_and_not_where_in_our_program(des
 
 @pytest.mark.usefixtures("server")
 def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the test before: a person has to find these in our program."""
+    """Control of the previous test: such errors must be located in our program."""
 
     def breaks(*arguments: Any) -> None:
         raise RuntimeError("a mistake of ours")
@@ -320,7 +320,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("server")
-def test_a_blocked_run_of_a_terminal_raises_what_blocked_it_and_is_failed_in_prefect(
+def test_a_blocked_run_of_a_terminal_raises_its_findings_and_fails_in_prefect(
     desk: Desk, checks: list[CheckResult]
 ) -> None:
     checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="no room", advice="make some"))
@@ -335,11 +335,11 @@ def test_a_blocked_run_of_a_terminal_raises_what_blocked_it_and_is_failed_in_pre
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What went wrong, as seen in Prefect
+# Failures, as shown in Prefect
 
 
 def fails_once(desk: Desk, run_dir: RunDir) -> None:
-    """The first attempt ends with an incident and evidence; the second one runs well."""
+    """The first attempt ends with an incident and evidence; the second one succeeds."""
 
     def fail(agent: FakeAgent) -> None:
         agent.begin()
@@ -353,7 +353,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
 
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second attempt is planned to go without a node."""
+    """The second attempt is planned without a node."""
     from rlhf_core.control.attempts import planning
 
     plan = planning.plan
@@ -366,7 +366,7 @@ def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Events about a run, as the server gives them back."""
+    """Events about a run, as the server returns them."""
     wanted = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}, "limit": 50}
     with api_client() as client:
         found: list[dict[str, Any]] = client.request("POST", "/events/filter", json=wanted).json()["events"]
@@ -374,13 +374,13 @@ def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def related_flow_run(event: dict[str, Any]) -> str:
-    """Id of the flow run that an event belongs to."""
+    """Id of the flow run that an event is related to."""
     (flow_run,) = [one for one in event["related"] if one["prefect.resource.role"] == "flow-run"]
     return str(flow_run["prefect.resource.id"]).removeprefix("prefect.flow-run.")
 
 
 def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[str, Any]]:
-    """The server writes events in batches, some seconds late."""
+    """Wait for all events: the server writes them in batches, a few seconds late."""
     for _ in range(200):
         found = listed_events(run_dir)
         if len(found) >= number:
@@ -391,7 +391,7 @@ def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[st
 
 
 @pytest.mark.usefixtures("server")
-def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_and_its_recovery_are_shown_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
     fails_once(desk, run_dir)
     without_node3(monkeypatch)
@@ -414,7 +414,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
     assert "> it was node_lost" in text
     assert "rank 1 on node n1" in text
     assert "| decision | new attempt (by the controller)" in text
-    assert "in all_reduce" in text, "a browser does not follow a link to a file: what it says stands here"
+    assert "in all_reduce" in text, "a browser does not follow a link to a file: its content is shown here"
     assert f"`{run_dir.attempt(1).restart(0).evidence_dir}`" in text
     assert "file://" not in text
 
@@ -431,7 +431,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
     assert all(isinstance(value, str) for event in (incident, made) for value in event["payload"].values())
     assert any(one["prefect.resource.role"] == "flow-run" for one in incident["related"])
 
-    # A controller that comes later, in a flow run of its own, publishes nothing twice.
+    # A later controller, in a flow run of its own, publishes nothing twice.
     desk.scheduler.end_all()
     run_in_prefect(desk.controller(run_dir, resumed=True))
     emit_event("rlhf.test.after", {"prefect.resource.id": f"rlhf.run.{run_dir.run_id}"})
@@ -441,7 +441,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
 
 @pytest.mark.usefixtures("server")
 def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Desk) -> None:
-    """Negative control of the test before."""
+    """Negative control of the previous test."""
     run_dir = desk.completed(run_in_prefect)
     assert Artifact.get(artifact_key(run_dir.run_id, "incidents")) is None
     page = Artifact.get(artifact_key(run_dir.run_id, "checks"))
@@ -474,7 +474,7 @@ def versions(run_dir: RunDir, what: str) -> list[Any]:
 
 @pytest.mark.usefixtures("server")
 def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None:
-    """It happens in the middle of a stage, which goes on and ends well."""
+    """It happens in the middle of a stage, which continues and succeeds."""
     run_dir = desk.run()
 
     def restarts(request: JobRequest) -> None:
@@ -488,7 +488,7 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
         FakeAgent(run_dir, restart=1).whole_run()
 
     desk.scheduler.on_submit = restarts
-    # As `rlhf run` opens it: the journal says which flow run drives, and since when.
+    # Opened like `rlhf run` does: the journal records which flow run drives, and since when.
     with (
         temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}),
         opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller,
@@ -511,7 +511,7 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
 
 
 def publish_again(desk: Desk, run_dir: RunDir) -> None:
-    """Publish everything about a run, as the daemon of the site does."""
+    """Publish everything about a run, like the site daemon."""
     started = [line.event for line in read_timeline(run_dir).lines if isinstance(line.event, ControllerStarted)]
     publication = artifacts.publication_of(run_dir, desk.store, FlowRunRef(started[-1].flow_run_id, run_dir.run_id))
     assert len(publication.restarts) == 1
@@ -519,7 +519,7 @@ def publish_again(desk: Desk, run_dir: RunDir) -> None:
 
 
 def log_of(flow_run: str, last: str) -> list[str]:
-    """Lines of the log of a flow run; they are sent in batches, some seconds late."""
+    """Log lines of a flow run; they are sent in batches, a few seconds late."""
     lines: list[str] = []
     with api_client() as client:
         (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
@@ -534,7 +534,7 @@ def log_of(flow_run: str, last: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("server")
-def test_the_task_run_of_a_failed_stage_says_why(desk: Desk) -> None:
+def test_the_task_run_of_a_failed_stage_has_the_diagnosis(desk: Desk) -> None:
     run_dir, message = desk.run(), "rank 1 brought 3 rows, rank 0 4"
     desk.attempts(run_dir, lambda agent: (agent.begin(), agent.end(AttemptState.FAILED, FailureKind.SHAPE, message)))
     with pytest.raises(RunFailed):
@@ -557,8 +557,8 @@ def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(desk: Desk, mo
 
 
 @pytest.mark.usefixtures("server")
-def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the state given back instead of raised, a task run that was never begun must not look like one that was."""
+def test_work_that_prefect_did_not_start_is_done_without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Prefect returns the state instead of raising, a task run that never began must not look like a started one."""
     monkeypatch.setattr("flows.tasks._task", lambda *arguments: lambda return_state: Crashed(message="no slot"))
     done, said = [], []
     TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
@@ -567,8 +567,8 @@ def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("server")
-def test_the_server_is_asked_which_events_it_has(desk: Desk) -> None:
-    """It forgets within minutes that it has seen an event, and would let an automation fire again."""
+def test_existing_events_are_queried_from_the_server(desk: Desk) -> None:
+    """It forgets within minutes that it has seen an event, and would trigger an automation again."""
     run_dir = desk.completed()
     nobody = FlowRunRef("", "")
     found = events_of(read_timeline(run_dir), run_dir.read_spec(), nobody)
@@ -580,9 +580,7 @@ def test_the_server_is_asked_which_events_it_has(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_refused_by_prefect_does_not_affect_the_others(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     upsert = artifacts._upsert
 
     def refuses(client: Any, publication: Any, artifact: artifacts.RunArtifact, newest: Any) -> list[str]:
@@ -599,7 +597,7 @@ def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
     assert "rlhf.run.completed" in events_when_all_are_there(run_dir, 4)
 
 
-def test_a_server_that_takes_connections_and_never_answers_changes_nothing(
+def test_a_server_that_accepts_connections_and_never_answers_changes_nothing(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", 0.2)
@@ -620,7 +618,7 @@ def drive_with_a_publisher(controller: Controller) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_what_a_server_that_was_away_missed_is_published_when_it_is_back(
+def test_everything_missed_by_a_server_is_published_when_it_is_back(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = []
@@ -656,7 +654,7 @@ def journal_of(desk: Desk, run: Callable[[Controller], None]) -> list[str]:
 
 
 def test_a_dead_server_changes_nothing(desk: Desk) -> None:
-    """Nothing listens at the address: the run is the same, line by line, as without Prefect."""
+    """No process listens at the address: the run is the same, line by line, as without Prefect."""
     plain = journal_of(desk, drive)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert journal_of(desk, run_in_prefect) == plain

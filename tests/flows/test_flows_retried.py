@@ -1,4 +1,4 @@
-"""A flow run that is tried again, or whose process was killed anywhere, goes on with its run: one run, one job each."""
+"""Flow runs that are retried or killed at any point: each continues its run, with one job per attempt."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ OVERRIDES = "loops.main.num_steps=8\nloops.warm_start.num_steps=2\nsupervise.bac
 
 @pytest.fixture
 def well(desk: Desk) -> Desk:
-    """Every job runs well; agents begin when the job is asked for."""
+    """Every job succeeds; agents start when the job is queried."""
     accepted: list[JobRequest] = []
 
     def begin() -> None:
@@ -50,7 +50,7 @@ def a_flow_run() -> FlowRunLink:
 
 
 def process(desk: Desk, link: FlowRunLink) -> RunDir:
-    """What the process of a flow run does, without Prefect around it."""
+    """Do the work of a flow run's process, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
     run_dir, resumed = run_of_the_form(form, desk.site, link)
     with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, timeout_s=0) as controller:
@@ -80,7 +80,7 @@ def one_life(desk: Desk, link: FlowRunLink, point: int | None) -> int:
 
 
 def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: Desk) -> None:
-    """From before the run directory is made to after the last line of the journal."""
+    """From before the creation of the run directory to after the last line of the journal."""
     points = one_life(well, a_flow_run(), None)
     assert points >= 20
     for point in range(points):
@@ -96,8 +96,8 @@ def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: D
         assert run_of_flow_run(well.store, link.id) == run_dir.run_id, point
 
 
-def test_without_the_link_some_point_gives_two_runs(well: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the test above would see it."""
+def test_without_the_link_a_kill_gives_two_runs(well: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the test above would detect it."""
     points = one_life(well, a_flow_run(), None)
     make = flow_module.new_run
     monkeypatch.setattr(flow_module, "new_run", lambda *given, flow_run, **more: make(*given, **more))
@@ -109,7 +109,7 @@ def test_without_the_link_some_point_gives_two_runs(well: Desk, monkeypatch: pyt
     assert len(well.scheduler.submitted) == jobs + 2
 
 
-def test_a_failed_run_that_is_tried_again_goes_on_with_its_next_attempt(desk: Desk) -> None:
+def test_a_retried_failed_run_continues_with_its_next_attempt(desk: Desk) -> None:
     link = a_flow_run()
     broken = [True]
 
@@ -136,7 +136,7 @@ def test_a_failed_run_that_is_tried_again_goes_on_with_its_next_attempt(desk: De
     assert (shown["run"]["owner"], shown["run"]["tags"]) == ("ann", ["canary"])
 
 
-def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> None:
+def test_a_run_continued_by_its_id_has_both_flow_runs(well: Desk) -> None:
     first, second = a_flow_run(), a_flow_run()
     one_life(well, first, 12)
     run_dir = first.run_dir(well.site.runs_dir)
@@ -153,8 +153,11 @@ def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> 
     assert run_of_flow_run(well.store, "unknown") is None
 
 
-def test_a_run_that_the_reconciler_adopts_is_not_resumed_by_a_person(well: Desk) -> None:
-    """Its budget of retries goes on, and a wish to end it still counts; a person who presses Retry begins anew."""
+def test_an_adoption_by_the_reconciler_does_not_count_as_a_resume(well: Desk) -> None:
+    """Its retry budget continues, and a request to end it still counts.
+
+    A user who presses Retry starts a new budget.
+    """
     one_life(well, first := a_flow_run(), 12)
     run_dir = first.run_dir(well.site.runs_dir)
     assert run_dir is not None
@@ -163,7 +166,7 @@ def test_a_run_that_the_reconciler_adopts_is_not_resumed_by_a_person(well: Desk)
     assert run_of_the_form(form, well.site, replace(a_flow_run(), adopts=False)) == (run_dir, True)
 
 
-def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(well: Desk) -> None:
+def test_a_controller_that_learns_its_flow_run_late_is_in_the_journal_once(well: Desk) -> None:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
     with opened(run_dir, well.site, well.store, flow_run=None, timeout_s=0) as controller:

@@ -1,4 +1,4 @@
-"""The temporary Prefect server: started, found missing, never left behind. A small HTTP server stands in for it."""
+"""The temporary Prefect server: started, found missing, and never left behind. A small HTTP server stands in for it."""
 
 import os
 import signal
@@ -48,9 +48,7 @@ def test_a_temporary_server_lives_as_long_as_the_block(tmp_path: Path) -> None:
     assert not PREFECT_API_URL.value()
 
 
-def test_a_server_that_does_not_start_is_an_error_with_a_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_start_is_an_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temporary_server, "_command", lambda port: [sys.executable, "-c", "raise SystemExit('no')"])
     monkeypatch.setattr(temporary_server, "STARTUP_TIMEOUT_S", 3.0)  # a loaded machine starts slowly
     with (
@@ -99,7 +97,7 @@ def test_a_killed_controller_leaves_no_server_behind(tmp_path: Path) -> None:
     assert gone == [process]
 
 
-def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_of_the_user_take_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(server.logging, "raiseExceptions", True)
     mine = {"PREFECT_HOME": "/mine", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "DEBUG"}
     monkeypatch.setattr(os, "environ", mine)

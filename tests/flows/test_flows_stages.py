@@ -1,4 +1,4 @@
-"""The order of the steps, over every way in which they can end, and from every point at which a controller can die."""
+"""The order of the steps of a run, for every way they can end and every point at which a controller can die."""
 
 import json
 from collections.abc import Callable
@@ -58,8 +58,8 @@ def test_a_run_without_trouble_has_four_stages_and_one_attempt(desk: Desk) -> No
     assert len(desk.scheduler.submitted) == 1
 
 
-def test_a_job_that_is_not_accepted_for_now_is_submitted_later(desk: Desk) -> None:
-    """No attempt is spent on it. Control: a refusal for good ends the run."""
+def test_a_temporarily_refused_job_is_submitted_later(desk: Desk) -> None:
+    """No attempt is spent on it. Control: a permanent refusal ends the run."""
     run_dir = desk.good_run(make_spec(supervise={"backoff_s": 30}))
     works, asked_at = desk.scheduler.on_submit, []
 
@@ -87,8 +87,8 @@ def test_a_job_that_is_not_accepted_for_now_is_submitted_later(desk: Desk) -> No
         drive(desk.controller(desk.run()))
 
 
-def test_stages_follow_the_agent_as_it_goes(desk: Desk) -> None:
-    """The job waits for nodes, then trains, then evaluates: each is seen when it happens."""
+def test_stages_follow_the_agent(desk: Desk) -> None:
+    """The job waits for nodes, then trains, then evaluates: each is recorded when it happens."""
     run_dir = desk.run()
     desk.scheduler.first_state = JobState.PENDING
     agent, seen = FakeAgent(run_dir), []
@@ -130,7 +130,7 @@ def test_a_blocking_check_starts_nothing(desk: Desk, checks: list[CheckResult]) 
     assert [check["status"] for check in shown["checks"]] == ["passed", "blocked"]
 
 
-def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_proceeds_without_an_unresponsive_history(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(store: object, shape: str) -> None:
         raise DatabaseUnavailable("the database is away")
 
@@ -141,7 +141,7 @@ def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monke
 
 
 def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
-    """The first jobs fail, those after them run well. With ``checkpoint`` a failing one leaves it behind."""
+    """The first jobs fail, later ones succeed. With ``checkpoint``, a failing job leaves that checkpoint behind."""
 
     def fail(agent: FakeAgent) -> None:
         agent.begin()
@@ -154,7 +154,7 @@ def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures:
     desk.runs_well(run_dir, failures, fail)
 
 
-def test_a_failure_that_may_pass_gets_a_new_attempt_from_the_checkpoint(desk: Desk) -> None:
+def test_a_transient_failure_gets_a_new_attempt_from_the_checkpoint(desk: Desk) -> None:
     run_dir = desk.run()
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
     drive(desk.controller(run_dir))
@@ -166,7 +166,7 @@ def test_a_failure_that_may_pass_gets_a_new_attempt_from_the_checkpoint(desk: De
     assert desk.scheduler.cancelled == ["101"], "the old job must be proven gone before the new one is submitted"
 
 
-def test_a_failure_that_would_come_back_stops_with_the_diagnosis(desk: Desk) -> None:
+def test_a_permanent_failure_stops_with_the_diagnosis(desk: Desk) -> None:
     run_dir = desk.run()
     fails_then_runs(desk, run_dir, FailureKind.REWARD_FUNCTION, failures=9)
     with pytest.raises(RunFailed) as caught:
@@ -191,7 +191,7 @@ def test_the_budget_ends_without_progress(desk: Desk) -> None:
 
 
 def gets_further_each_time(desk: Desk, run_dir: RunDir, hours: float = 0.0) -> None:
-    """Attempts that each leave a checkpoint, and have had their allocation for so long when they end."""
+    """Attempts that each leave a checkpoint, and have held their allocation for the given time when they end."""
 
     def fail(agent: FakeAgent) -> None:
         agent.begin()
@@ -203,8 +203,8 @@ def gets_further_each_time(desk: Desk, run_dir: RunDir, hours: float = 0.0) -> N
     desk.attempts(run_dir, fail)
 
 
-def test_the_cap_on_attempts_ends_also_with_progress(desk: Desk) -> None:
-    """`max_attempts` alone does not: see the test after this one. A person who resumes allows as many again."""
+def test_the_cap_on_attempts_applies_even_with_progress(desk: Desk) -> None:
+    """`max_attempts` alone does not: see the next test. A user who resumes the run grants as many attempts again."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 1, "max_total_attempts": 3}))
     gets_further_each_time(desk, run_dir)
     for allowed in (3, 6):
@@ -230,8 +230,8 @@ def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(desk: Desk
     assert limits[1:] == [pytest.approx(5400, abs=60), pytest.approx(1800, abs=60)]
 
 
-def test_the_budget_begins_again_with_each_new_checkpoint(desk: Desk) -> None:
-    """Negative control of the test before: five failures pass when every attempt gets further."""
+def test_each_new_checkpoint_renews_the_budget(desk: Desk) -> None:
+    """Negative control of the previous test: five failures are allowed when every attempt makes progress."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
 
     def fail(agent: FakeAgent) -> None:
@@ -244,7 +244,7 @@ def test_the_budget_begins_again_with_each_new_checkpoint(desk: Desk) -> None:
     assert len(desk.scheduler.submitted) == 6
 
 
-def test_the_back_off_is_waited_for(desk: Desk) -> None:
+def test_the_back_off_is_observed(desk: Desk) -> None:
     run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
     drive(desk.controller(run_dir))
@@ -253,7 +253,7 @@ def test_the_back_off_is_waited_for(desk: Desk) -> None:
 
 
 def loses_node(desk: Desk, kind: FailureKind = FailureKind.NODE_LOST) -> RunDir:
-    """A run whose first attempt fails for node n1 on Slurm; the one after it runs well."""
+    """A run whose first attempt fails because of node n1 on Slurm; the next one succeeds."""
     run_dir = desk.run()
     desk.scheduler.name = "slurm"
 
@@ -268,7 +268,7 @@ def loses_node(desk: Desk, kind: FailureKind = FailureKind.NODE_LOST) -> RunDir:
     return run_dir
 
 
-def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
+def test_a_lost_node_is_excluded_by_its_run_and_by_the_next(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2", "n3")
     first = loses_node(desk)
     drive(desk.controller(first))
@@ -309,8 +309,8 @@ def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
     ]
 
 
-def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
-    """Other suspects are used again then; this one would only be found unfit again."""
+def test_an_unfit_node_without_a_replacement_ends_the_run(desk: Desk) -> None:
+    """Other suspect nodes are used again in this case; an unfit one would only be found unfit again."""
     run_dir = loses_node(desk, FailureKind.NODE_UNFIT)
     with pytest.raises(PreflightBlocked, match="no other node can take the place of n1") as error:
         drive(desk.controller(run_dir))
@@ -319,15 +319,15 @@ def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
     assert len(desk.scheduler.submitted) == 1
 
 
-def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:
+def test_a_suspect_node_is_used_when_there_are_too_few_nodes(desk: Desk) -> None:
     run_dir = loses_node(desk)
     drive(desk.controller(run_dir))
     assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
     assert any("not excluding n1, although suspect" in text for text in desk.notes.sayings)
 
 
-def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the control: at the cap nothing waits yet."""
+def test_after_an_outage_attempts_above_the_cap_wait(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the control: at the cap itself no attempt waits yet."""
     run_dir = desk.run()
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
     answers = iter([62, 61, 60])
@@ -339,7 +339,7 @@ def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytes
     assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
 
 
-def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
+def test_a_vanished_job_is_lost_and_retried(desk: Desk) -> None:
     run_dir = desk.run()
     desk.runs_well(run_dir, 1, lambda agent: (agent.begin(), desk.scheduler.end_all()))
     drive(desk.controller(run_dir))
@@ -351,7 +351,7 @@ def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
 
 
 def test_an_old_job_that_does_not_end_stops_the_recovery(desk: Desk) -> None:
-    """Two attempts of one run at work would write the same checkpoints."""
+    """Two concurrent attempts of one run would write the same checkpoints."""
     run_dir = desk.run()
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
     desk.scheduler.stubborn = True
@@ -431,7 +431,7 @@ def test_a_cancelled_run_can_be_resumed(desk: Desk) -> None:
 
 
 def dies_at_line(journal: Journal, number: int, after: bool) -> None:
-    """Kill the controller just before, or just after, its journal gets the line of that number."""
+    """Kill the controller just before, or just after, its journal gets the line with that number."""
     write = journal.append
 
     def append(event: object) -> None:
@@ -450,7 +450,7 @@ def story(run_dir: RunDir) -> list[str]:
 
 
 def undisturbed_lines(desk: Desk) -> tuple[int, set[int]]:
-    """The number of lines of a whole run, and those before which a kill is the same as after the line before."""
+    """The number of lines of a whole run, and those before which a kill equals one after the previous line."""
     run_dir = desk.run()
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
     controller = desk.controller(run_dir)
@@ -468,7 +468,7 @@ def undisturbed_lines(desk: Desk) -> tuple[int, set[int]]:
     return len(story(run_dir)), same
 
 
-def controller_until_it_stays_alive(desk: Desk, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
+def drive_through_one_kill(desk: Desk, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
     controller = desk.controller(run_dir)
     prepare(controller)
     with pytest.raises(Killed):
@@ -479,7 +479,7 @@ def controller_until_it_stays_alive(desk: Desk, run_dir: RunDir, prepare: Callab
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way(desk: Desk, after: bool) -> None:
     """Every line of a run with a failure and a recovery is a failpoint, twice."""
-    # The first line is of who made the run, the second of the controller that has it.
+    # The first line is written by the creator of the run, the second by the controller that holds it.
     lines, same = undisturbed_lines(desk)
     numbers = [number for number in range(2, lines - after) if after or number not in same]
     assert len(numbers) >= (25 if after else 6)
@@ -491,7 +491,7 @@ def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way
         def die(controller: Controller, number: int = number) -> None:
             dies_at_line(controller.journal, number, after)
 
-        controller_until_it_stays_alive(desk, run_dir, die)
+        drive_through_one_kill(desk, run_dir, die)
         shown = queries.show_run(desk.store, run_dir.run_id)
         assert shown["run"]["state"] == "completed", number
         assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"], number
@@ -501,8 +501,8 @@ def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way
         assert kinds.count("attempt_planned") == kinds.count("attempt_submitted") == 2, number
 
 
-def test_a_controller_that_comes_after_the_end_adopts_the_outcome(desk: Desk) -> None:
-    """Killed while the job trained; by the time the next one comes, the job has long been done."""
+def test_a_controller_started_after_the_end_adopts_the_outcome(desk: Desk) -> None:
+    """The first controller is killed while the job trains; the job has long ended when the next one starts."""
     run_dir = desk.run()
     desk.trains_for_ever(run_dir)
     desk.scheduler.on_status = lambda: (_ for _ in ()).throw(Killed())
@@ -525,7 +525,7 @@ def test_a_completed_run_is_left_alone(desk: Desk) -> None:
     assert len(desk.scheduler.submitted) == 1
 
 
-def test_resuming_a_failed_run_checks_again_and_begins_a_new_budget(desk: Desk) -> None:
+def test_resuming_a_failed_run_checks_again_and_renews_the_budget(desk: Desk) -> None:
     run_dir = desk.run(make_spec(supervise={"max_attempts": 1, "backoff_s": 500}))
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
     with pytest.raises(RunFailed):
@@ -534,7 +534,7 @@ def test_resuming_a_failed_run_checks_again_and_begins_a_new_budget(desk: Desk) 
     shown = queries.show_run(desk.store, run_dir.run_id)
     assert shown["run"]["state"] == "completed"
     assert [stage["name"] for stage in shown["stages"]].count("preflight") == 2
-    assert desk.clock.now < 100, "a person who asks does not wait for a back-off"
+    assert desk.clock.now < 100, "a user's request does not wait for the back-off"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_a_second_controller_is_refused_while_the_first_lives(desk: Desk) -> Non
         desk.controller(run_dir)
 
 
-def test_the_decision_stands_before_it_is_acted_on(desk: Desk) -> None:
+def test_a_decision_is_recorded_before_it_is_carried_out(desk: Desk) -> None:
     run_dir = desk.run()
     fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
     drive(desk.controller(run_dir))

@@ -1,8 +1,8 @@
-"""The controller is killed around every effect of a whole run with two recoveries: each attempt is submitted once.
+"""Controllers killed around every effect of a whole run with two recoveries: each attempt is submitted once.
 
 The first attempt ends in a NaN, so that the second goes back one checkpoint and puts the newer one aside; the second
-loses its node; the third runs well. Every line of the journal, file, question to the scheduler, and moved checkpoint on
-the way is counted, and is a point before and a point after it.
+loses its node; the third succeeds. Every journal line, file, scheduler query, and moved checkpoint along the way is
+counted, and has a kill point before and after it.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from rlhf_core.schemas.journal import CancelStarted, ControlEvent
 
 
 def three_attempts(desk: Desk, run_dir: RunDir) -> None:
-    """A NaN after two checkpoints, a lost node, a good end.
+    """Three attempts: a NaN after two checkpoints, a lost node, and a success.
 
-    Agents begin when their job is asked for, not when it is submitted: their claim would prevent a second job too, and
+    Agents start when their job is queried, not when it is submitted: their claim would prevent a second job too, and
     the search in the scheduler would not be needed.
     """
     accepted: list[JobRequest] = []
@@ -65,7 +65,7 @@ def numbers(desk: Desk) -> list[int]:
 
 
 def undisturbed_points(desk: Desk) -> Points:
-    # All these runs are in one history and come back within a moment: the site's cap would have them wait.
+    # All these runs are in one history and come back almost at once: the site's cap would make them wait.
     desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
     run_dir = desk.run()
     three_attempts(desk, run_dir)
@@ -89,12 +89,12 @@ def test_killed_around_every_effect_every_attempt_is_submitted_once(desk: Desk) 
         assert record.state is RunState.COMPLETED, point
         assert numbers(desk) == [1, 2, 3], point
         began_at = [attempt.placement.resumed_from_step for attempt in record.attempts.values()]
-        assert began_at == [0, 4, 4], f"killed at point {point}: nobody may go on from the branch that was given up"
+        assert began_at == [0, 4, 4], f"killed at point {point}: no attempt may continue from the abandoned branch"
         assert run_dir.newest_put_aside(1) == 6, point
 
 
-def test_without_the_search_some_point_gives_two_jobs(desk: Desk) -> None:
-    """Negative control: the test above would see it."""
+def test_without_the_search_a_kill_gives_two_jobs(desk: Desk) -> None:
+    """Negative control: the test above would detect it."""
     points = undisturbed_points(desk)
     desk.scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
     for point in points.distinct:
@@ -108,8 +108,8 @@ def test_without_the_search_some_point_gives_two_jobs(desk: Desk) -> None:
     pytest.fail("no point gave two jobs")
 
 
-def test_going_back_helps_again_once_training_has_got_further(desk: Desk) -> None:
-    """And the control: a second NaN that comes before that ends the run."""
+def test_rewinding_is_allowed_again_after_progress(desk: Desk) -> None:
+    """And the control: a second NaN before that ends the run."""
     for further, attempts in ((8, 3), (5, 2)):
         desk.scheduler.submitted.clear()
         run_dir = desk.run()
@@ -129,7 +129,7 @@ def test_going_back_helps_again_once_training_has_got_further(desk: Desk) -> Non
 
 
 def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
-    """Otherwise `rlhf resume` would put a second job beside it."""
+    """Otherwise `rlhf resume` would start a second job beside it."""
     run_dir = desk.run(make_spec(supervise={"max_attempts": 1}))
     desk.trains_for_ever(run_dir)
     with pytest.raises(RunFailed, match="have been silent for"):
@@ -143,7 +143,7 @@ def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
 
 
 def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
-    """A life that is asked to end its run when the job is seen to run; how many points it passed."""
+    """A life that is asked to end its run as soon as the job runs; returns the number of kill points it passed."""
     attempt = FakeAgent(run_dir)
 
     def behave(request: JobRequest) -> None:
@@ -155,8 +155,11 @@ def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
         agent.role(Role.TRAINER)
 
     def obey() -> None:
-        """An agent that was told to end, or whose job was ended by the signal that announces a preemption too."""
-        if was_told(desk, run_dir) and not run_dir.attempt(1).outcome.exists():
+        """Obey like an agent that was ordered to end, or like one whose job was ended.
+
+        The signal that ends a job also announces a preemption.
+        """
+        if end_was_ordered(desk, run_dir) and not run_dir.attempt(1).outcome.exists():
             attempt.end(AttemptState.FAILED, FailureKind.PREEMPTION)
 
     desk.scheduler.on_submit, desk.scheduler.on_status = behave, obey
@@ -172,14 +175,14 @@ def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     return points.passed
 
 
-def was_told(desk: Desk, run_dir: RunDir) -> bool:
-    """True if agents or scheduler were told to end the job."""
+def end_was_ordered(desk: Desk, run_dir: RunDir) -> bool:
+    """True if agents or scheduler were ordered to end the job."""
     return bool(desk.scheduler.cancelled) or run_dir.attempt(1).commands.is_dir()
 
 
 @pytest.fixture
 def obedient(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Agents need no time to obey; how many points a cancelled life passes."""
+    """Make agents obey at once; the number of points that a cancelled life passes."""
     monkeypatch.setattr(cancel, "CANCEL_TIMEOUT_S", 0.0)
     desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
     run_dir = desk.run()
@@ -188,9 +191,11 @@ def obedient(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
     return passed
 
 
-def lives_on(desk: Desk, run_dir: RunDir) -> RunState:
-    """The next controller, that nobody asked to end or to go on with the run; what it comes to. One that has ended gets
-    none."""
+def drive_again(desk: Desk, run_dir: RunDir) -> RunState:
+    """Run the next controller without a request to end or resume the run, unless the run has ended.
+
+    Return its state.
+    """
     if not read_record(run_dir).ended:
         with suppress(RunCancelled):
             drive(desk.controller(run_dir))
@@ -198,23 +203,25 @@ def lives_on(desk: Desk, run_dir: RunDir) -> RunState:
 
 
 def test_killed_around_every_effect_of_cancelling_the_run_is_cancelled(desk: Desk, obedient: int) -> None:
-    intended, told = 0, 0
+    intended, ordered = 0, 0
     for point in range(obedient):
         run_dir = desk.run()
         assert cancelled_at(desk, run_dir, point) == point
-        if read_record(run_dir).cancelling is None and not was_told(desk, run_dir):
-            continue  # the run has not been cancelled yet, and goes on
-        intended, told = intended + 1, told + was_told(desk, run_dir)
-        assert lives_on(desk, run_dir) is RunState.CANCELLED, f"killed at point {point}: what was cancelled came back"
+        if read_record(run_dir).cancelling is None and not end_was_ordered(desk, run_dir):
+            continue  # the run has not been cancelled yet, and continues
+        intended, ordered = intended + 1, ordered + end_was_ordered(desk, run_dir)
+        assert drive_again(desk, run_dir) is RunState.CANCELLED, (
+            f"killed at point {point}: what was cancelled came back"
+        )
         assert numbers(desk) == [1], point
-    assert told >= 8, "order, end of the job, states"
-    assert intended > told, "and between the line and the order"
+    assert ordered >= 8, "order, end of the job, states"
+    assert intended > ordered, "and between the line and the order"
 
 
-def test_without_the_intent_some_point_makes_a_cancelled_run_a_preempted_one(
+def test_without_the_intent_a_kill_makes_a_cancelled_run_a_preempted_one(
     desk: Desk, obedient: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the order in which it was done before."""
+    """Negative control: the former order of the steps."""
     append = Journal.append
 
     def append_later(journal: Journal, event: ControlEvent) -> None:
@@ -225,14 +232,14 @@ def test_without_the_intent_some_point_makes_a_cancelled_run_a_preempted_one(
     for point in reversed(range(obedient)):
         run_dir = desk.run()
         cancelled_at(desk, run_dir, point)
-        if was_told(desk, run_dir) and lives_on(desk, run_dir) is RunState.COMPLETED:
+        if end_was_ordered(desk, run_dir) and drive_again(desk, run_dir) is RunState.COMPLETED:
             assert numbers(desk) == [1, 2]
             return
     pytest.fail("no point brought a cancelled run back")
 
 
-def test_who_resumes_a_run_that_was_being_cancelled_goes_on_with_it(desk: Desk, obedient: int) -> None:
-    """It is cancelled first: its job may still be running."""
+def test_a_run_that_was_being_cancelled_can_be_resumed(desk: Desk, obedient: int) -> None:
+    """It is cancelled first, because its job may still be running."""
     for point in reversed(range(obedient)):
         run_dir = desk.run()
         cancelled_at(desk, run_dir, point)
@@ -246,7 +253,7 @@ def test_who_resumes_a_run_that_was_being_cancelled_goes_on_with_it(desk: Desk, 
 
 
 def test_a_job_that_was_ended_without_its_controller_is_no_failure(desk: Desk) -> None:
-    """`rlhf cancel` of a run whose controller did not answer; it wakes up and finds its job gone."""
+    """`rlhf cancel` of a run whose controller does not respond; it wakes up and finds its job gone."""
     run_dir = desk.run()
     agent = FakeAgent(run_dir)
 
@@ -268,11 +275,11 @@ def test_a_job_that_was_ended_without_its_controller_is_no_failure(desk: Desk) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A database that does not say whose run it is
+# A database that does not tell the owner of the run
 
 
 def away(number: int) -> Callable[[], None]:
-    """The question for the lease, unanswered so often after the lease may have run out."""
+    """Leave the query for the lease unanswered a number of times after the lease may have run out."""
     left = [DatabaseUnavailable("no answer")] * number
 
     def require() -> None:
@@ -282,7 +289,7 @@ def away(number: int) -> Callable[[], None]:
     return require
 
 
-def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) -> None:
+def test_a_submission_waits_until_the_database_confirms_the_lease(desk: Desk) -> None:
     run_dir = desk.good_run()
     controller = desk.controller(run_dir)
     controller.lease.require = away(3)  # type: ignore[method-assign]
@@ -295,7 +302,7 @@ def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) 
     assert desk.notes.sayings.count(waits) == 1
 
 
-def test_who_cancels_meanwhile_is_answered_and_nothing_was_submitted(desk: Desk) -> None:
+def test_a_cancellation_during_the_wait_is_obeyed_and_nothing_is_submitted(desk: Desk) -> None:
     run_dir = desk.run()
     controller = desk.controller(run_dir)
     controller.lease.require = away(1_000_000)  # type: ignore[method-assign]
@@ -306,7 +313,7 @@ def test_who_cancels_meanwhile_is_answered_and_nothing_was_submitted(desk: Desk)
     assert numbers(desk) == []
 
 
-def test_a_person_can_end_the_job_without_the_database(desk: Desk, obedient: int) -> None:
+def test_a_user_can_end_the_job_without_the_database(desk: Desk, obedient: int) -> None:
     run_dir = desk.run()
     desk.notes.looks.clear()
     desk.notes.stop = lambda: len(desk.notes.looks) > 2

@@ -1,6 +1,6 @@
-"""Controllers that are suspended or killed for real: never two jobs of one attempt, and what was cancelled stays so.
+"""Controllers that are really suspended or killed: never two jobs of one attempt, and a cancelled run stays cancelled.
 
-The agents are small programs that write what real ones write (``site_files.PRETENDED_AGENT``).
+The agents are small programs that write the same files as real ones (``site_files.PRETENDED_AGENT``).
 """
 
 import shutil
@@ -42,7 +42,7 @@ class Controllers:
         words = [run_dir.run_id, point, str(LEASE_S), *(["old"] if old else [])]
         return self.site.spawn([sys.executable, str(Path(__file__).with_name("real_controller.py")), *words], log=log)
 
-    def said(self, number: int) -> str:
+    def output(self, number: int) -> str:
         return self.logs[number].read_text()
 
 
@@ -67,8 +67,10 @@ def num_jobs(run_dir: RunDir) -> int:
 
 
 def taken_over(controllers: Controllers, *, old: bool) -> RunDir:
-    """A controller is suspended just before it submits, for longer than its lease; a second one takes the run over; the
-    first one wakes up."""
+    """Suspend a controller just before it submits, for longer than its lease, and let a second one take the run over.
+
+    Then the first one wakes up.
+    """
     run_dir = checked_run(controllers.site.home / "runs")
     first = controllers.start(run_dir, "suspended before it submits", old=old)
     until(lambda: suspended(first), "the first controller is about to submit")
@@ -79,15 +81,15 @@ def taken_over(controllers: Controllers, *, old: bool) -> RunDir:
     first.send_signal(signal.SIGCONT)
     until(lambda: old or first.poll() is not None, "the first one has noticed")
     if old:
-        # By the jobs, not by the controllers: one that has submitted and ended may have done so before its job began.
+        # Wait for the jobs, not for the controllers: a controller may have submitted and ended before its job starts.
         until(lambda: num_jobs(run_dir) > 1, "the first one has submitted too")
         return run_dir
     assert first.returncode == 1
-    assert "LeaseLost" in controllers.said(0)
+    assert "LeaseLost" in controllers.output(0)
     assert {path: path.read_bytes() for path in before} == before
     assert run_dir.control.read_text().splitlines()[: len(lines)] == lines
     go(run_dir)
-    assert second.wait(100) == 0, controllers.said(1)
+    assert second.wait(100) == 0, controllers.output(1)
     record = read_record(run_dir)
     assert record.state is RunState.COMPLETED
     stale = [line for line in run_dir.control.read_text().splitlines() if '"token":1,' in line]
@@ -95,25 +97,25 @@ def taken_over(controllers: Controllers, *, old: bool) -> RunDir:
     return run_dir
 
 
-def test_a_controller_suspended_before_it_submits_and_taken_over_submits_nothing(controllers: Controllers) -> None:
+def test_a_controller_suspended_before_a_submission_and_replaced_submits_nothing(controllers: Controllers) -> None:
     assert starts(taken_over(controllers, old=False)) == ["1"]
 
 
-def test_without_asking_for_the_lease_there_are_two_jobs(controllers: Controllers) -> None:
-    """Negative control: the controller as it was, which asks when it is time to renew, and else acts."""
+def test_without_the_check_of_the_lease_there_are_two_jobs(controllers: Controllers) -> None:
+    """Negative control: the former controller, which queried the lease only when it was time to renew it."""
     assert starts(taken_over(controllers, old=True)) == ["1", "1"]
 
 
 def cancelled_and_killed(controllers: Controllers, *, old: bool) -> RunDir:
-    """A controller is killed right after the scheduler has ended the job; the daemon's next one adopts the run."""
+    """Kill a controller right after the scheduler has ended the job; the daemon's next one adopts the run."""
     run_dir = checked_run(controllers.site.home / "runs")
     first = controllers.start(run_dir, "killed when the scheduler was asked to cancel", old=old)
     assert first.wait(100) == -signal.SIGKILL
     assert starts(run_dir) == ["1"]
     assert state_of(run_dir) is RunState.TRAINING
-    go(run_dir)  # should an agent be started once more
+    go(run_dir)  # in case an agent is started once more
     second = controllers.start(run_dir, old=old)
-    assert second.wait(100) == (0 if old else 130), controllers.said(1)
+    assert second.wait(100) == (0 if old else 130), controllers.output(1)
     return run_dir
 
 
@@ -125,8 +127,8 @@ def test_a_run_whose_controller_was_killed_while_it_cancelled_is_cancelled(contr
     assert starts(run_dir) == ["1"]
 
 
-def test_without_the_intent_in_the_journal_the_run_is_tried_again(controllers: Controllers) -> None:
-    """Negative control: acted first, written down later."""
+def test_without_the_intent_in_the_journal_the_run_is_retried(controllers: Controllers) -> None:
+    """Negative control: act first, record later."""
     run_dir = cancelled_and_killed(controllers, old=True)
     assert state_of(run_dir) is RunState.COMPLETED
     assert starts(run_dir) == ["1", "2"]

@@ -1,4 +1,4 @@
-"""The trials in front of a run: carried out once, cancelled with it, and in its way when they fail."""
+"""Trials before a run: made once, cancelled with the run, and blocking it when they fail."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ CHANGED = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data
 
 @pytest.fixture
 def site(desk: Desk, checks: list[CheckResult], monkeypatch: pytest.MonkeyPatch) -> Desk:
-    """A cluster of four nodes, on which something has changed since the last good run."""
+    """A cluster of four nodes, on which something has changed since the last successful run."""
     desk.scheduler.nodes = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
     checks.append(CHANGED)
     monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
@@ -51,7 +51,7 @@ def agent_of(desk: Desk, request: JobRequest) -> FakeAgent:
 
 
 def behaves(desk: Desk, act: Callable[[FakeAgent, int], None]) -> None:
-    """What the agents of every job do: given the number of its nodes."""
+    """Define the behaviour of the agents of every job, given its number of nodes."""
     desk.scheduler.on_submit = lambda request: act(agent_of(desk, request), request.placement.num_nodes)
 
 
@@ -92,7 +92,7 @@ def verdicts(desk: Desk, run_dir: RunDir) -> dict[str, tuple[str, str]]:
 # The ladder
 
 
-def test_a_run_is_tried_on_one_node_then_on_all_then_made(site: Desk) -> None:
+def test_a_run_is_tried_on_one_node_and_then_on_all_before_it_starts(site: Desk) -> None:
     run_dir = site.run(wanted())
     behaves(site, goes_well)
     drive(site.controller(run_dir))
@@ -123,7 +123,7 @@ def test_a_run_is_tried_on_one_node_then_on_all_then_made(site: Desk) -> None:
 
 
 def test_each_trial_is_carried_out_under_its_own_name(site: Desk) -> None:
-    """As Prefect sees it: a task run each."""
+    """Prefect shows a task run for each."""
     run_dir = site.run(wanted())
     behaves(site, goes_well)
     called: list[tuple[str, str]] = []
@@ -148,7 +148,7 @@ def test_one_node_is_tried_once(site: Desk) -> None:
 
 
 @pytest.mark.parametrize("trial", ["off", "propose"])
-def test_no_trial_is_made_unless_asked_for(site: Desk, trial: str) -> None:
+def test_no_trial_is_made_unless_requested(site: Desk, trial: str) -> None:
     run_dir = site.run(wanted(trial))
     behaves(site, goes_well)
     drive(site.controller(run_dir))
@@ -156,7 +156,7 @@ def test_no_trial_is_made_unless_asked_for(site: Desk, trial: str) -> None:
     assert trials_of(run_dir) == []
 
 
-def test_no_trial_is_made_where_nothing_has_changed(site: Desk, checks: list[CheckResult]) -> None:
+def test_no_trial_is_made_if_nothing_has_changed(site: Desk, checks: list[CheckResult]) -> None:
     checks.remove(CHANGED)
     run_dir = site.run(wanted())
     behaves(site, goes_well)
@@ -168,7 +168,7 @@ def test_no_trial_is_made_where_nothing_has_changed(site: Desk, checks: list[Che
 # A trial that fails
 
 
-def test_a_trial_that_fails_keeps_the_run_from_its_nodes(site: Desk) -> None:
+def test_a_failed_trial_keeps_the_run_from_its_nodes(site: Desk) -> None:
     run_dir = site.run(wanted())
     behaves(site, breaks)
     with pytest.raises(PreflightBlocked, match=r"trial\.one_node: found trial on one node failed") as caught:
@@ -182,7 +182,7 @@ def test_a_trial_that_fails_keeps_the_run_from_its_nodes(site: Desk) -> None:
     assert verdicts(site, run_dir)["trial.one_node"][0] == "blocked"
 
 
-def test_without_a_trial_the_same_config_burns_all_nodes(site: Desk) -> None:
+def test_without_a_trial_the_same_config_wastes_all_nodes(site: Desk) -> None:
     """Negative control."""
     run_dir = site.run(wanted("off"))
     behaves(site, breaks)
@@ -191,7 +191,7 @@ def test_without_a_trial_the_same_config_burns_all_nodes(site: Desk) -> None:
     assert sizes(site) == [NUM_NODES]
 
 
-def test_what_fails_on_several_nodes_only_is_found_by_the_second_trial(site: Desk) -> None:
+def test_a_failure_only_on_several_nodes_is_found_by_the_second_trial(site: Desk) -> None:
     run_dir = site.run(wanted())
     behaves(site, lambda agent, num_nodes: (goes_well if num_nodes == 1 else breaks)(agent, num_nodes))
     with pytest.raises(PreflightBlocked, match=r"trial\.all_nodes"):
@@ -217,7 +217,7 @@ def test_a_trial_has_the_retries_of_any_run(site: Desk) -> None:
     assert "1 incident" in verdicts(site, run_dir)["trial.all_nodes"][1]
 
 
-def test_after_mending_the_run_is_resumed_with_its_trial(site: Desk) -> None:
+def test_after_a_fix_the_run_is_resumed_with_its_trial(site: Desk) -> None:
     run_dir = site.run(wanted())
     behaves(site, breaks)
     with pytest.raises(PreflightBlocked):
@@ -227,7 +227,7 @@ def test_after_mending_the_run_is_resumed_with_its_trial(site: Desk) -> None:
     assert read_record(run_dir).state is RunState.COMPLETED
     assert sizes(site) == [1, 1, NUM_NODES, NUM_NODES]
     one, _ = trials_of(run_dir)
-    assert sorted(read_record(one).attempts) == [1, 2], "the same trial was gone on with"
+    assert sorted(read_record(one).attempts) == [1, 2], "the same trial was continued"
     assert {status for status, _ in verdicts(site, run_dir).values()} == {"passed"}
 
 
@@ -258,7 +258,7 @@ def test_the_trial_is_cancelled_with_its_run(site: Desk, way: str) -> None:
 
 
 def left_in_a_trial(site: Desk) -> tuple[RunDir, RunDir]:
-    """A run whose controller was killed while its first trial trained."""
+    """A run whose controller was killed while its first trial was training."""
     run_dir = site.run(wanted())
     behaves(site, trains_for_ever)
 
@@ -276,7 +276,7 @@ def left_in_a_trial(site: Desk) -> tuple[RunDir, RunDir]:
     return run_dir, trial
 
 
-def test_without_a_controller_the_trial_is_cancelled_from_here(site: Desk) -> None:
+def test_without_a_controller_the_command_cancels_the_trial(site: Desk) -> None:
     run_dir, trial = left_in_a_trial(site)
     said: list[str] = []
     found = cancel_run(run_dir, site.site, site.store, "enough", say=said.append)
@@ -285,7 +285,7 @@ def test_without_a_controller_the_trial_is_cancelled_from_here(site: Desk) -> No
     assert site.scheduler.jobs["101"].state is JobState.ENDED
 
 
-def test_a_controller_that_does_not_answer_does_not_keep_a_trial_alive(site: Desk) -> None:
+def test_an_unresponsive_controller_does_not_keep_a_trial_alive(site: Desk) -> None:
     run_dir, _ = left_in_a_trial(site)
     site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
     clock = site.clock
@@ -322,7 +322,7 @@ def test_a_running_trial_is_adopted(site: Desk) -> None:
     assert read_record(run_dir).state is RunState.COMPLETED
 
 
-def test_a_trial_is_not_left_at_work_by_a_run_that_is_blocked_since(site: Desk, checks: list[CheckResult]) -> None:
+def test_a_run_that_is_blocked_later_leaves_no_trial_running(site: Desk, checks: list[CheckResult]) -> None:
     run_dir, trial = left_in_a_trial(site)
     checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="7", expected="8", advice="eight"))
     with pytest.raises(PreflightBlocked, match=r"b\.check"):
@@ -351,7 +351,7 @@ def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> No
 
 
 def begins_when_asked(site: Desk) -> None:
-    """Agents begin when their job is asked for, as in the test of a whole run that is killed."""
+    """Make agents start when their job is queried, as in the test of a whole run that is killed."""
     accepted: list[JobRequest] = []
 
     def begin() -> None:
@@ -382,8 +382,8 @@ def test_killed_around_every_effect_every_trial_is_made_once(site: Desk) -> None
         assert [status for status, _ in verdicts(site, run_dir).values()] == ["passed"] * 2, point
 
 
-def test_a_trial_that_is_written_down_too_late_is_made_twice(site: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the test above would see it."""
+def test_a_trial_that_is_recorded_too_late_is_made_twice(site: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the test above would detect it."""
 
     def too_late(controller: Controller, rung: Rung) -> RunDir:
         known = controller.journal.record.trials.get(rung.check_id)

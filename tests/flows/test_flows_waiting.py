@@ -1,4 +1,4 @@
-"""What a run that was asked for waits for, on a real Prefect server: without a worker, and with one that is heard."""
+"""The wait for a submitted run on a real Prefect server: without a worker, and with a live one."""
 
 import contextlib
 import signal
@@ -28,7 +28,7 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def client(real_prefect: sites.Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of a server that has a pool, and no worker."""
+    """A client of a server with a pool and no worker."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
 
@@ -37,7 +37,7 @@ def client(real_prefect: sites.Site, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("PREFECT_API_URL", real_prefect.api)
     with real_prefect.in_use(), api_client() as found:
         with contextlib.suppress(ObjectNotFound):
-            found.delete_work_pool("rlhf")  # with the workers that an earlier test had
+            found.delete_work_pool("rlhf")  # including the workers of an earlier test
         found.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
         yield found
 
@@ -54,20 +54,20 @@ def asked(site: Site) -> Submitted:
     return submit("quickstart", site)
 
 
-def hear(client: Any, name: str = "worker-1") -> None:
-    """A heartbeat of a worker."""
+def send_heartbeat(client: Any, name: str = "worker-1") -> None:
+    """Send a heartbeat of a worker."""
     beat = {"name": name, "heartbeat_interval_seconds": 30}
     client.request("POST", "/work_pools/rlhf/workers/heartbeat", json=beat)
 
 
-def test_without_a_worker_it_says_so_and_what_to_do(client: Any, asked: Submitted) -> None:
+def test_a_missing_worker_is_reported_with_advice(client: Any, asked: Submitted) -> None:
     wait = what_it_waits_for(asked.flow_run_id)
     assert wait.stuck
     assert "no worker of the pool 'rlhf' is online" in wait.words
     assert "`rlhf up`" in wait.words
-    hear(client)
+    send_heartbeat(client)
     wait = what_it_waits_for(asked.flow_run_id)
-    assert not wait.stuck, "negative control: a worker that is heard is no reason to do anything"
+    assert not wait.stuck, "negative control: a live worker is no reason to act"
     assert "a worker is online (worker-1)" in wait.words
     later = datetime.now(UTC) + timedelta(seconds=30)
     wait = what_it_waits_for(asked.flow_run_id, later)
@@ -78,11 +78,11 @@ def test_without_a_worker_it_says_so_and_what_to_do(client: Any, asked: Submitte
     assert "the last one was heard at" in wait.words
 
 
-def test_a_turn_that_is_waited_for_is_no_trouble(client: Any, site: Site, asked: Submitted) -> None:
+def test_waiting_for_a_free_slot_is_no_problem(client: Any, site: Site, asked: Submitted) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
     from prefect.states import AwaitingConcurrencySlot, Pending, Running, Scheduled
 
-    hear(client)
+    send_heartbeat(client)
     first = submit("quickstart", site)
     client.update_work_pool("rlhf", WorkPoolUpdate(concurrency_limit=1))
     client.set_flow_run_state(UUID(first.flow_run_id), Pending())
@@ -102,10 +102,10 @@ def test_a_turn_that_is_waited_for_is_no_trouble(client: Any, site: Site, asked:
     assert (wait.stuck, "the limit of 2 on runs of its deployment" in wait.words) == (False, True), wait
 
 
-def test_what_was_paused_by_a_person_is_named(client: Any, asked: Submitted) -> None:
+def test_a_paused_pool_or_queue_is_named(client: Any, asked: Submitted) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
 
-    hear(client)
+    send_heartbeat(client)
     queue = client.read_work_queue_by_name("default", work_pool_name="rlhf")
     client.update_work_queue(queue.id, is_paused=True)
     wait = what_it_waits_for(asked.flow_run_id)
@@ -115,13 +115,13 @@ def test_what_was_paused_by_a_person_is_named(client: Any, asked: Submitted) -> 
     assert "the work pool 'rlhf' is paused" in what_it_waits_for(asked.flow_run_id).words
 
 
-def test_a_pool_that_is_gone_is_said(client: Any, asked: Submitted) -> None:
+def test_a_missing_pool_is_reported(client: Any, asked: Submitted) -> None:
     client.delete_work_pool("rlhf")
     wait = what_it_waits_for(asked.flow_run_id)
     assert (wait.stuck, "no work pool" in wait.words, "`rlhf up`" in wait.words) == (True, True, True), wait
 
 
-def test_a_run_that_will_never_be_is_not_waited_for(client: Any, site: Site, asked: Submitted) -> None:
+def test_a_run_that_will_never_start_is_not_awaited(client: Any, site: Site, asked: Submitted) -> None:
     from prefect.states import Cancelled, Failed
 
     client.set_flow_run_state(UUID(asked.flow_run_id), Cancelled(message="not needed"), force=True)
@@ -136,7 +136,7 @@ def test_a_run_that_will_never_be_is_not_waited_for(client: Any, site: Site, ask
         what_it_waits_for(other.flow_run_id)
 
 
-def test_a_server_that_went_away_is_said() -> None:
+def test_a_lost_server_is_reported() -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
@@ -148,21 +148,21 @@ def test_a_server_that_went_away_is_said() -> None:
 # The command
 
 
-def test_the_command_says_it_within_seconds_and_leaves_when_it_is_told_to(site: Site, capsys: Printed) -> None:
+def test_the_command_reports_it_within_seconds_and_exits_on_request(site: Site, capsys: Printed) -> None:
     register("quickstart", site)
     began = time.monotonic()
     assert execute(["submit", "quickstart", "--watch", "--begin-within", "3"]) == 1
     assert time.monotonic() - began < 30
     printed = capsys.readouterr()
-    assert printed.err.count("no worker of the pool 'rlhf' is online") == 2, "said once, and in the error"
+    assert printed.err.count("no worker of the pool 'rlhf' is online") == 2, "reported once, and in the error"
     assert "The request remains" in " ".join(printed.err.split())
     assert "is requested" in printed.out
 
 
-def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decides(
+def test_a_program_does_not_wait_forever_and_a_user_decides(
     client: Any, asked: Submitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interval_s = 60.0  # each look asks the server a few things
+    interval_s = 60.0  # each poll sends a few requests to the server
     monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", interval_s)
     slept = Clock()
     with pytest.raises(RunNotBegun, match="no worker"):
@@ -178,15 +178,15 @@ def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decide
 
     def begins() -> bool:
         if slept.now not in announced:
-            hear(client)
+            send_heartbeat(client)
             announced.append(slept.now)
         return slept.now > 3 * STUCK_S
 
-    slept = Clock()  # negative control: a turn is waited for as long as it takes
+    slept = Clock()  # negative control: a free slot is awaited for as long as it takes
     _await_beginning(begins, asked, None, slept, slept.sleep)
 
 
-def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys: Printed) -> None:
+def test_a_flow_run_that_has_not_started_is_withdrawn(client: Any, asked: Submitted, capsys: Printed) -> None:
     assert execute(["cancel", asked.run_id, "--reason", "not needed"]) == 0
     assert "had not started" in capsys.readouterr().out
     state = client.read_flow_run(UUID(asked.flow_run_id)).state
@@ -195,8 +195,8 @@ def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys:
     assert f"no run '{asked.run_id}'" in capsys.readouterr().err
 
 
-def test_ctrl_c_leaves_the_run_asked_for(client: Any, site: Site, real_prefect: sites.Site) -> None:
-    """The whole command in a process of its own: what is printed while it waits, and how it is left."""
+def test_ctrl_c_leaves_the_run_submitted(client: Any, site: Site, real_prefect: sites.Site) -> None:
+    """The whole command in a process of its own: its output while it waits, and its exit."""
     register("quickstart", site)
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf_core.cli.main", "submit", "quickstart", "--watch"],
@@ -215,4 +215,4 @@ def test_ctrl_c_leaves_the_run_asked_for(client: Any, site: Site, real_prefect: 
     (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_id]
     assert flow_run.state is not None
     assert not flow_run.state.is_final()
-    assert deploy_commands.POLL_INTERVAL_S <= 5, "said within seconds"
+    assert deploy_commands.POLL_INTERVAL_S <= 5, "reported within seconds"

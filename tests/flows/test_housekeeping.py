@@ -1,4 +1,4 @@
-"""The reconciler on a fake scheduler and a real history: what is found, what is done, and what is never touched."""
+"""The reconciler on a fake scheduler and a real history: its findings, its actions, and its limits."""
 
 import dataclasses
 import os
@@ -40,7 +40,7 @@ DEAD = f"anna@{os.uname().nodename}:{psutil.pids()[-1]}:1.00"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs for which a controller was started; none of them ever comes."""
+    """Runs for which a controller was started; none of these controllers ever takes its run."""
     found: list[str] = []
 
     class Gone:
@@ -65,14 +65,14 @@ def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
 
 
 def training(desk: Desk) -> RunDir:
-    """A run in training whose controller was killed: its lease names a process that is gone."""
+    """A run in training whose controller was killed: its lease names a dead process."""
     run_dir = desk.killed_in_training()
     desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
     return run_dir
 
 
 def completed(desk: Desk) -> RunDir:
-    """A run that is completed, with checkpoints 4, 8 and 10."""
+    """A completed run with checkpoints 4, 8 and 10."""
     run_dir = desk.run()
 
     def agents(request: object) -> None:
@@ -91,8 +91,8 @@ def kinds(actions: list[ReconcileAction]) -> list[ActionKind]:
     return [one.kind for one in actions]
 
 
-def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
-    """Actions of the daemon that the history has."""
+def recorded_actions(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
+    """Actions of the daemon recorded in the history."""
     return [
         (str(one["kind"]), str(one["message"]))
         for one in queries.events(desk.store, run_dir.run_id)
@@ -119,7 +119,7 @@ def test_a_run_that_only_another_user_can_write_is_noted(
 
 
 def test_no_controller_takes_a_run_that_it_cannot_write(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease stays with those who can."""
+    """The lease stays with the users who can write it."""
     run_dir = training(desk)
     with monkeypatch.context() as foreign:
         foreign.setattr(os, "access", lambda path, mode: False)
@@ -134,22 +134,22 @@ def test_a_run_whose_controller_is_gone_is_adopted(desk: Desk, reconciler: Recon
     run_dir = training(desk)
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    assert told(desk, run_dir)[0][0] == "reconcile_adopt"
-    assert "is gone" in told(desk, run_dir)[0][1]
+    assert recorded_actions(desk, run_dir)[0][0] == "reconcile_adopt"
+    assert "is gone" in recorded_actions(desk, run_dir)[0][1]
 
 
 def test_a_run_with_a_living_controller_is_left_alone(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:
-    """Also when its lease has run out, as after an outage of the database."""
+    """Even if its lease has run out, as after a database outage."""
     run_dir = training(desk)
     desk.store.acquire_lease(run_dir.run_id, str(Owner.this_process()), -500, takeover=lambda owner: True)
     assert one_round(reconciler) == []
     assert started == []
 
 
-def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_adopted(
+def test_a_completed_run_without_a_controller_is_adopted_to_request_approval(
     desk: Desk, reconciler: Reconciler, started: list[str]
 ) -> None:
-    """Its promotion is not in the history yet: only its spec says that somebody is to be asked."""
+    """Its promotion is not in the history yet: only its spec shows that an approval is to be requested."""
     run_dir = desk.good_run(make_spec(promote={"when": "approved"}))
 
     for step in steps(desk.controller(run_dir)):
@@ -163,10 +163,10 @@ def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_ad
     assert started == [run_dir.run_id]
     completed(desk)
     one_round(reconciler)
-    assert started == [run_dir.run_id] * 2, "one of which nobody is asked gets none"
+    assert started == [run_dir.run_id] * 2, "a run without a request for approval gets none"
 
 
-def test_an_adopted_run_goes_on_with_its_job_and_ends(desk: Desk, reconciler: Reconciler) -> None:
+def test_an_adopted_run_continues_with_its_job_and_ends(desk: Desk, reconciler: Reconciler) -> None:
     run_dir = training(desk)
     FakeAgent(run_dir).whole_run()
     drive(desk.controller(run_dir))
@@ -176,7 +176,7 @@ def test_an_adopted_run_goes_on_with_its_job_and_ends(desk: Desk, reconciler: Re
     assert reconciler.poll() == []
 
 
-def test_a_request_to_end_a_run_that_nobody_drives_is_carried_out(desk: Desk, reconciler: Reconciler) -> None:
+def test_a_request_to_end_a_run_without_a_controller_is_carried_out(desk: Desk, reconciler: Reconciler) -> None:
     run_dir = training(desk)
     write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
     (result,) = one_round(reconciler)
@@ -193,12 +193,12 @@ def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(desk: Desk, 
     (result,) = one_round(later)
     assert (result.action.kind, result.done) == (ActionKind.CANCEL_JOB, True)
     assert desk.scheduler.cancelled == ["101"]
-    assert told(desk, run_dir)[0][0] == "reconcile_cancel_job"
+    assert recorded_actions(desk, run_dir)[0][0] == "reconcile_cancel_job"
     assert one_round(later) == []
 
 
 def test_jobs_of_other_sites_are_never_touched(desk: Desk, reconciler: Reconciler, tmp_path: Path) -> None:
-    """Neither of a site with a history of its own, nor of one that shares this history."""
+    """Neither those of a site with a history of its own, nor those of a site that shares this history."""
     other = dataclasses.replace(desk.site, runs_dir=tmp_path / "others")
     sharing = make_run(other.runs_dir)
     Ingester(other, desk.store).ingest()
@@ -252,14 +252,14 @@ def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
     assert shown["run"]["message"] == f"the run directory is gone: {run_dir.root}, and no controller was at work on it"
     assert shown["stages"][-1]["state"] == "failed"
     assert one_round(reconciler) == [], "once"
-    # It was only moved: its own files say what is so, and it goes on.
+    # The directory was only moved: its own files are authoritative, and the run continues.
     aside.rename(run_dir.root)
     Ingester(desk.site, desk.store).ingest()
     assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"
     assert kinds(reconciler.poll()) == [ActionKind.ADOPT]
 
 
-def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: Reconciler) -> None:
+def test_an_unresponsive_scheduler_causes_no_action(desk: Desk, reconciler: Reconciler) -> None:
     from rlhf_core.errors import SchedulerError
 
     completed(desk)
@@ -272,13 +272,13 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: 
     assert one_round(later) == []
 
 
-def test_a_daemon_that_was_taken_over_while_it_was_suspended_does_nothing(desk: Desk) -> None:
-    """It asks before each result: its own clock and its other thread may not have noticed yet."""
+def test_a_daemon_that_was_replaced_while_suspended_does_nothing(desk: Desk) -> None:
+    """It checks its lease before each action: its clock and its other thread may not have noticed the loss yet."""
     name, owner = lease_name(desk.site), str(Owner.this_process())
     lease = HeldLease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
     assert loop.is_held(lease)
     desk.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
-    lease.keep()  # the control: it was renewed just now, and knows of nothing
+    lease.keep()  # the control: the lease was just renewed, and the daemon has not noticed
     assert not loop.is_held(lease)
 
 
@@ -288,28 +288,28 @@ def damage_the_journal(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda run_dir: run_dir.spec.write_text("{"), damage_the_journal])
-def test_damaged_run_directories_do_not_keep_the_others_from_being_looked_after(
+def test_damaged_run_directories_do_not_affect_the_others(
     desk: Desk, reconciler: Reconciler, started: list[str], damage: Callable[[RunDir], object]
 ) -> None:
     damaged, run_dir = training(desk), training(desk)
     damage(damaged)
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    assert desk.scheduler.cancelled == [], "the job of a run that cannot be read is left to people"
+    assert desk.scheduler.cancelled == [], "the job of an unreadable run is left to the users"
 
 
-def test_a_damaged_journal_is_complained_about_once_and_the_other_runs_are_read(desk: Desk) -> None:
+def test_a_damaged_journal_is_reported_once_and_the_other_runs_are_read(desk: Desk) -> None:
     damaged, run_dir = training(desk), training(desk)
     damage_the_journal(damaged)
-    said: list[str] = []
-    ingester = Ingester(desk.site, desk.store, said.append)
+    messages: list[str] = []
+    ingester = Ingester(desk.site, desk.store, messages.append)
     for step in (3, 4):
         FakeAgent(run_dir).step(step)
         FakeAgent(damaged).step(step)
         ingester.ingest()
         rows = queries.run_sql(desk.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id").rows
         assert rows == sorted([[run_dir.run_id, step], [damaged.run_id, step]])
-    (complaint,) = said
+    (complaint,) = messages
     assert f"{damaged.control}, line 2 cannot be read" in complaint
 
 
@@ -338,7 +338,7 @@ def test_old_checkpoints_are_removed_and_the_history_remembers_them(desk: Desk) 
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_what_was_put_aside_goes_when_checkpoints_go(desk: Desk, tmp_path: Path) -> None:
+def test_set_aside_checkpoints_are_removed_with_the_others(desk: Desk, tmp_path: Path) -> None:
     run_dir = completed(desk)
     desk.scheduler.end_all()
     run_dir.put_damaged_aside("step-000008", 1, 2)
@@ -373,7 +373,7 @@ def test_a_link_is_never_followed(desk: Desk, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_what_a_run_at_work_begins_from_stays(desk: Desk) -> None:
+def test_the_starting_point_of_an_active_run_is_kept(desk: Desk) -> None:
     from control_fakes import make_spec
 
     run_dir = completed(desk)
@@ -389,7 +389,7 @@ def test_what_a_run_at_work_begins_from_stays(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_by_hand_only_where_no_daemon_is_at_work(desk: Desk, started: list[str]) -> None:
+def test_reconciling_by_hand_needs_an_idle_daemon(desk: Desk, started: list[str]) -> None:
     run_dir = training(desk)
     assert kinds(list(poll_once(desk.site, desk.store, None))) == [ActionKind.ADOPT]
     assert started == []
@@ -408,8 +408,11 @@ def wait_for(condition: threading.Event) -> None:
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_an_error_of_a_round_is_not_taken_for_its_end_by_who_asks_again() -> None:
-    """The flow run of a round takes the error first; the daemon must see it too, or counts the round as made."""
+def test_the_error_of_a_round_is_raised_again_for_later_callers() -> None:
+    """The flow run of a round gets the error first.
+
+    The daemon must see it too, instead of counting the round as done.
+    """
     begun: list[bool] = []
 
     def work() -> list[ActionResult]:
@@ -474,7 +477,7 @@ def test_the_daemon_reads_adopts_and_outlives_damage(
     thread.join(60)
     assert started == [orphan.run_id]
     assert fresh.run_id in desk.store.run_ids()
-    # It gave its lease back: nobody has to wait for it.
+    # The daemon released its lease: no other has to wait for it.
     desk.store.acquire_lease(lease_name(desk.site), "next@elsewhere:1:1.00", 60)
 
 
@@ -488,7 +491,7 @@ def _then(work: object, done: threading.Event) -> object:
     return both
 
 
-def test_the_ingester_skips_what_has_not_changed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ingester_skips_unchanged_runs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = training(desk)
     ingester = Ingester(desk.site, desk.store)
     ingester.ingest()

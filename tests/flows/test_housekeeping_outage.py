@@ -1,4 +1,4 @@
-"""A daemon whose database goes away and comes back: nothing is raised, nobody is adopted meanwhile, nothing is lost."""
+"""Temporary outage of the daemon's database: no errors, no adoptions in the meantime, and no losses."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from rlhf_core.history.store import HistoryStore
 
 @pytest.fixture
 def database() -> tuple[str, Callable[[bool], None]]:
-    """A database, and how to close and open it to everybody."""
+    """A database, and functions to close it to all clients and open it again."""
     server = postgres()
     url = server.migrated_database()
     name = make_url(url).database
@@ -37,7 +37,7 @@ def database() -> tuple[str, Callable[[bool], None]]:
     return url, allow
 
 
-def test_a_lost_database_is_lived_through(
+def test_the_daemon_survives_a_lost_database(
     database: tuple[str, Callable[[bool], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, allow = database

@@ -1,4 +1,4 @@
-"""The site daemon publishes late, whole and once what a controller could not publish."""
+"""Publication by the site daemon: late, complete and once, of everything that a controller could not publish."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -45,7 +45,7 @@ def _server(real_prefect: Site, desk: Desk, blank_curves: None, monkeypatch: pyt
 
 
 def completed(desk: Desk, *with_prefect: bool) -> RunDir:
-    """A run whose controllers could not publish anything; each was a flow run, or was none."""
+    """A run whose controllers could not publish anything; each was a flow run or none."""
     run_dir = desk.good_run()
     session = desk.controller(run_dir)
     for as_flow_run in with_prefect:
@@ -58,7 +58,7 @@ def completed(desk: Desk, *with_prefect: bool) -> RunDir:
 
 
 def flow_run(name: str) -> str:
-    """One that the server knows."""
+    """A flow run that the server knows."""
     with api_client() as client:
         return str(client.create_flow_run(rlhf_run, name=name, state=Running()).id)
 
@@ -80,7 +80,7 @@ def is_known(run_dir: RunDir) -> bool:
 
 
 @pytest.mark.usefixtures("drawn_curves")
-def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
+def test_the_daemon_publishes_missing_parts_once(desk: Desk) -> None:
     run_dir = completed(desk, True)
     daemon = later(desk)
     (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
@@ -92,7 +92,7 @@ def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
 
 
 def test_the_end_under_a_controller_without_prefect_is_published_too(desk: Desk) -> None:
-    """It took over while the server was away, or `rlhf cancel` ended a run without a controller."""
+    """Such a controller took over during an outage of the server, or `rlhf cancel` ended a run without a controller."""
     completed(desk, True, False)
     daemon = later(desk)
     assert len(of_publishing(daemon.poll())) == 1
@@ -103,7 +103,7 @@ def test_a_run_that_was_never_a_flow_run_is_not_published(desk: Desk) -> None:
     assert of_publishing(later(desk).poll()) == []
 
 
-def test_what_was_published_in_time_is_not_published_again(desk: Desk) -> None:
+def test_parts_published_in_time_are_not_published_again(desk: Desk) -> None:
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
     assert of_publishing(later(desk).poll()) == []
@@ -114,18 +114,18 @@ def test_what_was_published_in_time_is_not_published_again(desk: Desk) -> None:
 
 
 def publish_all(desk: Desk, run_dir: RunDir) -> None:
-    """Publish everything, as its controller would have done."""
+    """Publish everything, as the run's controller would have done."""
     publish(whole(desk, run_dir))
     until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
 
 
 def whole(desk: Desk, run_dir: RunDir) -> Publication:
     """Everything about the run, in the name of its flow run."""
-    return publication_of(run_dir, desk.store, FlowRunRef(drove(run_dir), run_dir.run_id))
+    return publication_of(run_dir, desk.store, FlowRunRef(driving_flow_run(run_dir), run_dir.run_id))
 
 
-def drove(run_dir: RunDir) -> str:
-    """The flow run that drove the run."""
+def driving_flow_run(run_dir: RunDir) -> str:
+    """Id of the flow run that was the driver of the run."""
     found = [one.event for one in read_timeline(run_dir).lines if isinstance(one.event, ControllerStarted)]
     return next(one.flow_run_id for one in found if one.flow_run_id)
 
@@ -135,15 +135,17 @@ def page(run_dir: RunDir, what: str) -> Any:
 
 
 def put(run_dir: RunDir, what: str, kind: str, data: str | float, description: str) -> None:
-    """A page as the controller had left it."""
+    """Write a page as the controller would have left it."""
     with api_client() as client:
         key = artifact_key(run_dir.run_id, what)
-        made = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=UUID(drove(run_dir)))
+        made = ArtifactCreate(
+            key=key, type=kind, data=data, description=description, flow_run_id=UUID(driving_flow_run(run_dir))
+        )
         client.create_artifact(made)
 
 
 def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk: Desk) -> None:
-    """The controller died while it trained; another one, without Prefect, brought the run to its end."""
+    """The controller died during training; another one, without Prefect, finished the run."""
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
     put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
@@ -157,7 +159,7 @@ def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk
     assert str(result.data).startswith(f"# {run_dir.run_id}: completed\n")
     assert "+0.700" in str(result.data)
     assert result.description == "completed: attempt 1 completed"
-    assert str(result.flow_run_id) == drove(run_dir), "on the tab Artifacts of the run's own flow run"
+    assert str(result.flow_run_id) == driving_flow_run(run_dir), "on the tab Artifacts of the run's own flow run"
     assert (progress.data, str(progress.description).partition(" ")[0]) == (100.0, "**completed**")
     assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to renew"
 
@@ -176,11 +178,11 @@ def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> 
     assert "**Promotion: refused**, step 10 · by ada · not yet" in str(result.data)
 
 
-def test_an_incident_that_no_artifact_has_is_published(desk: Desk) -> None:
+def test_an_incident_without_an_artifact_is_published(desk: Desk) -> None:
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
-    record(run_dir, desk.store)  # as the daemon does first: the result has the time that was lost
+    record(run_dir, desk.store)  # as the daemon does first: the result contains the lost time
     daemon = later(desk)
     (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
     assert deed.message.startswith("published: rlhf.incident.node_lost, ")
@@ -204,7 +206,7 @@ def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None
 
 
 def listed(run_dir: RunDir, events: list[str]) -> list[str]:
-    """Names of the events of the run that the server lists, of these."""
+    """Those of the given event names that the server lists for the run."""
     query = {"filter": {"event": {"name": events}, "resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}}, "limit": 50}
     with api_client() as client:
         found = client.request("POST", "/events/filter", json=query).json()["events"]
@@ -230,7 +232,7 @@ def firings(automation_id: UUID) -> int:
 
 
 def test_publishing_twice_publishes_once(desk: Desk) -> None:
-    """At once, before the server lists the first events, and again afterwards; automations act once."""
+    """At once, before the server lists the first events, and again afterwards; automations are triggered once."""
     run_dir = completed(desk, True)
     ends = Automation(
         name="ends",
@@ -243,7 +245,7 @@ def test_publishing_twice_publishes_once(desk: Desk) -> None:
     until(lambda: is_known(run_dir), "the server has it all", interval_s=ASKING_INTERVAL_S)
     assert publish(publication) == []
     until(lambda: firings(ends.id) > 0, "the automation acts", interval_s=ASKING_INTERVAL_S)
-    # Posted after all others: what comes before it in the queue of the server has been handled when it is listed.
+    # Posted after all others: once it is listed, the server has handled everything queued before it.
     with api_client() as client:
         client.request("POST", "/events", json=[marker(run_dir)])
     until(
@@ -256,8 +258,8 @@ def test_publishing_twice_publishes_once(desk: Desk) -> None:
     assert versions(run_dir) == {**dict.fromkeys(ARTIFACTS, 1), "incidents": 0}
 
 
-def test_what_has_changed_is_published_again(desk: Desk) -> None:
-    """Negative control of the test before."""
+def test_changed_parts_are_published_again(desk: Desk) -> None:
+    """Negative control of the previous test."""
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
@@ -266,7 +268,7 @@ def test_what_has_changed_is_published_again(desk: Desk) -> None:
     assert listed(run_dir, ["rlhf.incident.node_lost"]) == ["rlhf.incident.node_lost"]
 
 
-def test_a_progress_artifact_that_was_deleted_is_made_anew(desk: Desk) -> None:
+def test_a_deleted_progress_artifact_is_recreated(desk: Desk) -> None:
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
     made = page(run_dir, "progress")
@@ -283,13 +285,13 @@ def marker(run_dir: RunDir) -> dict[str, object]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ends that Prefect did not hear
+# Ends that Prefect missed
 
 
-def test_a_flow_run_called_crashed_and_its_open_task_runs_get_the_end_of_the_run(desk: Desk) -> None:
-    """Its server was away when the run ended: the process could not say so, and the worker called it crashed."""
+def test_a_crashed_flow_run_and_its_open_task_runs_get_the_end_of_the_run(desk: Desk) -> None:
+    """The server was away when the run ended: the process could not report it, and the worker marked it as crashed."""
     run_dir = completed(desk, True)
-    flow_run_id = UUID(drove(run_dir))
+    flow_run_id = UUID(driving_flow_run(run_dir))
     with api_client() as client:
         open_ones = {
             title: client.create_task_run(

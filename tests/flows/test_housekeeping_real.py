@@ -1,4 +1,4 @@
-"""The reconciler against a real Prefect server, a real worker and a real Slurm, with services killed in the middle."""
+"""The reconciler with a real Prefect server, a real worker and a real Slurm, while services are killed."""
 
 from collections.abc import Iterator
 
@@ -72,7 +72,10 @@ def store(site: Site) -> Iterator[HistoryStore]:
 
 
 def set_up(site: Site) -> None:
-    """Make the deployment. Its entry point is a module: for a file, Prefect copies the whole tree for each flow run."""
+    """Create the deployment.
+
+    Its entry point is a module, because for a file Prefect copies the whole tree for each flow run.
+    """
     with api_client() as client:
         client.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
         client.create_deployment(
@@ -85,14 +88,14 @@ def set_up(site: Site) -> None:
 
 
 def start_worker(site: Site) -> None:
-    """Start a worker of Prefect's own: one of ours would tell the server of the flow runs that end with it."""
+    """Start a worker of Prefect's own: one of ours would report to the server the flow runs that end with it."""
     site.serve(
         "worker", "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process",
         PREFECT_API_URL=site.api, PREFECT_API_AUTH_STRING=site.password, PREFECT_WORKER_QUERY_SECONDS="1",
     )  # fmt: skip
 
 
-def asked(client: SyncPrefectClient, run_dir: RunDir) -> FlowRun:
+def request_flow_run(client: SyncPrefectClient, run_dir: RunDir) -> FlowRun:
     deployment = client.read_deployment_by_name("rlhf-run/resume")
     return client.create_flow_run_from_deployment(
         deployment.id, parameters={"run_id": run_dir.run_id}, name=run_dir.run_id
@@ -100,35 +103,35 @@ def asked(client: SyncPrefectClient, run_dir: RunDir) -> FlowRun:
 
 
 def flow_runs(client: SyncPrefectClient, run_dir: RunDir) -> list[tuple[str, bool]]:
-    """State of each flow run of a run, and whether the reconciler started it; in their order."""
+    """State of each flow run of a run, and whether the reconciler started it; in order."""
     found = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
     found.sort(key=lambda one: str(one.created))
     return [(str(one.state_name), ADOPTED_TAG in one.tags) for one in found]
 
 
 def in_training(site: Site, client: SyncPrefectClient) -> RunDir:
-    """A run that is driven by a flow run of the worker, with its job at work."""
+    """A run driven by a flow run of the worker, with its job running."""
     run_dir = checked_run(site.home / "runs")
-    asked(client, run_dir)
+    request_flow_run(client, run_dir)
     until(lambda: state_of(run_dir) is RunState.TRAINING, "it trains")
     return run_dir
 
 
 def rounds(site: Site, store: HistoryStore) -> list[ActionResult]:
-    """One round, in this process. Without ``LATE``."""
+    """Actions of one round in this process, without those of ``LATE``."""
     one = Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site()))
     results = reconcile.carry_out_round(one, lambda: True, False)
     return [result for result in results if result.action.kind not in LATE]
 
 
-def untold(site: Site, store: HistoryStore) -> bool:
-    """True if a daemon that has published nothing yet finds something that Prefect does not show."""
+def has_unpublished(site: Site, store: HistoryStore) -> bool:
+    """True if a daemon that has published nothing yet finds anything that Prefect does not show."""
     looked = Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site())).poll()
     return any(one.kind in LATE for one in looked)
 
 
 def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state: RunState, flow_state: str) -> None:
-    """All three books agree on how it ended, and each attempt had one job."""
+    """Check that journal, history and Prefect agree on the end of the run, and that each attempt had one job."""
     until(lambda: state_of(run_dir) is state, f"it is {state}")
     until(lambda: flow_runs(client, run_dir)[-1][0] == flow_state, f"Prefect says {flow_state}")
     until(lambda: SlurmScheduler().living() == [], "its job is gone from the queue")
@@ -137,14 +140,14 @@ def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state
     assert len(starts(run_dir)) == len(set(starts(run_dir)))
 
 
-def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_adopted(
+def test_a_zombie_of_a_terminated_worker_is_ended_and_its_run_adopted(
     site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
     start_worker(site)
     run_dir = in_training(site, client)
     site.terminate("worker")
     start_worker(site)
-    # The control: nobody but the reconciler notices, also not a new worker.
+    # The control: only the reconciler notices, and not even a new worker.
     other = in_training(site, client)
     assert flow_runs(client, run_dir) == [("Running", False)], "a zombie"
     site.serve("daemon")
@@ -160,7 +163,7 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     assert len(flow_runs(client, run_dir)) == 2
 
 
-def test_a_cancellation_that_nobody_hears_is_carried_out(
+def test_a_cancellation_without_a_receiver_is_carried_out(
     site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
     start_worker(site)
@@ -174,7 +177,7 @@ def test_a_cancellation_that_nobody_hears_is_carried_out(
     ended(client, store, run_dir, RunState.CANCELLED, "Cancelled")
 
 
-def test_a_controller_that_prefect_takes_for_dead_keeps_its_run(
+def test_a_controller_that_prefect_considers_dead_keeps_its_run(
     site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
     start_worker(site)
@@ -198,13 +201,13 @@ def test_two_rounds_that_see_the_same_make_one_flow_run(
     for one, actions in zip(both, looks, strict=True):
         one.carry_out(actions)
     assert flow_runs(client, run_dir) == [("Crashed", False), ("Scheduled", True)]
-    assert rounds(site, store) == [], "the flow run that is to come is waited for"
+    assert rounds(site, store) == [], "the expected flow run is awaited"
     start_worker(site)
     go(run_dir)
     ended(client, store, run_dir, RunState.COMPLETED, "Completed")
 
 
-def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
+def test_rounds_are_flow_runs_if_they_are_due_or_act(
     site: Site, client: SyncPrefectClient, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reconcile.register(load_site())
@@ -216,12 +219,12 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
         found = [one for one in client.read_flow_runs() if one.deployment_id == deployment.id]
         return sorted(str(one.state_name) for one in found if one.state_name not in ("Scheduled", "Late"))
 
-    # What Prefect is told of the runs of earlier tests leaves flow runs too: all of it first.
+    # Publishing the runs of earlier tests creates flow runs too, so it is done first.
     monkeypatch.setattr(decisions, "PUBLISH_AFTER_S", 0.0)
 
     def shown() -> bool:
         rounds(site, store)
-        return not untold(site, store)
+        return not has_unpublished(site, store)
 
     until(shown, "Prefect shows what has happened")
     first = made()

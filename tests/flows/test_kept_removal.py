@@ -1,4 +1,4 @@
-"""Kept configs and code: what nothing can need any more goes, and nothing else. On a real Prefect server."""
+"""Removal of kept configs and code on a real Prefect server: only those that can no longer be needed."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def client(real_prefect: Site) -> Iterator[Any]:
 
 
 def keep(desk: Desk, name: str, *overrides: str, days: float = DAYS + 1) -> Path:
-    """A config that was kept so many days ago; its file."""
+    """Keep a config as of the given number of days ago; returns its file."""
     file = snapshots.keep("quickstart", overrides, name, desk.site.home, desk.site.home).config
     age(file, days)
     return file
@@ -68,7 +68,7 @@ def tidier(desk: Desk, days: int = DAYS) -> SnapshotCleanup:
 
 
 def run_of(desk: Desk, file: Path, *states: RunState) -> RunDir:
-    """A run that was made from a kept config, in the last of these states."""
+    """A run made from a kept config, in the last of the given states."""
     run_dir = make_run(desk.site.runs_dir, make_spec())
     stored = read_model(run_dir.spec, StoredSpec)
     assert stored is not None
@@ -84,10 +84,10 @@ COMPLETED = (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EV
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes
+# Removed
 
 
-def test_what_is_old_and_nothing_refers_to_goes(client: Any, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_old_unreferenced_configs_are_removed(client: Any, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     old, other, young = keep(desk, "a"), keep(desk, "b", "seed=3"), keep(desk, "a", "seed=2", days=DAYS - 1)
     run_of(desk, other, *COMPLETED)
     with caplog.at_level("INFO", logger="rlhf.daemon"):
@@ -98,17 +98,17 @@ def test_what_is_old_and_nothing_refers_to_goes(client: Any, desk: Desk, caplog:
     assert tidier(desk).run() == []
 
 
-def test_nought_days_keeps_all(client: Any, desk: Desk) -> None:
+def test_zero_days_keep_everything(client: Any, desk: Desk) -> None:
     file = keep(desk, "a", days=10_000)
     assert tidier(desk, days=0).run() == []
     assert file.is_file()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What stays: each of these would go, were it not for one thing
+# Kept: each of these would be removed but for one condition
 
 
-def test_what_a_deployment_refers_to_stays(client: Any, desk: Desk) -> None:
+def test_a_config_of_a_deployment_is_kept(client: Any, desk: Desk) -> None:
     done = register("quickstart", desk.site, name="mine", overrides=["seed=5"], folder=desk.site.home)
     deployment = client.read_deployment(UUID(done.id))
     file = Path(deployment.parameters["config"])
@@ -119,7 +119,7 @@ def test_what_a_deployment_refers_to_stays(client: Any, desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(("state", "stays"), [("Scheduled", True), ("Failed", True), ("Completed", False)])
-def test_what_a_flow_run_may_begin_with_again_stays(client: Any, desk: Desk, state: str, stays: bool) -> None:
+def test_a_config_of_a_flow_run_that_may_be_retried_is_kept(client: Any, desk: Desk, state: str, stays: bool) -> None:
     from prefect import states
 
     register("quickstart", desk.site, name="mine", folder=desk.site.home)
@@ -130,7 +130,7 @@ def test_what_a_flow_run_may_begin_with_again_stays(client: Any, desk: Desk, sta
     assert tidier(desk).run() == ([] if stays else [file.parent])
 
 
-def test_a_deployment_on_a_late_page_is_seen(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployments_on_later_pages_are_found(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flows.references._PAGE", 4)
     files = []
     for number in range(11):
@@ -145,8 +145,8 @@ def test_a_deployment_on_a_late_page_is_seen(client: Any, desk: Desk, monkeypatc
 @pytest.mark.parametrize(
     "states", [(), (RunState.PREFLIGHT,), (RunState.PREFLIGHT, RunState.FAILED), (RunState.CANCELLED,)]
 )
-def test_what_a_run_can_be_resumed_with_stays(client: Any, desk: Desk, states: tuple[RunState, ...]) -> None:
-    """Also one that the history does not know yet; and one that lies where this site does not look."""
+def test_a_config_of_a_resumable_run_is_kept(client: Any, desk: Desk, states: tuple[RunState, ...]) -> None:
+    """Also a run that the history does not know yet, and one outside of this site's folder of runs."""
     file = keep(desk, "a")
     run_dir = run_of(desk, file, *states)
     assert tidier(desk).run() == [], "from its directory"
@@ -157,7 +157,7 @@ def test_what_a_run_can_be_resumed_with_stays(client: Any, desk: Desk, states: t
     assert tidier(desk).run() == [file.parent]
 
 
-def test_without_an_answer_of_prefect_everything_stays(desk: Desk) -> None:
+def test_without_an_answer_of_prefect_everything_is_kept(desk: Desk) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     file = keep(desk, "a")
@@ -166,22 +166,22 @@ def test_without_an_answer_of_prefect_everything_stays(desk: Desk) -> None:
     assert file.is_file()
 
 
-def test_what_is_asked_for_again_is_young_again(client: Any, desk: Desk) -> None:
+def test_a_new_request_resets_the_age(client: Any, desk: Desk) -> None:
     file = keep(desk, "a")
     again = snapshots.keep("quickstart", (), "a", desk.site.home, desk.site.home)
     assert again.config == file
     assert tidier(desk).run() == []
 
 
-def test_what_is_asked_for_while_it_is_removed_stays(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_requested_during_its_removal_is_kept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     file = keep(desk, "a")
     (old,) = snapshots.copies(desk.site.home)
-    os.utime(file.parent)  # somebody submits it between the look and the removal
+    os.utime(file.parent)  # a user submits it between the check and the removal
     assert not snapshots.remove(old)
     assert file.is_file()
 
 
-def test_a_removal_that_was_killed_is_finished(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_is_finished(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     file = keep(desk, "a")
 
     def die(path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_removal_that_was_killed_is_finished(client: Any, desk: Desk, monkeypa
     assert list((desk.site.home / "deployments" / "a").iterdir()) == []
 
 
-def test_the_daemon_does_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_removes_kept_configs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     done, stop = threading.Event(), threading.Event()
 
     def tidy(self: SnapshotCleanup, may: Callable[[], bool]) -> list[Path]:

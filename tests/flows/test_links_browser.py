@@ -1,4 +1,4 @@
-"""Links that we write, opened in a real browser: they lead into the UI that a person knows from its first page."""
+"""Links written by our program, opened in a real browser: they lead into the UI that the server's first page opens."""
 
 import re
 from typing import Any
@@ -19,10 +19,10 @@ from rlhf_core.control.controller import opened
 
 @pytest.fixture
 def run_id(desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run that has completed as a flow run, and whose site is that of `rlhf show`."""
+    """A run that has completed as a flow run, on the site that `rlhf show` uses."""
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     run_dir = desk.good_run()
-    # As `rlhf run` opens it: the flow run tells the journal who drives.
+    # Opened like `rlhf run` does: the flow run is recorded as driver in the journal.
     with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller:
         controller.clock, controller.sleep = desk.clock, desk.clock.sleep
         run_in_prefect(controller)
@@ -37,13 +37,13 @@ def flow_run_of(server: Site, run_id: str) -> str:
 
 
 def shows(page: Any, path: str, text: str) -> None:
-    """Wait until it is the page of that path and has that text, for a person to see."""
+    """Wait until the page with that path is open and shows that text visibly."""
     page.wait_for_url(lambda url: urlsplit(url).path == path, wait_until="commit")
     page.get_by_text(text).filter(visible=True).first.wait_for()
 
 
 def opened_by(page: Any, name: str) -> Any:
-    """Press a link in a text. The older UI opens it in a window of its own."""
+    """Click a link in a text. The older UI opens it in a window of its own."""
     link = page.get_by_role("link", name=name, exact=True).first
     if link.get_attribute("target") != "_blank":
         link.click()
@@ -61,7 +61,7 @@ def test_the_link_of_rlhf_show_opens_the_flow_run_in_the_ui_of_the_first_page(
     path = f"/runs/flow-run/{flow_run_of(real_prefect, run_id)}"
     assert link == f"{real_prefect.url}{path}"
     with page_of(real_prefect, "/") as page:
-        shows(page, "/dashboard", "Deployments")  # the newer one would go on to /v2/dashboard
+        shows(page, "/dashboard", "Deployments")  # the newer UI would redirect to /v2/dashboard
         page.goto(link, wait_until="domcontentloaded")
         shows(page, path, run_id)
         shows(page, path, "Completed")

@@ -1,4 +1,4 @@
-"""Messages of a real Prefect server to a real receiver."""
+"""Messages sent by a real Prefect server to a real receiver."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ SECRET = "T0KEN-that-nobody-may-see"
 
 @dataclass
 class Receiver:
-    """What came in at an address."""
+    """Requests received at an address."""
 
     url: str
     status: int = 200
@@ -47,7 +47,7 @@ def receiver() -> Iterator[Receiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Not shown."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     got = Receiver(f"http://127.0.0.1:{server.server_port}/hooks/{SECRET}")
@@ -88,9 +88,9 @@ def test_each_occasion_gives_one_message_with_its_content(site_of: Callable[...,
     happens("rlhf.run.cancelled", run_id="c-1")
     happens("rlhf.incident.node_lost", run_id="d-1", failure_kind="node_lost", message="n3 is gone", step="7")
     happens("rlhf.promotion.waiting", run_id="e-1", message="gain +0.7", url="http://ui/5")
-    happens("rlhf.promotion.approved", run_id="e-1")  # nobody asked to be told
+    happens("rlhf.promotion.approved", run_id="e-1")  # no message was requested
     happens("rlhf.run.training", run_id="f-1")
-    happens("rlhf.run.failed", run_id="g-1")  # a second one of a kind, at once
+    happens("rlhf.run.failed", run_id="g-1")  # a second one of the same kind, at once
     found = {one["run_id"]: one for one in receiver.until(6)}
     assert set(found) == {"a-1", "b-1", "c-1", "d-1", "e-1", "g-1"}
     assert found["a-1"]["text"] == f"run a-1 failed: {awkward}\nhttp://ui/1"
@@ -104,7 +104,7 @@ def test_each_occasion_gives_one_message_with_its_content(site_of: Callable[...,
     assert len(receiver.bodies) == 6
 
 
-def test_what_is_no_text_does_not_break_a_message(site_of: Callable[..., Site], receiver: Receiver) -> None:
+def test_values_that_are_not_text_do_not_break_a_message(site_of: Callable[..., Site], receiver: Receiver) -> None:
     register(site_of(receiver.url, "failed"))
     payload = {"run_id": 7, "step": None, "message": {"a": [1]}}
     emit_event("rlhf.run.failed", {"prefect.resource.id": "rlhf.run.7"}, payload=payload)
@@ -112,7 +112,9 @@ def test_what_is_no_text_does_not_break_a_message(site_of: Callable[..., Site], 
     assert body["run_id"] == "7"
 
 
-def test_it_is_registered_once_and_follows_the_settings(site_of: Callable[..., Site], receiver: Receiver) -> None:
+def test_the_automation_is_registered_once_and_follows_the_settings(
+    site_of: Callable[..., Site], receiver: Receiver
+) -> None:
     first = register(site_of(receiver.url, "failed", "completed"))
     assert register(site_of(receiver.url, "failed", "completed")) == first
     assert (
@@ -143,7 +145,7 @@ def test_a_changed_address_is_used(site_of: Callable[..., Site], receiver: Recei
     assert body["text"] == "a test message of rlhf-flows: if you can read this, it arrives"
 
 
-def test_an_address_where_nobody_is_says_so(site_of: Callable[..., Site], real_prefect: sites.Site) -> None:
+def test_an_unreachable_address_is_reported(site_of: Callable[..., Site], real_prefect: sites.Site) -> None:
     site = site_of(f"http://127.0.0.1:9/{SECRET}", "failed")
     register(site)
     with pytest.raises(PrefectUnavailable, match="was not sent: Webhook call failed") as error:
@@ -151,7 +153,7 @@ def test_an_address_where_nobody_is_says_so(site_of: Callable[..., Site], real_p
     assert SECRET not in str(error.value)
 
 
-def test_an_address_that_refuses_says_so(site_of: Callable[..., Site], receiver: Receiver) -> None:
+def test_a_refusing_address_is_reported(site_of: Callable[..., Site], receiver: Receiver) -> None:
     receiver.status = 404
     site = site_of(receiver.url, "failed")
     register(site)
@@ -159,7 +161,7 @@ def test_an_address_that_refuses_says_so(site_of: Callable[..., Site], receiver:
         send_test(site)
 
 
-def test_the_secret_is_nowhere_in_clear(
+def test_the_secret_is_nowhere_in_plain_text(
     site_of: Callable[..., Site], receiver: Receiver, real_prefect: sites.Site
 ) -> None:
     site = site_of(receiver.url, "failed")
@@ -172,12 +174,12 @@ def test_the_secret_is_nowhere_in_clear(
 
 
 @pytest.mark.parametrize("address", ["hooks.example.org/x", "ftp://example.org", "https:///x"])
-def test_what_is_no_address_is_refused(site_of: Callable[..., Site], address: str) -> None:
+def test_an_invalid_address_is_refused(site_of: Callable[..., Site], address: str) -> None:
     with pytest.raises(BadConfig, match="RLHF_NOTIFY_WEBHOOK_URL") as error:
         register(site_of(address, "failed"))
     assert address not in str(error.value)
 
 
-def test_a_site_that_tells_nobody_cannot_be_tested(site_of: Callable[..., Site]) -> None:
+def test_a_site_without_notifications_cannot_be_tested(site_of: Callable[..., Site]) -> None:
     with pytest.raises(BadConfig, match=r"notify\.webhook_url is empty"):
         send_test(site_of(""))

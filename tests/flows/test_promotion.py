@@ -1,4 +1,4 @@
-"""Promotion without Prefect: who answers, in which order, after which kill; and what is written."""
+"""Promotion without Prefect: answers in every order and after every kill, and the files written."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def asked(**promote: Any) -> RunSpec:
 
 
 def checkpoint_with_model(run_dir: RunDir, step: int = 10) -> None:
-    """A complete checkpoint with the files of a model, as text."""
+    """A complete checkpoint with the files of a model as text."""
     checkpoint = run_dir.checkpoint(step)
     files = {"model/config.json": "{}", "model/model.safetensors": f"weights of step {step}", "trainer_state/a": "x"}
     for name, text in files.items():
@@ -53,7 +53,7 @@ def checkpoint_with_model(run_dir: RunDir, step: int = 10) -> None:
 
 
 def completes(desk: Desk, run_dir: RunDir) -> None:
-    """The next job of the run does all it should."""
+    """Make the next job of the run succeed."""
 
     def behave(request: object) -> None:
         FakeAgent(run_dir).whole_run()
@@ -63,7 +63,7 @@ def completes(desk: Desk, run_dir: RunDir) -> None:
 
 
 def completed(desk: Desk, spec: RunSpec) -> RunDir:
-    """A run that has completed; its controller is about to ask."""
+    """A completed run whose controller is about to request approval."""
     run_dir = desk.run(spec)
     completes(desk, run_dir)
     controller = desk.controller(run_dir)
@@ -96,7 +96,7 @@ def answers(run_dir: RunDir, verdict: str, by: str = "ada", reason: str = "") ->
 
 
 def when_asked(run_dir: RunDir, do: Callable[[], object]) -> Ask:
-    """Somebody sees the question and does something."""
+    """Do something when the request for approval is seen."""
 
     @contextmanager
     def ask(question: promotion.Question) -> Iterator[None]:
@@ -114,7 +114,7 @@ def answer(desk: Desk, run_dir: RunDir, verdict: approval.Verdict, by: str, reas
 # The order
 
 
-def test_nobody_is_asked_unless_the_run_says_so(desk: Desk) -> None:
+def test_approval_is_requested_only_if_the_run_requires_it(desk: Desk) -> None:
     run_dir = desk.run()
     completes(desk, run_dir)
     drive(desk.controller(run_dir))
@@ -133,7 +133,7 @@ def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     assert target == desk.site.home / "promoted" / run_dir.run_id
     assert standing(run_dir).path == str(target)
     assert (target / "model.safetensors").read_text() == "weights of step 10"
-    assert not (target / "a").exists(), "the trainer's state is nobody's business"
+    assert not (target / "a").exists(), "the trainer's state is not part of the model"
     assert damage(target) == []
     origin = read_model(target / promote.PROVENANCE, ModelProvenance)
     assert origin is not None
@@ -155,7 +155,7 @@ def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     }
 
 
-def test_the_allocation_is_gone_before_anybody_is_asked(desk: Desk) -> None:
+def test_the_allocation_is_released_before_the_request_for_approval(desk: Desk) -> None:
     run_dir = desk.run(asked())
     completes(desk, run_dir)
     seen = []
@@ -168,7 +168,7 @@ def test_the_allocation_is_gone_before_anybody_is_asked(desk: Desk) -> None:
     assert seen == [JobState.ENDED]
 
 
-def test_always_asks_nobody(desk: Desk) -> None:
+def test_always_promotes_without_approval(desk: Desk) -> None:
     run_dir = desk.run(make_spec(promote={"when": "always"}))
     completes(desk, run_dir)
     drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: pytest.fail("asked"))))
@@ -185,17 +185,17 @@ def test_a_refusal_writes_nothing_and_the_run_stays_completed(desk: Desk) -> Non
     assert not (desk.site.home / "promoted").exists()
 
 
-def test_a_question_that_nobody_answers_expires_and_can_still_be_approved(desk: Desk) -> None:
+def test_an_unanswered_request_expires_and_can_still_be_approved(desk: Desk) -> None:
     run_dir = desk.run(asked(timeout_h=1e-9))
     completes(desk, run_dir)
     drive(desk.controller(run_dir))
     assert states(run_dir) == ["waiting", "expired"]
-    desk.controller(desk.run())  # lets go of the run
+    desk.controller(desk.run())  # releases the run
     assert answer(desk, run_dir, "approved", "bea").state is PromotionState.PROMOTED
     assert states(run_dir) == ["waiting", "expired", "approved", "promoted"]
 
 
-def test_a_gain_that_is_too_small_asks_nobody(desk: Desk) -> None:
+def test_a_gain_that_is_too_small_requests_no_approval(desk: Desk) -> None:
     run_dir = desk.run(asked(min_gain=0.71))
     completes(desk, run_dir)
     drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: pytest.fail("asked"))))
@@ -210,8 +210,8 @@ def test_a_gain_that_is_too_small_asks_nobody(desk: Desk) -> None:
         answer(desk, run_dir, "approved", "bea")
 
 
-def test_a_gain_that_is_just_enough_asks(desk: Desk) -> None:
-    """Negative control of the test before."""
+def test_a_sufficient_gain_requests_approval(desk: Desk) -> None:
+    """Negative control of the previous test."""
     run_dir = desk.run(asked(min_gain=0.69))
     completes(desk, run_dir)
     drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
@@ -225,7 +225,7 @@ def report(run_dir: RunDir, file: str, **changes: Any) -> None:
     write_model(run_dir.evaluations_dir / file, known.model_copy(update=changes))
 
 
-def test_of_several_evaluated_checkpoints_the_best_one_that_is_there_is_taken(desk: Desk) -> None:
+def test_the_best_existing_evaluated_checkpoint_is_promoted(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     wanted = run_dir.read_spec().spec.promote
     for step, value in ((4, 0.95), (6, 0.93), (8, 0.93)):
@@ -258,7 +258,7 @@ def test_without_an_evaluation_there_is_nothing_to_choose(desk: Desk) -> None:
 
 @pytest.fixture
 def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the lease, each thread of this process is a controller of its own, and alive."""
+    """Treat each thread of this process as a separate live controller, as far as the lease is concerned."""
     mine = lease.Owner.this_process()
     monkeypatch.setattr(
         lease.Owner, "this_process", lambda: dataclasses.replace(mine, user=f"thread{threading.get_ident()}")
@@ -266,7 +266,7 @@ def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("threads_are_processes")
-def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) -> None:
+def test_of_many_concurrent_answers_one_counts_and_the_others_are_refused(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     controller = desk.controller(run_dir)
     told: dict[str, str] = {}
@@ -301,7 +301,7 @@ def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) 
 
 
 @pytest.mark.usefixtures("threads_are_processes")
-def test_of_two_who_think_again_at_once_one_promotes_and_the_other_is_told(desk: Desk) -> None:
+def test_of_two_concurrent_changes_of_mind_one_promotes_and_the_other_is_refused(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
     desk.controller(desk.run())
@@ -325,8 +325,8 @@ def test_of_two_who_think_again_at_once_one_promotes_and_the_other_is_told(desk:
     assert states(run_dir) == ["waiting", "refused", "approved", "promoted"]
 
 
-def test_with_an_answer_that_may_be_replaced_two_count(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the test above would see it."""
+def test_if_answers_may_be_replaced_two_count(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the test above would detect it."""
 
     def replaced(path: Path, text: str) -> bool:
         write_text(path, text)
@@ -339,7 +339,7 @@ def test_with_an_answer_that_may_be_replaced_two_count(desk: Desk, monkeypatch: 
 
 
 @pytest.mark.parametrize("first", ["approved", "refused"])
-def test_without_a_controller_the_answer_is_acted_on_from_here(desk: Desk, first: approval.Verdict) -> None:
+def test_without_a_controller_the_command_acts_on_the_answer(desk: Desk, first: approval.Verdict) -> None:
     run_dir = completed(desk, asked())
     controller = desk.controller(run_dir)
     controller.show_question = when_asked(run_dir, killed)
@@ -359,7 +359,7 @@ def killed() -> None:
 def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be done with it, and gone, before the one who answered looks whether a controller is there."""
+    """The controller may have finished and exited before the command checks whether one exists."""
     run_dir = completed(desk, asked())
     with pytest.raises(Killed):
         promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, killed)))
@@ -375,7 +375,7 @@ def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
     assert states(run_dir) == ["waiting", "approved", "promoted"]
 
 
-def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> None:
+def test_a_refusal_can_be_revised_and_a_promotion_cannot(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
     desk.controller(desk.run())
@@ -387,7 +387,7 @@ def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> Non
             answer(desk, run_dir, verdict, "cy")
 
 
-def test_what_was_never_asked_can_be_approved_and_not_refused(desk: Desk) -> None:
+def test_without_a_request_a_run_can_be_approved_and_not_refused(desk: Desk) -> None:
     run_dir = completed(desk, make_spec())
     desk.controller(desk.run())
     with pytest.raises(BadInput, match=r"no promotion of .* has been requested"):
@@ -400,7 +400,7 @@ def test_a_run_that_is_not_completed_is_not_promoted(desk: Desk) -> None:
         answer(desk, desk.run(asked()), "approved", "ada")
 
 
-def test_the_journal_refuses_a_move_that_the_table_lacks(desk: Desk) -> None:
+def test_the_journal_refuses_transitions_that_the_table_lacks(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     journal = desk.controller(run_dir).journal
     with pytest.raises(IllegalMove, match="not begun and cannot become promoted"):
@@ -432,7 +432,7 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
             promotion.carry_out(controller)
     assert deadlines[0] == deadlines[1] == standing(run_dir).asked_at + timedelta(hours=5)
     assert states(run_dir) == ["waiting"]
-    answers(run_dir, "approved")  # nobody lives to see it
+    answers(run_dir, "approved")  # no controller survives to see it
     drive(desk.controller(run_dir))
     assert states(run_dir) == ["waiting", "approved", "promoted"]
     assert len(desk.scheduler.submitted) == 1
@@ -462,7 +462,10 @@ def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk
 
 
 def write_and_die(run_dir: RunDir, target: Path, origin: ModelProvenance, die_at: int) -> bool:
-    """Write the model in a process of its own that is killed, as by SIGKILL, at one of its effects; whether it was."""
+    """Write the model in a process of its own that is killed at one of its effects, as by SIGKILL.
+
+    True if it was killed.
+    """
     child = os.fork()
     if child == 0:
         passed = 0
@@ -488,8 +491,8 @@ def write_and_die(run_dir: RunDir, target: Path, origin: ModelProvenance, die_at
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_killed_while_it_is_written_there_is_nothing_or_a_whole_model(desk: Desk, in_place: bool) -> None:
-    """And, as a control, a writer without the other name leaves halves behind."""
+def test_a_kill_during_the_write_leaves_nothing_or_a_whole_model(desk: Desk, in_place: bool) -> None:
+    """And, as a control, a writer without the temporary name leaves partial models behind."""
     run_dir = approved(desk)
     origin = promotion._provenance(
         desk.controller(run_dir), PromotionRecord(PromotionState.APPROVED, 10, utc_now(), "ada")
@@ -510,7 +513,7 @@ def test_killed_while_it_is_written_there_is_nothing_or_a_whole_model(desk: Desk
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What can go wrong with the folder
+# Errors of the target folder
 
 
 def approved(desk: Desk, **promote: Any) -> RunDir:
@@ -536,7 +539,7 @@ def test_a_damaged_checkpoint_is_not_promoted(desk: Desk) -> None:
 
 
 def test_without_the_comparison_a_damaged_checkpoint_would_pass(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the test before."""
+    """Negative control of the previous test."""
     run_dir = approved(desk)
     (run_dir.checkpoint(10).model / "model.safetensors").write_text("weights of step 11")
     copy = promote._copy
@@ -564,7 +567,7 @@ def test_something_else_at_the_target_is_not_touched(desk: Desk) -> None:
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 
 
-def test_a_full_disk_is_said_and_can_be_tried_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_promotion_can_be_retried(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = approved(desk)
     desk.controller(desk.run())
     with pytest.MonkeyPatch.context() as patch:
@@ -584,7 +587,7 @@ def full(path: Path, text: str) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_folder_that_cannot_be_made_is_said(desk: Desk) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(desk: Desk) -> None:
     (desk.site.home / "file").write_text("")
     run_dir = approved(desk, folder=str(desk.site.home / "file" / "models"))
     drive(desk.controller(run_dir))
@@ -592,10 +595,10 @@ def test_a_folder_that_cannot_be_made_is_said(desk: Desk) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is told
+# Texts
 
 
-def test_the_card_says_what_is_known_and_leaves_the_rest_to_a_person(desk: Desk) -> None:
+def test_the_card_states_known_facts_and_leaves_the_rest_to_the_author(desk: Desk) -> None:
     run_dir = approved(desk)
     drive(desk.controller(run_dir))
     card = Path(standing(run_dir).path, "README.md").read_text()
@@ -610,7 +613,7 @@ def test_the_card_says_what_is_known_and_leaves_the_rest_to_a_person(desk: Desk)
     assert "slurm" not in origin["spec"]
 
 
-def test_the_question_has_all_that_is_needed_to_answer_it(desk: Desk) -> None:
+def test_the_request_contains_everything_needed_for_an_answer(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     shown = []
 

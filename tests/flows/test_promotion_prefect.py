@@ -1,4 +1,4 @@
-"""The question in Prefect: a real server, its form in a real browser, and answers that come from elsewhere."""
+"""The request for approval in Prefect: a real server, its form in a real browser, and answers from elsewhere."""
 
 import contextvars
 import threading
@@ -52,7 +52,7 @@ def paused(run_dir: RunDir) -> FlowRun | None:
 
 
 def waiting_controller(desk: Desk, run_dir: RunDir) -> Controller:
-    """With real time: it waits for a person."""
+    """A controller with real time, because it waits for an answer."""
     controller = desk.controller(run_dir)
     controller.clock, controller.sleep, controller.poll_s = time.monotonic, time.sleep, 0.1
     return controller
@@ -74,7 +74,7 @@ def waiting_run(desk: Desk, **promote: Any) -> Iterator[RunDir]:
         thread.join(timeout=60)
         assert not thread.is_alive()
     finally:
-        answers(run_dir, "refused")  # lets the thread go when the test has failed
+        answers(run_dir, "refused")  # releases the thread if the test has failed
         thread.join(timeout=60)
 
 
@@ -89,14 +89,14 @@ def message_of(run_dir: RunDir) -> tuple[str, str]:
 
 
 def _is_in_view(field: Any) -> bool:
-    """True if a field lies within a window of 900 pixels' height."""
+    """True if a field is visible in a window with a height of 900 pixels."""
     field.page.set_viewport_size({"width": 1440, "height": 900})
     field.wait_for()
     box = field.bounding_box()
     return bool(box["y"] > 0 and box["y"] + box["height"] < 900)
 
 
-def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: Site) -> None:
+def test_a_user_approves_in_the_browser(desk: Desk, real_prefect: Site) -> None:
     with waiting_run(desk) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.get_by_role("button", name="Resume").first.click()
         form = page.locator(".p-modal__card")
@@ -115,8 +115,8 @@ def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: Site) -> Non
     assert message.endswith("by Ada (through Prefect, unverified): good enough")
 
 
-def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: Site) -> None:
-    """A switch that is left alone refuses."""
+def test_a_user_refuses_in_the_newer_ui(desk: Desk, real_prefect: Site) -> None:
+    """A switch that is left unchanged means a refusal."""
     with waiting_run(desk) as run_dir, page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.locator("button[aria-haspopup=menu]").first.click()
         page.get_by_role("menuitem", name="Resume").click()
@@ -139,7 +139,7 @@ def test_an_answer_from_a_terminal_resumes_the_flow_run_by_itself(desk: Desk) ->
     assert message_of(run_dir)[0] == "Completed"
 
 
-def test_while_a_person_is_asked_the_place_of_the_run_is_free_for_others(desk: Desk) -> None:
+def test_a_run_waiting_for_approval_frees_its_slot_for_others(desk: Desk) -> None:
     limit = GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
     with get_client(sync_client=True) as client:
         client.create_global_concurrency_limit(limit)
@@ -164,7 +164,7 @@ def test_a_flow_run_that_is_resumed_without_the_form_asks_again(desk: Desk) -> N
         answers(run_dir, "refused")
 
 
-def test_time_that_ran_out_ends_the_pause(desk: Desk) -> None:
+def test_an_expired_request_ends_the_pause(desk: Desk) -> None:
     with waiting_run(desk, timeout_h=6 / 3600) as run_dir:
         pass
     assert states(run_dir) == ["waiting", "expired"]
@@ -173,9 +173,9 @@ def test_time_that_ran_out_ends_the_pause(desk: Desk) -> None:
 
 
 def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
-    """Its flow run stays paused when the controller is killed; the next controller finds what was answered there."""
+    """The flow run stays paused when the controller is killed; the next controller reads the answer there."""
     with waiting_run(desk) as run_dir, get_client(sync_client=True) as client:
-        # As a second controller would, in a flow run of its own.
+        # Like a second controller, in a flow run of its own.
         dead = flow_run_of(run_dir)
         form = {"approve": True, "by": "dee", "reason": "late"}
         client.resume_flow_run(dead.id, run_input=form)
@@ -183,16 +183,16 @@ def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
     assert standing(run_dir).by == f"dee ({THROUGH_PREFECT})"
 
 
-def test_a_form_that_nobody_reads_any_more_is_taken_away(desk: Desk) -> None:
+def test_a_form_without_a_reader_is_removed(desk: Desk) -> None:
     with waiting_run(desk) as run_dir:
         with get_client(sync_client=True) as client:
             gate._take_over(client, run_dir, UUID(int=0))
-        assert message_of(run_dir)[0] == "Crashed", "nobody cancelled it, and it has not completed"
+        assert message_of(run_dir)[0] == "Crashed", "it was not cancelled, and it has not completed"
         answers(run_dir, "refused")
 
 
-def test_a_server_that_never_answers_does_not_hold_the_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefect hangs for as long as the question is open; the controller sees the answer all the same."""
+def test_an_unresponsive_server_does_not_hold_the_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect hangs for as long as the request is open; the controller sees the answer nevertheless."""
     never, asked = threading.Event(), threading.Event()
 
     def hangs() -> bool:

@@ -1,4 +1,4 @@
-"""Events for automations: names, payloads of texts, and ids that do not depend on the publisher."""
+"""Events for automations: their names, text-only payloads, and ids that do not depend on the publisher."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -33,7 +33,7 @@ def completed(desk: Desk) -> RunDir:
     return run_dir
 
 
-def test_every_state_of_a_run_is_an_event_with_texts_alone(desk: Desk) -> None:
+def test_every_state_of_a_run_is_an_event_with_text_only(desk: Desk) -> None:
     run_dir = completed(desk)
     found = events(run_dir)
     assert [one.name for one in found] == [
@@ -71,7 +71,7 @@ def test_ids_do_not_depend_on_the_publisher(desk: Desk) -> None:
     assert [one.id for one in events(run_dir, ANOTHER)] == ids
 
 
-def test_lines_of_a_controller_that_had_lost_the_run_make_no_event(desk: Desk) -> None:
+def test_lines_of_a_controller_that_lost_the_run_cause_no_event(desk: Desk) -> None:
     run_dir = completed(desk)
     sequence = read_record(run_dir).next_sequence
     writer = LineWriter(run_dir.control)

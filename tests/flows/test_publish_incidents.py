@@ -1,4 +1,4 @@
-"""The page of the incidents: the essentials of the evidence, bounded, also of trials."""
+"""The page of incidents: the essential evidence, bounded in size, including trials."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from rlhf_core.schemas.failures import FailureKind
 
 @pytest.fixture
 def hung(tmp_path: Path) -> RunDir:
-    """A run of which rank 1 hung; its evidence as the agents save it."""
+    """A run in which rank 1 hung, with evidence as the agents save it."""
     run_dir = make_run(tmp_path / "runs")
     agent = FakeAgent(run_dir)
     agent.status()
@@ -41,7 +41,7 @@ def test_the_stack_of_the_suspect_comes_first(hung: RunDir) -> None:
     assert text.index("the culprit sleeps") < text.index("waits in all_reduce")
 
 
-def test_evidence_is_short_and_says_where_the_rest_is(hung: RunDir) -> None:
+def test_evidence_is_short_and_refers_to_the_rest(hung: RunDir) -> None:
     text = incidents_markdown(read_timeline(hung))
     assert text.count("waits in all_reduce") == STACK_LINES
     assert "more lines" in text
@@ -54,7 +54,7 @@ def test_evidence_is_short_and_says_where_the_rest_is(hung: RunDir) -> None:
     assert "<details" not in text, "the new UI shows it as text"
 
 
-def test_nothing_in_the_evidence_is_taken_for_markdown(hung: RunDir) -> None:
+def test_evidence_is_not_interpreted_as_markdown(hung: RunDir) -> None:
     lines = incidents_markdown(read_timeline(hung)).splitlines()
     assert "`the culprit sleeps`  " in lines
     assert "```` ``` ````  " in lines
@@ -63,7 +63,7 @@ def test_nothing_in_the_evidence_is_taken_for_markdown(hung: RunDir) -> None:
 
 
 def test_frames_keep_their_indentation_and_their_lines(hung: RunDir) -> None:
-    """A block of code would do that, but the new UI shows it light on light."""
+    """A code block would do that, but the new UI renders it light on light."""
     (hung.attempt(1).restart(0).evidence_dir / f"stack-{NODE}-1.txt").write_text("Thread 1\n    train (a.py:1)\n\n")
     text = incidents_markdown(read_timeline(hung))
     assert "`Thread 1`  \n`\u00a0\u00a0\u00a0\u00a0train (a.py:1)`  \n" in text
@@ -83,7 +83,7 @@ def test_a_run_with_many_incidents_stays_readable(tmp_path: Path) -> None:
     assert len(text) < 50_000
 
 
-def test_what_a_trial_found_is_shown_with_its_run(desk: Desk, checks: list[CheckResult]) -> None:
+def test_incidents_of_a_trial_are_shown_with_its_run(desk: Desk, checks: list[CheckResult]) -> None:
     """A trial has no pages of its own."""
     checks.append(CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed"))
     run_dir = desk.run(make_spec(preflight={"trial": "run"}))

@@ -1,4 +1,4 @@
-"""The progress of a run as Prefect shows it: its words, and that a run that goes back says why."""
+"""Progress of a run in Prefect: its wording, and the explanation of a run that goes back."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 
 def look(step: int, **changes: Any) -> AttemptSnapshot:
-    """A poll of an attempt that trains."""
+    """A snapshot of an attempt that trains."""
     facts: dict[str, Any] = {
         "attempt": 1,
         "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
@@ -38,7 +38,7 @@ def look(step: int, **changes: Any) -> AttemptSnapshot:
     return AttemptSnapshot(**{**facts, **changes})
 
 
-def test_a_step_in_a_line_with_the_time_that_is_left(desk: Desk) -> None:
+def test_a_step_is_a_line_with_the_remaining_time(desk: Desk) -> None:
     run_dir = desk.run()
     progress = progress_of_poll(look(6), make_spec(), StepTimer())
     text = progress_markdown(progress, read_timeline(run_dir))
@@ -48,7 +48,7 @@ def test_a_step_in_a_line_with_the_time_that_is_left(desk: Desk) -> None:
     assert "reward 0.250" in text
 
 
-def test_the_warm_start_says_nothing_about_the_time_of_the_main_algorithm() -> None:
+def test_the_warm_start_does_not_predict_the_time_of_the_main_algorithm() -> None:
     spec, timer = make_spec(), StepTimer()
     assert progress_of_poll(look(2, loop="sft", metrics={"time/step_s": 0.1}), spec, timer).left_s is None
     assert progress_of_poll(look(3, metrics={"time/step_s": 4.0}), spec, timer).left_s == 7 * 4.0
@@ -70,8 +70,8 @@ def gone_back(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize(("step", "goes_back"), [(7, False), (4, True)])
-def test_a_run_that_goes_back_says_why(desk: Desk, step: int, goes_back: bool) -> None:
-    """The furthest step comes from the files: a controller that comes later knows it too."""
+def test_a_run_that_goes_back_is_explained(desk: Desk, step: int, goes_back: bool) -> None:
+    """The furthest step comes from the files: a later controller knows it too."""
     run_dir = desk.run()
     gone_back(run_dir)
     furthest = RunReader(run_dir).read().progress.furthest
@@ -81,7 +81,7 @@ def test_a_run_that_goes_back_says_why(desk: Desk, step: int, goes_back: bool) -
     assert ("Went back after hang: step 7 was reached before" in text) is goes_back
 
 
-def test_a_trial_makes_no_step_of_its_run(desk: Desk) -> None:
+def test_steps_of_a_trial_do_not_count_for_its_run(desk: Desk) -> None:
     run_dir = desk.run()
     small = make_spec(train={"num_steps": 2})
     trial = replace(
@@ -91,7 +91,7 @@ def test_a_trial_makes_no_step_of_its_run(desk: Desk) -> None:
     assert "**trial on one node: train attempt 1, step 3 of 4**" in progress_markdown(trial, read_timeline(run_dir))
 
 
-def test_the_end_says_how(desk: Desk) -> None:
+def test_the_end_is_described(desk: Desk) -> None:
     run_dir = desk.completed()
     snapshot = RunReader(run_dir).read()
     assert snapshot.progress.percent == 100.0
@@ -99,7 +99,7 @@ def test_the_end_says_how(desk: Desk) -> None:
     assert text.startswith("**completed** · attempt 1 completed")
 
 
-def test_before_anything_is_known_there_is_no_figure(desk: Desk) -> None:
+def test_without_data_there_is_no_figure(desk: Desk) -> None:
     snapshot = RunReader(make_run(desk.site.runs_dir)).read()
     assert snapshot.progress.percent == 0.0
     assert progress_markdown(snapshot.progress, snapshot.timeline) == "**pending**"

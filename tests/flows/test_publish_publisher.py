@@ -1,4 +1,4 @@
-"""The publisher of a controller: when the picture is drawn, and that nothing unchanged is sent again."""
+"""The publisher of a controller: times at which the picture is drawn, and no repetition of unchanged artifacts."""
 
 import logging
 from datetime import timedelta
@@ -20,7 +20,7 @@ FLOW_RUN = FlowRunRef("0d6f2a5e-0000-0000-0000-000000000000", "a flow run")
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Names of the artifacts of each publication that is sent; nothing is without a server."""
+    """Names of the artifacts of each publication; nothing is really sent without a server."""
     found: list[list[str]] = []
 
     def publish(publication: Publication) -> list[str]:
@@ -43,7 +43,7 @@ def at_work(desk: Desk, run_dir: RunDir) -> Publisher:
     return Publisher(desk.controller(run_dir), FLOW_RUN, logging.getLogger("test"), pytest.fail)
 
 
-def test_the_picture_is_drawn_at_once_then_seldom_and_at_the_end(
+def test_the_picture_is_drawn_at_once_then_rarely_and_at_the_end(
     desk: Desk, sent: list[list[str]], clock: Clock
 ) -> None:
     run_dir = desk.run()
@@ -69,7 +69,7 @@ def test_the_picture_is_drawn_at_once_then_seldom_and_at_the_end(
 def test_a_run_of_days_is_drawn_less_often(
     desk: Desk, sent: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fifty controllers share a machine, and in half a minute of three days nothing changes."""
+    """Fifty controllers share a machine, and in half a minute of three days nothing changes visibly."""
     run_dir = desk.run()
     agent, made = FakeAgent(run_dir), at_work(desk, run_dir)
     monkeypatch.setattr(publisher, "utc_now", lambda: utc_now() + timedelta(days=3))
@@ -84,7 +84,7 @@ def test_a_run_of_days_is_drawn_less_often(
         assert ("curves" in sent[-1]) is (names == ["curves"])
 
 
-def test_what_is_unchanged_is_not_sent_again(desk: Desk, sent: list[list[str]], clock: Clock) -> None:
+def test_unchanged_artifacts_are_not_sent_again(desk: Desk, sent: list[list[str]], clock: Clock) -> None:
     run_dir = desk.run()
     made = at_work(desk, run_dir)
     made._publish(last=False)
@@ -95,7 +95,7 @@ def test_what_is_unchanged_is_not_sent_again(desk: Desk, sent: list[list[str]], 
     assert sent == [["progress"], ["progress"]], "the control"
 
 
-def test_what_the_server_did_not_take_is_sent_again(
+def test_artifacts_refused_by_the_server_are_sent_again(
     desk: Desk, sent: list[list[str]], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = desk.run()

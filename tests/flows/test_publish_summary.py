@@ -1,4 +1,4 @@
-"""The result of a run, from its directory alone."""
+"""Summary of a run, made from its directory alone."""
 
 from desk import Desk
 
@@ -22,7 +22,7 @@ def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
     assert str(run_dir.root) in text
 
 
-def test_steps_without_metrics_are_said(desk: Desk) -> None:
+def test_steps_without_metrics_are_listed(desk: Desk) -> None:
     run_dir = desk.completed()
     assert summarise(run_dir).missing_steps == ""
     metrics = run_dir.attempt(1).restart(0).metrics
@@ -32,6 +32,6 @@ def test_steps_without_metrics_are_said(desk: Desk) -> None:
     assert "> no metrics of 6 of 10 steps: 5-10" in summary_markdown(summary)
 
 
-def test_what_is_not_there_is_a_dash() -> None:
+def test_missing_values_are_dashes() -> None:
     assert (interval(None), signed(None)) == ("-", "-")
     assert signed(-0.25) == "-0.250"

@@ -1,4 +1,4 @@
-"""Requests in Prefect that are no run, as `rlhf runs` shows them: without Prefect, from what the daemon wrote."""
+"""Requests in Prefect without a run yet, as listed by `rlhf runs`: without Prefect, from the daemon's file."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
-    monkeypatch.setenv("COLUMNS", "200")  # so that no text is broken in the middle of what is looked for
+    monkeypatch.setenv("COLUMNS", "200")  # wide enough that no expected text is wrapped
     run_dir = desk.run()
     flow = f"{RUN_FLOW}-of-this-test"
     assert execute(["runs", "--queued"]) == 0
@@ -40,7 +40,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     program = "import sys; from rlhf_core.cli.main import execute; execute(['runs', '--queued', '--json']); "
     program += "print('prefect' in sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stderr.strip() == "False", "it works, and is fast, whatever becomes of Prefect"
+    assert found.stderr.strip() == "False", "it works, and is fast, without Prefect"
     listed = {one["run_id"]: one for one in json.loads(found.stdout)}
     assert {name: one["state"] for name, one in listed.items()} == {"waits": "waiting", "refused": "refused"}
     assert listed["waits"]["owner"] == "ada"

@@ -1,4 +1,4 @@
-"""Scheduled flow runs that are not to begin: of a paused schedule, and of a deployment that is busy."""
+"""Scheduled flow runs that must not start: those of a paused schedule, and those of a busy deployment."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -53,7 +53,7 @@ def deployed(client: SyncPrefectClient, name: str, *tags: str) -> UUID:
 
 
 def due(client: SyncPrefectClient, deployment: UUID) -> FlowRun:
-    """Its flow run that is due, and waits."""
+    """The waiting flow run of the deployment that is due."""
     found: list[FlowRun] = until(
         lambda: [
             one
@@ -81,19 +81,19 @@ def events(real_prefect: Site, deployment: UUID) -> list[str]:
 
 
 def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> FlowRun:
-    """A run of a deployment that goes on."""
+    """An active run of a deployment."""
     made = client.create_flow_run_from_deployment(deployment, name=name or None)
     client.set_flow_run_state(made.id, Running(), force=True)
     return made
 
 
-def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_busy(
+def test_waiting_flow_runs_of_a_paused_schedule_or_a_busy_deployment_are_cancelled(
     client: SyncPrefectClient, desk: Desk, real_prefect: Site
 ) -> None:
     paused, busy, other, idle = (deployed(client, name) for name in ("paused", "busy", "other", "idle"))
     waiting = {one: due(client, one) for one in (paused, busy, other, idle)}
     by_hand = client.create_flow_run_from_deployment(paused)
-    # The tag of the flow runs is what counts: Prefect copies it from the deployment when it plans them.
+    # The tag of the flow runs counts: Prefect copies it from the deployment when it schedules them.
     for one in (busy, idle):
         client.update_flow_run(waiting[one].id, tags=[*waiting[one].tags, schedules.SKIP_IF_BUSY])
     (schedule,) = client.read_deployment_schedules(paused)
@@ -113,7 +113,7 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     assert schedules.call_off(RUN_FLOW, desk.site.runs_dir) == []
 
 
-def test_a_scheduled_run_that_a_worker_has_taken_does_not_begin_while_its_deployment_is_busy(
+def test_a_scheduled_run_taken_by_a_worker_does_not_start_while_its_deployment_is_busy(
     client: SyncPrefectClient, desk: Desk
 ) -> None:
     deployment = deployed(client, "nightly", schedules.SKIP_IF_BUSY)
@@ -131,7 +131,7 @@ def test_a_scheduled_run_that_a_worker_has_taken_does_not_begin_while_its_deploy
     assert [one.name for one in desk.site.runs_dir.iterdir()] == [run_dir.run_id], "it made no run"
 
 
-def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_goes_on(
+def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_continues(
     client: SyncPrefectClient, desk: Desk
 ) -> None:
     deployment = deployed(client, "crashes")
@@ -147,7 +147,7 @@ def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_goes_on
     assert schedules.busy_with(client, asked, desk.site.runs_dir) == ""
 
 
-def test_of_two_scheduled_runs_that_begin_at_once_the_earlier_one_starts(
+def test_of_two_scheduled_runs_due_at_once_the_earlier_one_starts(
     client: SyncPrefectClient, desk: Desk, tmp_path: Path
 ) -> None:
     deployment = deployed(client, "twice", schedules.SKIP_IF_BUSY)

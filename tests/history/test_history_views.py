@@ -324,7 +324,7 @@ def test_what_the_database_refuses_is_said_in_words_also_past_sqlalchemy(store: 
 
 
 def test_without_the_trigger_the_metrics_of_a_removed_run_would_stay(tmp_path: Path, runs: Path) -> None:
-    """Negative control of ``test_removing_a_run_removes_all_of_it``: the table has no foreign keys."""
+    """Negative control of ``test_removing_a_run_removes_all_its_rows``: the table has no foreign keys."""
     run = whole_run(runs)
     with HistoryStore(new_sqlite(tmp_path)) as store:
         sync(run.dir, store)

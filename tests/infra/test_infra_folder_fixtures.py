@@ -1,4 +1,4 @@
-"""Fixtures that last as long as the tests of a folder end with the last of them, not with the session."""
+"""Fixtures with the lifetime of a test folder end with its last test, not with the session."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_one(request, FIXTURE):
 """
 
 
-def test_it_ends_before_the_next_folder_begins(tmp_path: Path) -> None:
+def test_the_fixture_ends_before_the_next_folder_starts(tmp_path: Path) -> None:
     log = f"Path({str(tmp_path / 'log')!r})"
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

@@ -1,5 +1,7 @@
-"""The dashboards: their questions are asked of a real PostgreSQL, as the role that Grafana has, with Grafana's macros
-expanded as its documentation says. No Grafana takes part."""
+"""The Grafana dashboards: their queries run on a real PostgreSQL, as Grafana's role, without Grafana.
+
+Grafana's macros are expanded as its documentation describes.
+"""
 
 import json
 import re
@@ -25,7 +27,7 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
 
 def expanded(sql: str, values: dict[str, list[str]]) -> str:
-    """A question as Grafana sends it: https://grafana.com/docs/grafana/latest/datasources/postgres/"""
+    """A query as Grafana sends it: https://grafana.com/docs/grafana/latest/datasources/postgres/"""
 
     def group(found: re.Match[str]) -> str:
         seconds = int(found[3]) * _SECONDS[found[4]]
@@ -69,13 +71,13 @@ def grafana(url: str, run_id: str) -> Iterator[Any]:
 
 
 def values_of(board: dict[str, Any], run_id: str) -> dict[str, list[str]]:
-    """What a person picked for each variable."""
+    """Selected values of each variable."""
     picked = {"run": [run_id], "metric": ["train/loss"], "node": ["n1", "n2"]}
     return {variable["name"]: picked[variable["name"]] for variable in board["templating"]["list"]}
 
 
 def misfit(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> str:
-    """What a panel of a type cannot show of a table; empty where it fits."""
+    """Reason why a panel of a type cannot display a table; empty if it can."""
 
     def numbers(columns: range) -> bool:
         return all(not isinstance(row[index], str | datetime) for row in rows for index in columns)
@@ -100,9 +102,7 @@ def misfit(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> str:
 
 
 @pytest.mark.parametrize(("board", "panel"), PANELS, ids=lambda value: value if isinstance(value, str) else value["id"])
-def test_every_panel_has_an_answer_that_it_can_show(
-    board: str, panel: dict[str, Any], grafana: Any, run_id: str
-) -> None:
+def test_every_panel_can_show_its_result(board: str, panel: dict[str, Any], grafana: Any, run_id: str) -> None:
     (target,) = panel["targets"]
     cursor = grafana.execute(expanded(target["rawSql"], values_of(BOARDS[board], run_id)))
     names = [column.name for column in cursor.description]
@@ -118,7 +118,7 @@ def test_every_panel_has_an_answer_that_it_can_show(
 
 
 @pytest.mark.parametrize("board", BOARDS)
-def test_every_variable_offers_what_was_there(board: str, grafana: Any, run_id: str) -> None:
+def test_every_variable_offers_existing_values(board: str, grafana: Any, run_id: str) -> None:
     offered = {}
     for variable in BOARDS[board]["templating"]["list"]:
         rows = grafana.execute(expanded(variable["query"], values_of(BOARDS[board], run_id))).fetchall()
@@ -139,17 +139,17 @@ def test_every_variable_offers_what_was_there(board: str, grafana: Any, run_id: 
         ("table", ["a"], []),
     ],
 )
-def test_what_does_not_fit_is_noticed(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> None:
+def test_a_result_that_does_not_fit_is_detected(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> None:
     assert misfit(kind, names, rows)
 
 
-def test_a_macro_that_is_not_known_is_noticed() -> None:
+def test_an_unknown_macro_is_detected() -> None:
     with pytest.raises(AssertionError, match="is left"):
         expanded("SELECT $__timeFiltre(created_at)", {})
 
 
-def test_the_answers_are_right(grafana: Any, run_id: str) -> None:
-    """Of the whole run of the history's own tests, worked out there."""
+def test_the_results_are_correct(grafana: Any, run_id: str) -> None:
+    """Results for the whole run of the history tests, computed there."""
 
     def ask(board: str, title: str) -> list[tuple[Any, ...]]:
         (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
@@ -171,9 +171,7 @@ def test_the_answers_are_right(grafana: Any, run_id: str) -> None:
 
 
 @pytest.mark.parametrize(("after", "state"), [(0.2, "completed, regressed"), (0.74, "completed")])
-def test_a_run_whose_held_out_score_fell_says_so(
-    url: str, grafana: Any, tmp_path: Path, after: float, state: str
-) -> None:
+def test_a_fallen_held_out_score_is_shown(url: str, grafana: Any, tmp_path: Path, after: float, state: str) -> None:
     run = whole_run(tmp_path, "sort", "bbbbbb", 100)
     run.evaluation("after", "greedy", after, 52)
     with HistoryStore(url) as store:
@@ -183,7 +181,7 @@ def test_a_run_whose_held_out_score_fell_says_so(
             sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run.run_id))
             rows = grafana.execute(sql).fetchall()
             assert [row[column] for row in rows if board == "run" or row[0] == run.run_id] == [state]
-        remove_run(store, run.run_id)  # the other tests know of one run
+        remove_run(store, run.run_id)  # the other tests expect a single run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +199,7 @@ def test_the_role_reads_and_does_nothing_else(grafana: Any, url: str) -> None:
                 grafana.execute(statement)
     finally:
         grafana.execute("SET default_transaction_read_only = on")
-    with psycopg.connect(url, autocommit=True) as owner:  # what a later migration makes
+    with psycopg.connect(url, autocommit=True) as owner:  # an object created by a later migration
         owner.execute("CREATE TABLE made_later (a int)")
         try:
             assert grafana.execute("SELECT COUNT(*) FROM made_later").fetchone() == (0,)

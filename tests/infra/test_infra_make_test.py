@@ -1,4 +1,4 @@
-"""`make test` passes for the right reasons: nothing of a developer's shell carries it, and no skip is silent."""
+"""`make test` passes for the right reasons: it is independent of a developer's shell, and no skip is silent."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ GUARDED = "from skip_guard import pytest_addoption, pytest_configure\n"
 
 
 def run_ci(folder: Path, **variables: str) -> dict[str, str]:
-    """Run .ci/run with a `make` that only says which variables its `make test` has."""
+    """Run .ci/run with a `make` that only prints the variables of its `make test`."""
     stub = folder / "make"
     stub.write_text(f'#!/bin/sh\n[ "$1" = test ] && exec env\nexec {real_make()} -C {REPOSITORY} "$@"\n')
     stub.chmod(0o755)
@@ -31,7 +31,7 @@ def real_make() -> str:
     return found.stdout.strip()
 
 
-def test_ci_keeps_what_the_makefile_names_and_nothing_else(tmp_path: Path) -> None:
+def test_ci_keeps_only_the_variables_named_in_the_makefile(tmp_path: Path) -> None:
     seen = run_ci(
         tmp_path,
         PIP_EXTRA_INDEX_URL="https://one.example/simple https://two.example/simple",
@@ -49,7 +49,7 @@ def test_ci_keeps_what_the_makefile_names_and_nothing_else(tmp_path: Path) -> No
 def guarded(
     folder: Path, tests: dict[str, str], *options: str, conftest: str = GUARDED
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a small suite of these modules, whose conftest has the guard."""
+    """Run a small suite of these modules with the guard in its conftest."""
     (folder / "conftest.py").write_text(conftest)
     for name, text in tests.items():
         (folder / f"test_{name}.py").write_text("import pytest\n" + text)
@@ -73,14 +73,14 @@ SKIPS = {
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "workers"])
-def test_a_skip_that_is_not_allowed_ends_it_red(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_skip_that_is_not_allowed_fails_the_session(tmp_path: Path, options: tuple[str, ...]) -> None:
     done = guarded(tmp_path, SKIPS | {"passing": "def test_two(): pass\n"}, OPTION, *options)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     named = done.stdout.partition("skips that are not allowed")[2]
     assert [reason for reason in ("no Slurm 1", "no Slurm 2", "no Slurm 3", "no Slurm 4") if reason not in named] == []
 
 
-def test_without_the_guard_it_would_pass(tmp_path: Path) -> None:
+def test_without_the_guard_the_session_would_pass(tmp_path: Path) -> None:
     assert guarded(tmp_path, {"mark": SKIPS["mark"]}).returncode == pytest.ExitCode.OK
 
 
@@ -91,7 +91,7 @@ def test_a_skip_on_the_list_passes(tmp_path: Path) -> None:
     assert "not allowed" not in done.stdout
 
 
-def test_every_row_says_why(tmp_path: Path) -> None:
+def test_every_row_has_a_reason(tmp_path: Path) -> None:
     assert all(row.why for row in read_allowed())
     silent = tmp_path / "allowed.toml"
     silent.write_text('[[skip]]\ntest = ""\nreason = "x"\nwhy = " "\n')
@@ -119,7 +119,7 @@ def pytest_configure(config): rerun_guard.configure(config)
 
 
 @pytest.mark.parametrize(("failing", "code"), [(0, 0), (2, 0), (3, 1)])
-def test_a_test_that_passes_the_second_time_is_named_and_many_end_it_red(
+def test_tests_that_pass_on_a_rerun_are_named_and_too_many_fail_the_session(
     tmp_path: Path, failing: int, code: int
 ) -> None:
     words = ("-n", "1", "--reruns", "1", RERUNS, "2")

@@ -1,4 +1,4 @@
-"""Units and containers for the services: read by those who would run them, as far as they are here."""
+"""Systemd units and containers for the services, validated by the programs that would run them, if installed."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ UNITS = sorted((INFRA / "systemd").glob("*.service"))
 SECRETS = ("PASSWORD", "AUTH", "DATABASE_URL", "WEBHOOK")
 
 
-def test_every_service_has_a_unit_that_comes_back_and_holds_no_secret() -> None:
+def test_every_service_has_a_unit_that_restarts_and_holds_no_secret() -> None:
     assert [path.stem for path in UNITS] == sorted(f"rlhf-{name}" for name in SERVICES)
     for path in UNITS:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
@@ -28,21 +28,21 @@ def test_every_service_has_a_unit_that_comes_back_and_holds_no_secret() -> None:
         assert not [line for line in lines if any(word in line for word in SECRETS)]
 
 
-def test_jobs_of_the_local_scheduler_outlive_a_restart_of_what_started_them() -> None:
-    """They are in the control group of the unit, which systemd would kill as a whole."""
+def test_jobs_of_the_local_scheduler_outlive_a_restart_of_their_service() -> None:
+    """They are in the control group of the unit, which systemd would otherwise kill as a whole."""
     for name in ("worker", "daemon"):
         assert "\nKillMode=process\n" in (INFRA / "systemd" / f"rlhf-{name}.service").read_text()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_takes_the_units() -> None:
+def test_systemd_accepts_the_units() -> None:
     found = subprocess.run(["systemd-analyze", "verify", *UNITS], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr) == (0, "")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_does_not_take_a_wrong_unit(tmp_path: Path) -> None:
-    """Negative control of the test before."""
+def test_systemd_rejects_a_wrong_unit(tmp_path: Path) -> None:
+    """Negative control of the previous test."""
     wrong = tmp_path / "rlhf-wrong.service"
     wrong.write_text(UNITS[0].read_text().replace("Restart=always", "Restart=alwys"))
     found = subprocess.run(["systemd-analyze", "verify", wrong], capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ def test_the_containers_are_the_services_and_a_database(compose: dict[str, Any])
         assert set(one.get("depends_on", {})) <= set(found)
 
 
-def test_the_settings_of_the_containers_are_settings(compose: dict[str, Any], tmp_path: Path) -> None:
+def test_the_settings_of_the_containers_are_valid(compose: dict[str, Any], tmp_path: Path) -> None:
     values = {"RLHF_RUNS": "/shared/runs", "RLHF_DATABASE_PASSWORD": "s3cret", "RLHF_PREFECT_AUTH": "me:s3cret"}
 
     def filled(text: str) -> str:
@@ -82,7 +82,7 @@ def test_the_settings_of_the_containers_are_settings(compose: dict[str, Any], tm
     assert site.prefect.url == "http://127.0.0.1:4200"
 
 
-def test_no_secret_stands_in_the_file_of_the_containers(compose: dict[str, Any]) -> None:
+def test_the_compose_file_contains_no_secret(compose: dict[str, Any]) -> None:
     values = [
         (name, value)
         for one in compose["services"].values()

@@ -1,4 +1,4 @@
-"""The throw-away Slurm: comes up, is separate from others, and goes without a trace."""
+"""The throw-away Slurm: its start, its separation from other clusters, and its removal without a trace."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def daemons(folder: Path) -> list[int]:
-    """Daemons whose command line or configuration names the folder."""
+    """Daemons whose command line or configuration contains the folder."""
     found = []
     for process in psutil.process_iter(["name"]):
         if process.info["name"] in ("slurmctld", "slurmd", "munged"):
@@ -81,7 +81,7 @@ def test_two_clusters_live_side_by_side(folder: Path) -> None:
 
 
 @needs_slurm
-def test_a_job_outlives_its_controller_and_a_stranger_finds_the_cluster_again(folder: Path) -> None:
+def test_a_job_outlives_its_controller_and_another_process_finds_the_cluster(folder: Path) -> None:
     throwaway.Cluster(folder, nodes=1).up()
     found_again = throwaway.Cluster(folder, nodes=1)
     try:
@@ -97,7 +97,7 @@ def test_a_job_outlives_its_controller_and_a_stranger_finds_the_cluster_again(fo
 
 
 @needs_slurm
-def test_a_process_that_got_the_id_of_a_dead_daemon_is_not_ended(folder: Path) -> None:
+def test_a_process_with_the_reused_id_of_a_dead_daemon_is_not_killed(folder: Path) -> None:
     cluster = throwaway.Cluster(folder, nodes=1)
     (folder / "run").mkdir()
     with subprocess.Popen(["sleep", "60"]) as stranger:
@@ -105,7 +105,7 @@ def test_a_process_that_got_the_id_of_a_dead_daemon_is_not_ended(folder: Path) -
         cluster.stop("slurmctld")
         assert stranger.poll() is None
         stranger.kill()
-    # Negative control: with its own time of birth it is taken for the daemon and ended.
+    # Negative control: with its own start time it is taken for the daemon and killed.
     with subprocess.Popen(["sleep", "60"]) as stranger:
         (folder / "run" / "slurmctld.pid").write_text(f"{stranger.pid} {throwaway._born(stranger.pid)}")
         cluster.stop("slurmctld")
@@ -113,7 +113,7 @@ def test_a_process_that_got_the_id_of_a_dead_daemon_is_not_ended(folder: Path) -
 
 
 @needs_slurm
-def test_a_daemon_that_ends_at_once_is_named_with_what_it_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_ends_at_once_is_named_with_its_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throwaway, "CONFIG", throwaway.CONFIG + "NoSuchSetting=1\n")
     with pytest.raises(throwaway.ClusterError, match=r"slurmctld ended at once; it said: .*configuration"):
         throwaway.Cluster(folder, nodes=1).up()

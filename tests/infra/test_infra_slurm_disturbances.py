@@ -1,4 +1,4 @@
-"""Nodes of the throw-away Slurm disturbed one by one: each disturbance is felt on its node, and there alone."""
+"""Disturbances of single nodes of the throw-away Slurm: each takes effect on its node only."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ else:
     receive(link)
     link.sendall(b".")
 """
-# Seconds of processor time that a busy loop gets in one second.
+# Seconds of CPU time that a busy loop gets in one second.
 BUSY = """
 import time
 end = time.monotonic() + 1
@@ -54,7 +54,7 @@ while time.monotonic() < end:
 print(time.process_time())
 """
 CLOCKS = "import time; print(time.time(), time.monotonic())"
-# One to two seconds of waiting for a deadline of the wall clock, in each of two ways.
+# Waiting one to two seconds for a wall-clock deadline, in each of two ways.
 WAITS = """
 import ctypes, threading, time
 
@@ -81,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Clus
 
 
 def on_all(cluster: throwaway.Cluster, program: str, *options: str) -> dict[str, str]:
-    """What a shell program prints on each node."""
+    """Output of a shell program on each node."""
     said = cluster.command("srun", "-N4", *options, "sh", "-c", f'echo "$SLURMD_NODENAME" "$({program})"')
     return {line.partition(" ")[0]: line.partition(" ")[2] for line in said.splitlines()}
 
@@ -92,13 +92,13 @@ def python_on(cluster: throwaway.Cluster, node: str, program: str) -> list[float
 
 
 def transfer(cluster: throwaway.Cluster, one: str, other: str) -> list[float]:
-    """Seconds for 8 MB to the one, and for as many back."""
+    """Seconds to transfer 8 MB to the one node, and for the same amount back."""
     said = cluster.command("srun", "-N2", f"--nodelist={one},{other}", sys.executable, "-c", TRANSFER)
     return [float(word) for word in said.split()]
 
 
 @needs_namespaces
-def test_a_slow_link_is_slow_in_both_directions_until_it_is_mended(cluster: throwaway.Cluster) -> None:
+def test_a_slow_link_is_slow_in_both_directions_until_it_is_repaired(cluster: throwaway.Cluster) -> None:
     before = transfer(cluster, "node1", "node2")
     cluster.slow_link("node2", rate_mbit=50)
     slow, elsewhere = transfer(cluster, "node1", "node2"), transfer(cluster, "node3", "node4")
@@ -109,7 +109,7 @@ def test_a_slow_link_is_slow_in_both_directions_until_it_is_mended(cluster: thro
 
 
 def connecting(cluster: throwaway.Cluster) -> str:
-    """Answer to a program on node1 from a port of node2 on which nobody listens."""
+    """Result of a connection from node1 to a port of node2 without a listener."""
     program = (
         "import socket\n"
         "try: socket.create_connection(('node2', 9), timeout=2)\n"
@@ -120,7 +120,7 @@ def connecting(cluster: throwaway.Cluster) -> str:
 
 
 @needs_namespaces
-def test_a_link_that_is_cut_swallows_and_refuses_nothing_until_it_is_mended(cluster: throwaway.Cluster) -> None:
+def test_a_cut_link_drops_packets_without_refusal_until_it_is_repaired(cluster: throwaway.Cluster) -> None:
     assert connecting(cluster) == "ConnectionRefusedError"
     cluster.cut_link("node2")
     assert connecting(cluster) == "TimeoutError"
@@ -129,7 +129,7 @@ def test_a_link_that_is_cut_swallows_and_refuses_nothing_until_it_is_mended(clus
 
 
 @needs_namespaces
-def test_a_late_link_is_late_where_the_kernel_can_delay_packets(cluster: throwaway.Cluster) -> None:
+def test_a_delayed_link_is_late_if_the_kernel_can_delay_packets(cluster: throwaway.Cluster) -> None:
     try:
         cluster.slow_link("node2", rate_mbit=1000, latency_ms=200)
     except throwaway.ClusterError as error:
@@ -143,7 +143,7 @@ def test_a_late_link_is_late_where_the_kernel_can_delay_packets(cluster: throwaw
 
 
 @needs_namespaces
-def test_a_slow_processor_is_slow_for_all_of_its_node_until_it_is_mended(cluster: throwaway.Cluster) -> None:
+def test_a_slow_processor_slows_its_whole_node_until_it_is_repaired(cluster: throwaway.Cluster) -> None:
     if not list(cluster._processor._root.glob(f"{node_space.short_name(cluster.folder)}-*")):
         pytest.skip("control groups for cpu cannot be made here")
     (before,) = python_on(cluster, "node3", BUSY)
@@ -172,7 +172,7 @@ def test_a_running_step_is_slowed_too(cluster: throwaway.Cluster) -> None:
 
 
 @needs_slurm
-def test_variables_are_given_and_taken_on_one_node_alone(
+def test_variables_are_set_and_unset_on_one_node_only(
     cluster: throwaway.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
@@ -208,7 +208,7 @@ def test_a_value_of_two_lines_is_refused(cluster: throwaway.Cluster) -> None:
 
 @needs_slurm
 @needs_compiler
-def test_a_wrong_clock_is_seen_on_its_node_alone(cluster: throwaway.Cluster) -> None:
+def test_a_wrong_clock_is_seen_on_its_node_only(cluster: throwaway.Cluster) -> None:
     cluster.clock("node3", 3600)
     try:
         now = time.time()

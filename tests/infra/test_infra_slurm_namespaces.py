@@ -1,4 +1,4 @@
-"""Nodes of the throw-away Slurm that have networks of their own: they reach each other, and go without a trace."""
+"""Throw-away Slurm nodes with networks of their own: they reach each other, and are removed without a trace."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Clus
 
 
 def traces(folder: Path) -> list[str]:
-    """What a cluster left on the machine outside its folder."""
+    """Remains of a cluster on the machine outside its folder."""
     name = node_space.short_name(folder)
     links = [link for _, link in socket.if_nameindex() if link.startswith(name)]
     spaces = node_space.NAMESPACES.glob(f"{name}*")
@@ -54,7 +54,7 @@ def traces(folder: Path) -> list[str]:
 
 
 def addresses(cluster: throwaway.Cluster) -> dict[str, str]:
-    """What the batch script of a run reads, too."""
+    """Node addresses, which the batch script of a run reads, too."""
     said = cluster.command("scontrol", "--oneliner", "show", "node")
     return dict(re.findall(r"NodeName=(\S+) .*NodeAddr=(\S+)", said))
 
@@ -72,7 +72,7 @@ def test_each_node_has_its_own_address_and_host_name(cluster: throwaway.Cluster)
 
 
 @needs_namespaces
-def test_programs_of_two_nodes_meet_on_any_port_by_name_and_loopback_is_up(cluster: throwaway.Cluster) -> None:
+def test_programs_of_two_nodes_connect_on_any_port_by_name_and_loopback_is_up(cluster: throwaway.Cluster) -> None:
     said = cluster.command("srun", "-N2", "--nodelist=node1,node2", sys.executable, "-c", GREET)
     assert said == f"{addresses(cluster)['node2']} from node2"
     assert "UP" in cluster.command("srun", "-N1", "ip", "link", "show", "lo")
@@ -87,7 +87,7 @@ def test_a_batch_script_starts_steps_on_all_nodes(cluster: throwaway.Cluster) ->
 
 
 @needs_namespaces
-def test_a_node_comes_back_into_its_own_network(cluster: throwaway.Cluster) -> None:
+def test_a_restarted_node_keeps_its_own_network(cluster: throwaway.Cluster) -> None:
     before = cluster.command("srun", "--nodelist=node3", "readlink", "/proc/self/ns/net")
     cluster.stop("slurmd-node3", signal.SIGKILL)
     throwaway.Cluster(cluster.folder).start("slurmd-node3")
@@ -109,7 +109,7 @@ def test_two_clusters_with_namespaces_live_side_by_side(cluster: throwaway.Clust
 
 
 @needs_namespaces
-def test_what_a_job_left_behind_ends_with_its_node(tmp_path: Path) -> None:
+def test_leftovers_of_a_job_end_with_their_node(tmp_path: Path) -> None:
     cluster = throwaway.Cluster(tmp_path, nodes=1, namespaces=True)
     cluster.up()
     try:
@@ -123,7 +123,7 @@ def test_what_a_job_left_behind_ends_with_its_node(tmp_path: Path) -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("half", ["-br", "-2"])
-def test_down_removes_what_a_killed_up_had_made(tmp_path: Path, half: str) -> None:
+def test_down_removes_the_leftovers_of_a_killed_up(tmp_path: Path, half: str) -> None:
     waited_for = node_space.short_name(tmp_path) + half
     with subprocess.Popen([sys.executable, CLUSTER, "up", tmp_path, "--namespaces"]) as up:
         deadline = time.monotonic() + 30
@@ -136,7 +136,7 @@ def test_down_removes_what_a_killed_up_had_made(tmp_path: Path, half: str) -> No
 
 
 @pytest.mark.skipif(bool(WHY_NO_NAMESPACES) or not shutil.which("setpriv"), reason=WHY_NO_NAMESPACES or "no setpriv")
-def test_where_it_is_not_allowed_the_missing_right_is_named(tmp_path: Path) -> None:
+def test_a_missing_permission_is_named(tmp_path: Path) -> None:
     without = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin"]
     done = subprocess.run(
         [*without, sys.executable, CLUSTER, "up", tmp_path, "--namespaces"], capture_output=True, text=True, check=False

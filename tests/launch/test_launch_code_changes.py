@@ -1,4 +1,4 @@
-"""Changes of the user's code since it was copied into a run directory."""
+"""Changes to the user's code since it was copied into a run directory."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rlhf_core.run_dir.run import RunDir
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package of the user, with a file that is no code."""
+    """A package of the user with a file that is not code."""
     path = tmp_path / "work" / "lib"
     (path / "__pycache__").mkdir(parents=True)
     for name in ("same.py", "edited.py", "removed.py", "__pycache__/same.pyc"):

@@ -1,4 +1,4 @@
-"""The journal: written lines are read back, also after kills, on full disks, and with two writing controllers."""
+"""The journal: lines are read back after kills, on full disks, and with two concurrent controllers."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def placement(number: int) -> Placement:
     return Placement(attempt=number, num_nodes=1, phases=())
 
 
-def test_a_second_journal_goes_on_with_the_numbers(run_dir: RunDir) -> None:
+def test_a_second_journal_continues_the_numbering(run_dir: RunDir) -> None:
     first = Journal(run_dir, token=1)
     first.move_run(RunState.PREFLIGHT, "started")
     first.close()
@@ -54,7 +54,7 @@ def test_a_line_torn_by_a_kill_is_left_out_and_removed_by_the_next_controller(ru
     assert read_record(run_dir).state is RunState.PREFLIGHT
 
 
-def test_moves_that_the_table_lacks_are_refused_and_not_written(run_dir: RunDir) -> None:
+def test_illegal_transitions_are_refused_and_not_written(run_dir: RunDir) -> None:
     journal = Journal(run_dir, token=1)
     with pytest.raises(IllegalMove, match="pending and cannot become training"):
         journal.move_run(RunState.TRAINING, "too early")
@@ -64,7 +64,7 @@ def test_moves_that_the_table_lacks_are_refused_and_not_written(run_dir: RunDir)
     assert len(lines(run_dir)) == 2
 
 
-def test_a_move_to_where_it_is_writes_nothing(run_dir: RunDir) -> None:
+def test_a_transition_to_the_current_state_writes_nothing(run_dir: RunDir) -> None:
     journal = Journal(run_dir, token=1)
     journal.move_run(RunState.PREFLIGHT, "started")
     journal.move_run(RunState.PREFLIGHT, "again")
@@ -79,7 +79,7 @@ def test_an_open_stage_is_continued(run_dir: RunDir) -> None:
     assert len(again.record.stages) == 1
 
 
-def test_a_stage_left_open_by_a_kill_is_ended_when_another_begins(run_dir: RunDir) -> None:
+def test_a_stage_left_open_by_a_kill_is_closed_when_another_starts(run_dir: RunDir) -> None:
     journal = Journal(run_dir, token=1)
     journal.begin_stage(StageName.TRAIN, 1)
     journal.begin_stage(StageName.ALLOCATE, 2)
@@ -111,7 +111,7 @@ def test_without_fencing_the_stale_line_would_count(run_dir: RunDir) -> None:
     assert read_record(run_dir).state is RunState.FAILED
 
 
-def test_a_resume_by_the_user_begins_a_new_budget(run_dir: RunDir) -> None:
+def test_a_resume_by_the_user_renews_the_budget(run_dir: RunDir) -> None:
     journal = Journal(run_dir, token=1)
     journal.move_run(RunState.PREFLIGHT, "started")
     journal.append(AttemptPlanned(placement=placement(1)))
@@ -123,7 +123,7 @@ def test_a_resume_by_the_user_begins_a_new_budget(run_dir: RunDir) -> None:
 
 
 class FullDisk:
-    """A line writer on a disk that is full until the reserve is given up."""
+    """A line writer on a disk that is full until the reserve is released."""
 
     def __init__(self, path: Path) -> None:
         self._inner = LineWriter(path)
@@ -133,7 +133,7 @@ class FullDisk:
     def write(self, line: JournalLine) -> None:
         if self._reserve.exists():
             with self._path.open("ab") as file:
-                file.write(b'{"version":1,"seque')  # as much as there was room for
+                file.write(b'{"version":1,"seque')  # as much as fits
             raise OSError(errno.ENOSPC, "No space left on device")
         self._inner.write(line)
 
@@ -153,7 +153,7 @@ def test_the_end_can_be_written_on_a_full_disk(run_dir: RunDir, monkeypatch: pyt
     assert read_record(run_dir).state is RunState.FAILED
 
 
-def test_without_a_reserve_the_full_disk_is_an_error_that_says_what_to_do(
+def test_without_a_reserve_the_full_disk_is_an_error_with_advice(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the reserve."""
@@ -169,7 +169,7 @@ def test_without_a_reserve_the_full_disk_is_an_error_that_says_what_to_do(
     assert journal.record.state is RunState.PENDING
 
 
-def test_the_reserve_is_given_back_unless_another_process_owns_it(run_dir: RunDir) -> None:
+def test_the_reserve_is_released_unless_another_process_owns_it(run_dir: RunDir) -> None:
     lost = Journal(run_dir, token=1)
     lost.close(lease_lost=True)
     assert run_dir.control_reserve.exists()
@@ -178,11 +178,11 @@ def test_the_reserve_is_given_back_unless_another_process_owns_it(run_dir: RunDi
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lines that cannot be read
+# Unreadable lines
 
 
 def completed(run_dir: RunDir) -> Path:
-    """The journal of a run that is completed: its last line says so."""
+    """The journal of a completed run, whose last line records the end."""
     journal = Journal(run_dir, token=1)
     for state in (
         RunState.PREFLIGHT,
@@ -197,7 +197,7 @@ def completed(run_dir: RunDir) -> Path:
 
 
 def damage(path: Path, number: int, change: Callable[[bytes], bytes]) -> None:
-    """Change one line of a file, counted from 1."""
+    """Change one line of a file; lines are numbered from 1."""
     texts = path.read_bytes().splitlines(keepends=True)
     texts[number - 1] = change(texts[number - 1][:-1]) + b"\n"
     path.write_bytes(b"".join(texts))
@@ -216,7 +216,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("number", [3, 6], ids=["in the middle", "the last"])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_whole_line_that_cannot_be_read_is_an_error_that_names_it(run_dir: RunDir, kind: str, number: int) -> None:
+def test_an_unreadable_complete_line_is_an_error_that_names_it(run_dir: RunDir, kind: str, number: int) -> None:
     path = completed(run_dir)
     damage(path, number, DAMAGES[kind])
     with pytest.raises(JournalDamaged, match=rf"control\.jsonl, line {number} cannot be read: .*sed -i {number}d"):
@@ -232,19 +232,19 @@ def test_skipped_lines_would_make_a_completed_run_one_that_evaluates(run_dir: Ru
     assert fold(lines(run_dir)).state is RunState.EVALUATING
 
 
-def test_a_newer_version_is_said_to_be_one(run_dir: RunDir) -> None:
+def test_a_newer_version_is_reported_as_such(run_dir: RunDir) -> None:
     damage(completed(run_dir), 6, DAMAGES["a newer version"])
     with pytest.raises(JournalDamaged, match=r"found version 99 .* a newer rlhf-flows wrote it"):
         read_record(run_dir)
 
 
-def test_every_line_says_its_version(run_dir: RunDir) -> None:
+def test_every_line_has_a_version(run_dir: RunDir) -> None:
     path = completed(run_dir)
     assert all(json.loads(text)["version"] == JOURNAL_VERSION for text in path.read_text().splitlines())
 
 
 def as_written_by_0_1(path: Path) -> None:
-    """Lines without a version; one that a killed controller left was closed off with a newline."""
+    """Lines without a version; a line torn by a killed controller was terminated with a newline."""
     texts = [text.replace(b'"version":1,', b"") for text in path.read_bytes().splitlines(keepends=True)]
     assert all(b"version" not in text for text in texts)
     path.write_bytes(b"".join([*texts[:3], texts[3][:40] + b"\n", *texts[3:]]))
@@ -260,7 +260,7 @@ def test_a_journal_of_0_1_is_read_and_continued(run_dir: RunDir) -> None:
     assert [found.line.sequence for found in scan_journal(run_dir.control)] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_line_cut_short_before_one_with_a_version_was_whole_once(run_dir: RunDir) -> None:
+def test_a_torn_line_before_one_with_a_version_is_damage(run_dir: RunDir) -> None:
     """Negative control: only the controllers of 0.1 left such lines behind."""
     path = completed(run_dir)
     as_written_by_0_1(path)

@@ -1,4 +1,4 @@
-"""One controller per run: taking, keeping, losing and waiting for the lease."""
+"""One controller per run: acquiring, keeping, losing and waiting for the lease."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ from rlhf_core.machine.accounts import user_name
 RUN = "small-20260101-000000-abcdef"
 
 
-def test_an_owner_survives_being_written_down() -> None:
+def test_an_owner_survives_serialization() -> None:
     owner = Owner.this_process()
     assert Owner.parse(str(owner)) == Owner(owner.user, owner.host, owner.pid, round(owner.started, 2))
     assert Owner.parse("somebody else") is None
@@ -43,8 +43,8 @@ def test_a_process_that_ended_here_is_dead() -> None:
     assert known_dead(str(Owner(user_name(), socket.gethostname(), process.pid, started)))
 
 
-def test_a_process_that_is_only_invisible_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for ``hidepid=2``: /proc has no folder for the processes of other users."""
+def test_an_invisible_process_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for ``hidepid=2``, under which /proc has no folders for processes of other users."""
 
     def hidden(pid: int) -> psutil.Process:
         raise psutil.NoSuchProcess(pid)
@@ -68,7 +68,7 @@ def test_nothing_is_known_about_other_hosts() -> None:
 
 
 def live_owner() -> str:
-    """Another live process of this machine: the parent of this one."""
+    """Another live process of this machine: the parent of this process."""
     parent = psutil.Process(os.getppid())
     return str(Owner(user_name(), socket.gethostname(), parent.pid, parent.create_time()))
 
@@ -87,7 +87,7 @@ def test_a_free_lease_is_taken_at_once_and_tokens_grow(store: HistoryStore) -> N
     assert waited == []
 
 
-def test_the_token_is_above_what_the_journal_has(store: HistoryStore) -> None:
+def test_the_token_is_above_those_in_the_journal(store: HistoryStore) -> None:
     assert acquire(store, RUN, on_wait=lambda owner, seconds: None, above=41).token == 42
 
 
@@ -98,7 +98,7 @@ def test_the_lease_of_a_dead_controller_is_taken_over_at_once(store: HistoryStor
     assert lease.token == 2
 
 
-def test_the_lease_of_a_living_controller_is_waited_for_and_then_refused(store: HistoryStore) -> None:
+def test_the_lease_of_a_live_controller_is_awaited_and_then_refused(store: HistoryStore) -> None:
     store.acquire_lease(RUN, live_owner(), 3600)
     clock = Clock()
     waited: list[float] = []
@@ -115,7 +115,7 @@ def test_the_lease_of_a_living_controller_is_waited_for_and_then_refused(store: 
     assert clock.now >= 20
 
 
-def test_who_gives_way_does_not_wait_for_a_process_that_is_there(store: HistoryStore) -> None:
+def test_fail_if_held_does_not_wait_for_a_live_process(store: HistoryStore) -> None:
     store.acquire_lease(RUN, live_owner(), 3600)
     with pytest.raises(LeaseLost, match=rf"process {os.getppid()}.*`rlhf watch {RUN}`.*`rlhf cancel {RUN}`"):
         acquire(
@@ -130,7 +130,7 @@ def test_who_gives_way_does_not_wait_for_a_process_that_is_there(store: HistoryS
 
 
 def test_fail_if_held_takes_the_lease_of_a_dead_process(store: HistoryStore) -> None:
-    """Negative control: the process must be that of the lease, not another one with its number."""
+    """Negative control: the process must be that of the lease, not another one with the same id."""
     parent = Owner.parse(live_owner())
     assert parent is not None
     store.acquire_lease(RUN, str(replace(parent, started=parent.started - 3600)), 3600)
@@ -140,7 +140,7 @@ def test_fail_if_held_takes_the_lease_of_a_dead_process(store: HistoryStore) -> 
 
 
 def elsewhere(store: HistoryStore, clock: Clock, renewed_at: float | None) -> Callable[[float], None]:
-    """Build a sleep during which a controller on another host renews its lease once, or does not."""
+    """Build a sleep function during which a controller on another host renews its lease once, or does not."""
     token = store.acquire_lease(RUN, "anna@elsewhere:1:1.00", 3600)
     refuse_if_driven(store, RUN)  # nothing is known about other hosts at the first look
 
@@ -152,7 +152,7 @@ def elsewhere(store: HistoryStore, clock: Clock, renewed_at: float | None) -> Ca
     return sleep
 
 
-def test_who_gives_way_leaves_after_one_renewal_from_another_host(store: HistoryStore) -> None:
+def test_fail_if_held_gives_up_after_one_renewal_from_another_host(store: HistoryStore) -> None:
     clock, told = Clock(), []
     sleep = elsewhere(store, clock, renewed_at=12)
     with pytest.raises(LeaseLost, match="driven by another controller: anna on elsewhere, process 1"):
@@ -163,8 +163,8 @@ def test_who_gives_way_leaves_after_one_renewal_from_another_host(store: History
     assert len(told) == 1
 
 
-def test_a_lease_that_another_host_does_not_renew_is_waited_for(store: HistoryStore) -> None:
-    """Negative control: the renewal, and not the waiting, proves that the other one is alive."""
+def test_a_lease_that_another_host_does_not_renew_is_awaited(store: HistoryStore) -> None:
+    """Negative control: the renewal, and not the waiting, proves that the other controller is alive."""
     clock = Clock()
     sleep = elsewhere(store, clock, renewed_at=None)
     with pytest.raises(LeaseLost):
@@ -172,7 +172,7 @@ def test_a_lease_that_another_host_does_not_renew_is_waited_for(store: HistorySt
     assert clock.now >= TTL_S
 
 
-def test_a_lease_that_is_given_back_while_waiting_is_taken(store: HistoryStore) -> None:
+def test_a_lease_released_during_the_wait_is_taken(store: HistoryStore) -> None:
     token = store.acquire_lease(RUN, live_owner(), 3600)
     clock = Clock()
 
@@ -191,14 +191,14 @@ def test_keeping_renews_only_when_it_is_time(store: HistoryStore) -> None:
     lease = acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock)
     other = store.acquire_lease(RUN, "b@elsewhere:1:1.00", 3600, takeover=lambda owner: True)
     assert other > lease.token
-    lease.keep()  # it is early: nothing is asked
+    lease.keep()  # too early: no query is sent
     clock.sleep(TTL_S / 4)
     with pytest.raises(LeaseLost):
         lease.keep()
 
 
 class AwayStore:
-    """Database that does not answer for a while."""
+    """Database that does not respond for a while."""
 
     def __init__(self) -> None:
         self.away = True
@@ -217,16 +217,16 @@ def test_a_database_that_is_away_does_not_end_the_controller() -> None:
     lease.keep()
     assert lease.behind == "no answer"
     store.away = False
-    lease.keep()  # tried again at once, not a quarter of a minute later
+    lease.keep()  # retried at once, not a quarter of a minute later
     assert (store.renewed, lease.behind) == (1, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The thread that renews, and the question before something is done
+# The renewing thread, and the check before each action
 
 
 def taken_within(store: HistoryStore, seconds: float) -> bool:
-    """Return True if a controller of another host that asks all the time gets the lease."""
+    """Return True if a controller on another host that polls all the time gets the lease."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with suppress(LeaseLost):
@@ -251,7 +251,7 @@ def test_a_controller_that_waits_longer_than_its_lease_keeps_it(store: HistorySt
 
 
 def test_without_its_thread_the_lease_of_a_controller_that_waits_is_taken(store: HistoryStore) -> None:
-    """Negative control: the lease that is renewed between two steps only."""
+    """Negative control: a lease that is renewed only between two steps."""
     lease = short_lease(store, ttl_s=1.0)
     assert taken_within(store, 60.0)
     with pytest.raises(LeaseLost):
@@ -269,7 +269,7 @@ def test_a_controller_that_hangs_does_not_keep_its_run(store: HistoryStore, monk
     lease.release()
 
 
-def test_who_is_about_to_act_asks_although_it_was_renewed_just_now(store: HistoryStore) -> None:
+def test_the_lease_is_checked_before_an_action_even_if_just_renewed(store: HistoryStore) -> None:
     lease = short_lease(store, ttl_s=TTL_S)
     store.acquire_lease(RUN, "b@elsewhere:1:1.00", 3600, takeover=lambda owner: True)
     lease.keep()  # the control: it is not time to renew
@@ -281,7 +281,7 @@ def test_who_is_about_to_act_asks_although_it_was_renewed_just_now(store: Histor
 
 @contextmanager
 def unreachable(url: str) -> Iterator[None]:
-    """PostgreSQL database that refuses all connections for as long as the block lasts."""
+    """PostgreSQL database that refuses all connections during the block."""
     import psycopg
 
     name = url.rpartition("/")[2]
@@ -303,14 +303,14 @@ def test_a_database_that_is_away_when_the_thread_wants_to_renew() -> None:
         lease.start()
         with unreachable(url):
             until(lambda: lease.behind)
-            lease.keep()  # the controller goes on with what it does
+            lease.keep()  # the controller continues its work
         until(lambda: not lease.behind)
         assert not taken_within(store, 0.5)
         lease.keep()
         lease.release()
 
 
-def test_without_an_answer_the_lease_is_held_until_it_may_have_run_out() -> None:
+def test_without_an_answer_the_lease_is_held_until_it_may_have_expired() -> None:
     url = postgres().migrated_database()
     clock = Clock()
     with HistoryStore(url) as store:
@@ -327,10 +327,10 @@ def test_without_an_answer_the_lease_is_held_until_it_may_have_run_out() -> None
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_database_that_can_only_be_read_tells_whose_the_lease_is(
+def test_a_read_only_database_still_shows_the_owner_of_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
 ) -> None:
-    """A full disk, or another program that keeps a lock."""
+    """A full disk, or another program that holds a lock."""
     monkeypatch.setattr("rlhf_core.history.database.BUSY_TIMEOUT_S", 0.1)
     clock = Clock()
     with HistoryStore(f"sqlite:///{tmp_path / 'history.db'}") as store:

@@ -1,4 +1,4 @@
-"""Launch lines taken apart."""
+"""Parsing of launch lines."""
 
 import shlex
 
@@ -119,12 +119,12 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES | st.text(max_size=6), max_size=14))
 @settings(max_examples=600, deadline=None)
-def test_any_words_are_read_and_each_has_its_place(argv: list[str]) -> None:
+def test_any_words_are_parsed_and_each_belongs_to_one_part(argv: list[str]) -> None:
     found = read_launch_line(argv)
     assert words(found) == argv
     assert found.argv == tuple(argv)
 
 
-def test_a_long_line_is_read_in_time() -> None:
+def test_a_long_line_is_parsed_in_time() -> None:
     argv = ["torchrun", *(["--a"] * 100_000), "t.py", *(["x=1", "--b", "y"] * 100_000)]
     assert len(words(read_launch_line(argv))) == len(argv)

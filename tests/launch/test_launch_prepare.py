@@ -60,7 +60,7 @@ def test_the_snapshot_does_not_change_with_the_code(tmp_path: Path, folder: Path
 
 
 def test_a_trial_has_the_code_of_its_run_and_is_made_once(tmp_path: Path, folder: Path) -> None:
-    """Also if the code has changed since, and if a killed controller has left an unfinished one behind."""
+    """Even if the code has changed since, and if a killed controller has left an unfinished trial behind."""
     spec = make_spec(reward={"functions": ["my_rewards:score"]})
     main = prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
     (folder / "my_rewards.py").unlink()
@@ -92,7 +92,7 @@ def test_outside_a_repository_there_is_no_revision(tmp_path: Path) -> None:
     assert not (run.code / "diff.patch").exists()
 
 
-def test_packages_are_copied_without_what_is_no_code(tmp_path: Path, folder: Path) -> None:
+def test_packages_are_copied_without_files_that_are_not_code(tmp_path: Path, folder: Path) -> None:
     package = folder / "rewards"
     (package / "__pycache__").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -108,28 +108,28 @@ def test_only_modules_of_this_folder_are_taken(folder: Path) -> None:
     assert user_modules(spec, folder) == [folder / "my_rewards.py"]
 
 
-def test_code_that_is_not_there_leaves_no_run_behind(tmp_path: Path, folder: Path) -> None:
+def test_missing_code_leaves_no_run_behind(tmp_path: Path, folder: Path) -> None:
     spec = make_spec(code={"paths": [str(folder / "nothing.py")]})
     with pytest.raises(BadConfig, match=r"nothing\.py"):
         prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: Path) -> None:
+def test_an_unwritable_folder_is_named(tmp_path: Path, folder: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(RunDirError, match="RLHF_RUNS"):
         prepare(make_spec(), blocked, config_source="a.toml", folder=folder)
 
 
-def test_a_directory_in_the_making_is_no_run(tmp_path: Path) -> None:
+def test_an_unfinished_directory_is_no_run(tmp_path: Path) -> None:
     half = tmp_path / "runs" / ".small-20260101-000000-abcdef.new"
     half.mkdir(parents=True)
     (half / "spec.json").write_text("{}")
     assert run_dirs(tmp_path / "runs") == []
 
 
-def test_relative_paths_are_taken_from_where_the_user_is(tmp_path: Path) -> None:
+def test_relative_paths_start_at_the_current_folder(tmp_path: Path) -> None:
     spec = make_spec(
         model={"path": "models/a", "config": {}, "tokenizer": ""},
         data={"generator": "", "train": "data/train.jsonl", "eval": "/elsewhere/eval.jsonl"},
@@ -143,7 +143,7 @@ def test_relative_paths_are_taken_from_where_the_user_is(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe", ""])
-def test_kinds_of_tokenizers_are_no_paths(tmp_path: Path, tokenizer: str) -> None:
+def test_kinds_of_tokenizers_are_not_paths(tmp_path: Path, tokenizer: str) -> None:
     model = {"tokenizer": tokenizer} if tokenizer else {"path": "/m", "config": {}, "tokenizer": ""}
     assert absolute_paths(make_spec(model=model), tmp_path).model.tokenizer == tokenizer
 
@@ -157,7 +157,7 @@ def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> 
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")
     assert program_revision(package) == git_revision(checkout) != ""
-    # Installed as a package, into an environment that lies in another repository.
+    # Installed as a package, in an environment inside another repository.
     installed = checkout / ".venv" / "rlhf_core"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""An attempt is submitted once, whatever is killed between submission and record."""
+"""Submission of an attempt: exactly once, even after a kill between submission and record."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def planned(run_dir: RunDir, journal: Journal, scheduler: FakeScheduler) -> JobR
     return job_request(run_dir, make_spec(), placement, "/opt/python")
 
 
-def test_the_seam_is_a_command_line(run_dir: RunDir) -> None:
+def test_the_interface_to_agents_is_a_command_line(run_dir: RunDir) -> None:
     command = agent_command(run_dir, 3, "/opt/python")
     assert command == (
         "/opt/python",
@@ -41,7 +41,7 @@ def test_the_seam_is_a_command_line(run_dir: RunDir) -> None:
     )
 
 
-def test_plan_and_submission_are_written_down_in_order(run_dir: RunDir) -> None:
+def test_plan_and_submission_are_recorded_in_order(run_dir: RunDir) -> None:
     scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
     request = planned(run_dir, journal, scheduler)
     assert request.cpus_per_node == 2
@@ -51,7 +51,7 @@ def test_plan_and_submission_are_written_down_in_order(run_dir: RunDir) -> None:
     assert record.submission == submission == read_model(run_dir.attempt(1).submission, Submission)
 
 
-def test_a_plan_that_stands_is_kept(run_dir: RunDir) -> None:
+def test_an_existing_plan_is_kept(run_dir: RunDir) -> None:
     """The job may have been submitted with it."""
     scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
     first = plan(make_spec(), scheduler.inventory(), attempt=1)
@@ -70,7 +70,7 @@ def test_submitting_again_adopts(run_dir: RunDir) -> None:
 
 
 def killed_after_submission(run_dir: RunDir, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
-    """A controller that is killed when the scheduler has accepted the job and nothing is written down yet."""
+    """A controller that is killed after the scheduler has accepted the job and before anything is recorded."""
 
     def die(path: Path, model: object) -> None:
         raise Killed
@@ -101,7 +101,7 @@ def test_killed_between_submitting_and_recording_the_job_is_found_again(
 def test_a_scheduler_that_cannot_find_its_jobs_gets_a_second_one(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: without the search the same kill ends in two jobs of one attempt."""
+    """Negative control: without the search, the same kill results in two jobs of one attempt."""
     scheduler = FakeScheduler()
     request = killed_after_submission(run_dir, scheduler, monkeypatch)
     scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def test_a_scheduler_that_cannot_find_its_jobs_gets_a_second_one(
     assert len(scheduler.submitted) == 2
 
 
-def test_killed_after_recording_the_journal_is_made_good(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_after_recording_the_journal_is_completed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
     request = planned(run_dir, journal, scheduler)
     with monkeypatch.context() as patch:
@@ -139,7 +139,7 @@ def test_an_attempt_that_ran_and_ended_unrecorded_is_not_started_again(
 def test_without_its_claim_the_unrecorded_attempt_would_be_started_again(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: a job that is gone and never began may be submitted again; two never run."""
+    """Negative control: a vanished job that never started may be submitted again; two never run."""
     scheduler = FakeScheduler()
     request = killed_after_submission(run_dir, scheduler, monkeypatch)
     scheduler.end_all()

@@ -1,4 +1,4 @@
-"""Shell scripts, read without a shell."""
+"""Parsing of shell scripts without a shell."""
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ def only(text: str, **known: str) -> ShellCommand:
     return script.commands[0]
 
 
-def test_a_script_like_those_of_swift() -> None:
+def test_a_script_in_the_style_of_ms_swift() -> None:
     found = only(SWIFT)
     assert found.argv == (
         "swift", "rlhf", "--rlhf_type", "cpo", "--dataset", "a#20", "b c",
@@ -78,7 +78,7 @@ def test_words(text: str, argv: list[str]) -> None:
         ("for A in 1 2; do x $A; done", "$A (assigned in a branch, line 1)"),
     ],
 )
-def test_what_only_a_shell_would_know_is_named_and_stays(text: str, unread: str) -> None:
+def test_values_known_only_to_a_shell_are_named_and_kept(text: str, unread: str) -> None:
     found = [command for command in read_shell(text).commands if command.argv[0] == "x"][-1]
     assert unread in found.unread
     assert unread.partition(" (assigned")[0] in " ".join(found.argv)
@@ -110,13 +110,13 @@ def test_branches_loops_and_functions_are_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["x 'a", 'x "a', "x $(a", "x ${a", "x `a", "A=(1", "x <<EOF\na", "x <<"])
-def test_what_is_not_closed_is_named_with_its_line(text: str) -> None:
+def test_unclosed_constructs_are_named_with_their_line(text: str) -> None:
     script = read_shell(f"first\n{text}")
     assert script.commands[0].argv == ("first",)
     assert script.unread[0].startswith("everything from line 2")
 
 
-def test_too_long_a_script_is_named() -> None:
+def test_a_script_that_is_too_long_is_reported() -> None:
     assert "more than" in read_shell("x" * (MAX_CHARACTERS + 1)).unread[0]
 
 

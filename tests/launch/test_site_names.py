@@ -1,4 +1,4 @@
-"""Promoted models that a run names: the newest of a name, looked up when the run is made."""
+"""Promoted models referenced by a run: the newest of a name, resolved when the run is created."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,7 +48,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     for day, name in enumerate((OLD, NEW, OTHER), start=2):
         write_model(tmp_path / "promoted" / name / "rlhf.json", provenance(name, datetime(2026, 1, day, tzinfo=UTC)))
-    (tmp_path / "promoted" / "rm-20280101-000000-000000").mkdir()  # not complete
+    (tmp_path / "promoted" / "rm-20280101-000000-000000").mkdir()  # incomplete
     return load_site()
 
 
@@ -61,6 +61,6 @@ def test_the_newest_promoted_model_of_a_name_is_taken(path: str, folder: str, si
     assert found == (str(tmp_path / "promoted" / folder) if folder else path)
 
 
-def test_a_relative_folder_becomes_a_whole_path(site: Site, tmp_path: Path) -> None:
+def test_a_relative_folder_becomes_an_absolute_path(site: Site, tmp_path: Path) -> None:
     spec = absolute_paths(make_spec(reward={"models": {"good": {"path": "models/rm"}}}), tmp_path)
     assert for_site(spec, site).reward.models["good"].path == str(tmp_path / "models" / "rm")

@@ -1,4 +1,4 @@
-"""Kept configs: the same one is kept by many at once, and a damaged one is replaced."""
+"""Kept configs: concurrent copies of the same config, and the replacement of a damaged one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +21,11 @@ def whole(kept: snapshots.Kept) -> bool:
     return kept.config.is_file() and kept.config.with_name(snapshots.ORIGIN).is_file() and kept.code.is_dir()
 
 
-def test_many_keep_the_same_config_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_config_is_kept_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(NUM_USERS)
 
     def write(path: Path, text: str) -> None:
-        together.wait(timeout=60)  # all of them have copied the code, and none has its final name
+        together.wait(timeout=60)  # all have copied the code, and no copy has its final name yet
         write_text(path, text)
 
     monkeypatch.setattr(snapshots, "write_text", write)
@@ -43,7 +43,7 @@ def test_a_copy_without_its_config_is_replaced(tmp_path: Path) -> None:
     assert whole(kept)
 
 
-def test_what_a_killed_deployment_left_behind_is_removed_in_time(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_deployment_are_removed_later(tmp_path: Path) -> None:
     unfinished = keep(tmp_path).config.parent.rename(tmp_path / "deployments" / "nightly" / ".new-12-0123abcd")
     (left,) = snapshots.copies(tmp_path)
     later = datetime.now(UTC) + timedelta(days=2)

@@ -1,4 +1,4 @@
-"""`rlhf wrap`: launch lines of many programs become configs."""
+"""`rlhf wrap`: conversion of launch lines of many programs into configs."""
 
 import shlex
 import tomllib
@@ -211,12 +211,12 @@ def test_a_line_becomes_a_config(text: str) -> None:
 
 
 def _unquoted(found: WrappedLine) -> str:
-    """The line with quotes only where a word has more than placeholders that need them."""
+    """The line with quotes only around words in which more than placeholders needs them."""
     return " ".join(word if "{" in word else shlex.quote(word) for word in found.argv)
 
 
 @pytest.mark.parametrize("text", LINES)
-def test_the_config_loads_as_soon_as_the_steps_are_known(text: str, tmp_path: Path) -> None:
+def test_the_config_loads_once_the_steps_are_known(text: str, tmp_path: Path) -> None:
     config = tmp_path / "my.toml"
     found = wrapped(text, steps=33)
     config.write_text(found.text)
@@ -224,7 +224,7 @@ def test_the_config_loads_as_soon_as_the_steps_are_known(text: str, tmp_path: Pa
     assert isinstance(trainer, CommandTrainer)
     assert (found.num_steps, trainer.num_steps) == (33, 33)
     assert trainer.argv == found.argv
-    # Without steps, the key is there as a comment, and the message asks for it.
+    # Without steps, the key is present as a comment, and the message requests it.
     bare = wrapped(text)
     assert (bare.num_steps is None) == ("\n# num_steps = \n" in bare.text)
 
@@ -236,7 +236,7 @@ def test_a_config_without_steps_does_not_load(tmp_path: Path) -> None:
         load(config)
 
 
-def test_files_beside_the_line_are_read() -> None:
+def test_files_next_to_the_line_are_read() -> None:
     files = {
         "a.yaml": "num_machines: 2\nnum_processes: 16\n",
         "g.yaml": "# of TRL\nmax_steps: 40 # all\nsave_steps: 5\noutput_dir: 'o'\nper_device_train_batch_size: 2\n",
@@ -322,7 +322,7 @@ def test_a_script_becomes_a_config() -> None:
     assert any(what.startswith("line 11: swift rollout") for what in missing)
     assert any(what.startswith("line 10: pip install") for what in missing)
     assert any(what.startswith("$HOST_OF_SERVER") for what in missing)
-    # What the run itself decides is no question any more.
+    # Settings decided by the run itself are no longer open.
     assert not any("SLURM" in what or "scontrol" in what for what in missing)
 
 
@@ -337,13 +337,13 @@ def test_a_script_becomes_a_config() -> None:
         ("source /opt/conda/etc/profile.d/conda.sh\nconda activate", "/opt/conda"),
     ],
 )
-def test_an_environment_of_conda_is_that_of_its_name(lines: str, environment: str) -> None:
+def test_a_conda_environment_is_found_by_name(lines: str, environment: str) -> None:
     found = script(f"{lines}\ntorchrun train.py --max_steps 5\n")
     assert setting(found, "trainer.environment") == environment
     assert not any("conda" in part.what for part in found.unread)
 
 
-def test_a_line_that_a_script_puts_together_for_slurm() -> None:
+def test_a_line_composed_by_a_script_for_slurm() -> None:
     found = script(
         "#SBATCH --nodes=4\n#SBATCH --gres=gpu:2 --ntasks-per-node=1\nexport GPUS=2\n"
         "head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
@@ -390,7 +390,7 @@ BY_SLURM: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("options", BY_SLURM)
-def test_options_of_sbatch_mean_what_they_mean_in_slurm(options: str) -> None:
+def test_options_of_sbatch_have_their_slurm_meaning(options: str) -> None:
     settings_, reports = BY_SLURM[options]
     found = script(f"#SBATCH {options}\nsrun python t.py --max_steps 1\n")
     assert {name: setting(found, name) for name in settings_} == settings_
@@ -406,18 +406,18 @@ def test_a_step_shares_the_nodes_and_the_memory_of_its_job() -> None:
     assert setting(found, "slurm.extra") is None
 
 
-def test_a_script_knows_the_nodes_that_follow_from_its_tasks() -> None:
+def test_the_number_of_nodes_is_derived_from_the_tasks() -> None:
     found = script("#SBATCH --ntasks=16 --ntasks-per-node=8\npython t.py --max_steps 1 --ranks $((SLURM_NNODES * 8))\n")
     assert found.argv[-2:] == ("--ranks", "16")
 
 
-def test_variables_that_only_a_shell_would_know_are_left_out_and_named() -> None:
+def test_variables_known_only_to_a_shell_are_left_out_and_named() -> None:
     found = script("export A=$(hostname) B=2\ntorchrun t.py --max_steps 1")
     assert setting(found, "trainer.variables") == {"B": "2"}
     assert "variable A = $(hostname)" in [part.what for part in found.unread]
 
 
-def test_the_line_that_runs_in_any_case_is_taken_before_one_in_a_branch() -> None:
+def test_an_unconditional_line_is_preferred_to_one_in_a_branch() -> None:
     found = script("torchrun a.py --max_steps 1\nif x; then torchrun b.py --max_steps 2; fi")
     assert found.num_steps == 1
     found = script("if [ $# -gt 1 ]; then torchrun b.py --max_steps 2; fi")
@@ -460,7 +460,7 @@ def test_a_script_without_a_training_is_refused(text: str) -> None:
         ["python", "t.py", *(["--lr", "1"] * 20_000)], ["python", "t.py", "é" * 90_000], ["python", "x" * 200_000],
     ],
 )  # fmt: skip
-def test_hostile_lines_are_refused_with_a_sentence(argv: list[str]) -> None:
+def test_hostile_lines_are_refused_with_a_message(argv: list[str]) -> None:
     with pytest.raises(BadInput, match="found"):
         wrap_line(argv, around(), WrapOptions())
 
@@ -471,19 +471,19 @@ def test_control_characters_survive_the_config() -> None:
     assert content(wrap_line(argv, around(), WrapOptions()))["trainer"]["argv"] == argv
 
 
-def test_a_variable_that_no_config_can_hold_is_named() -> None:
+def test_a_variable_that_a_config_cannot_represent_is_named() -> None:
     found = wrap_line(["A=\x1b", "B=1", "python", "t.py"], around(), WrapOptions())
     assert setting(found, "trainer.variables") == {"B": "1"}
     assert any("'A'" in part.what for part in found.unread)
 
 
-def test_a_name_of_the_user_is_taken_or_refused() -> None:
+def test_a_name_given_by_the_user_is_used_or_refused() -> None:
     assert setting(wrapped("python t.py", name="my-run_1"), "name") == "my-run_1"
     with pytest.raises(BadInput, match="--name"):
         wrapped("python t.py", name="My Run")
 
 
-def test_a_framework_of_the_user_is_taken() -> None:
+def test_a_framework_given_by_the_user_is_used() -> None:
     found = wrapped("torchrun t.py", framework="transformers", steps=3)
     assert setting(found, "trainer.framework") == "transformers"
     assert "--max_steps" in found.argv
@@ -511,10 +511,10 @@ LAUNCHES = st.sampled_from(
 
 @given(LAUNCHES, st.lists(WORDS | st.text(max_size=5), max_size=12))
 @settings(max_examples=300, deadline=None)
-def test_arguments_that_no_row_names_come_through_unchanged(launch: list[str], words: list[str]) -> None:
-    """The line that a run starts has the program and its arguments as they were, apart from what was replaced."""
+def test_unknown_arguments_are_passed_through_unchanged(launch: list[str], words: list[str]) -> None:
+    """The line started by a run has the original program and arguments, apart from replaced ones."""
     argv = [*launch, *words]
-    # Words after an option that is taken out, beyond its value, are the program's own and stay.
+    # Words after the value of a removed option belong to the program and are kept.
     assume(all(item.stop - item.start <= 2 for item in read_launch_line(argv).items if item.name in REPLACED))
     try:
         found = wrap_line(argv, around(), WrapOptions(steps=9))
@@ -538,7 +538,7 @@ def require_same_arguments(argv: list[str], found: WrappedLine) -> None:
             assert name in REPLACED, (name, places)
 
 
-def test_the_check_of_arguments_sees_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_arguments_detects_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["torchrun", "t.py", "--seed", "3", "more", "--lr", "1"]
     require_same_arguments(argv, wrap_line(argv, around(), WrapOptions(steps=9)))
 
@@ -550,7 +550,7 @@ def test_the_check_of_arguments_sees_one_that_is_lost(monkeypatch: pytest.Monkey
         require_same_arguments(argv, wrap_line(argv, around(), WrapOptions(steps=9)))
 
 
-def test_the_check_of_secrets_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_secrets_detects_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Draft, "without_secrets", lambda draft: None)
     assert "hf_" + "a" * 20 in wrapped(f"A=hf_{'a' * 20} python t.py").text
 
@@ -559,8 +559,8 @@ REPLACED = {"resume_from_checkpoint", "launcher", "num_processes", "nproc_per_no
 """Options that are taken out: the run gives them, or axolotl's launcher has them in another place."""
 
 
-def test_accelerate_is_told_of_processors_where_no_gpus_are_given() -> None:
-    """It would train every rank by itself. With GPUs, or without transformers, there is nothing to say."""
+def test_accelerate_is_told_to_use_cpus_without_gpus() -> None:
+    """Otherwise it would train each rank separately. With GPUs, or without transformers, no option is needed."""
     line = "NPROC_PER_NODE=2 {} swift sft --model m --dataset d --max_steps 5"
     assert setting(wrapped(line.format("")), "trainer.variables") == {**MEETING, **PROCESSORS}
     assert setting(wrapped(line.format("CUDA_VISIBLE_DEVICES=0,1")), "trainer.variables") == MEETING

@@ -1,4 +1,4 @@
-"""Faults of one node of a job, made on the throw-away Slurm, with the finding that the probe must report."""
+"""Faults of one node of a job, injected on the throw-away Slurm, with the finding that the probe must report."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5
 
 
 class Scene:
-    """Cluster with a run and faults of its nodes."""
+    """A cluster with a run and faults of its nodes."""
 
     def __init__(self, cluster: throwaway.Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -40,12 +40,12 @@ class Scene:
         subprocess.run([*self.inside(node), *words], check=True, capture_output=True)
 
     def inside(self, node: str) -> list[str]:
-        """Command prefix that enters a node."""
+        """Command prefix that enters the namespaces of a node."""
         return ["nsenter", "--target", str(self.cluster.pid(f"slurmd-{node}")), "--mount", "--net"]
 
     @contextmanager
     def mounted(self, node: str, target: Path, *what: str) -> Iterator[None]:
-        """Mount something on a node, where no other node sees it."""
+        """Mount something on a node, invisible to the other nodes."""
         self.on_node(node, "mount", *what, str(target))
         try:
             yield
@@ -54,7 +54,7 @@ class Scene:
 
     @contextmanager
     def variables(self, **of_nodes: dict[str, Any]) -> Iterator[None]:
-        """Set or unset variables on nodes, beside those that other faults set there."""
+        """Set or unset variables on nodes, in addition to those that other faults set there."""
         for node, values in of_nodes.items():
             own = self._variables.setdefault(node, {})
             assert not own.keys() & values.keys(), "one fault would undo another"
@@ -233,7 +233,7 @@ OUT_OF_PLACE = (
 SLOW_LINK = Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node2", "GB/s with node4"))
 ALONE = (
     Case("a node that does not come", _missing, "node.missing", "node3", ("3 of 4 nodes",)),
-    # On busy cores its other link may be slow as well: then the node is named, not the link.
+    # On busy cores its other link may be slow as well: the node is then named instead of the link.
     Case("a link that nothing gets through", _dead_link, "probe.bandwidth", "node3", ("no response within", "node2")),
     # It may send as slowly as it computes.
     Case("a slow processor", _processor, "probe.matmul", "node2", ("of its cores",), ("probe.bandwidth",)),
@@ -265,7 +265,7 @@ class Seen:
         return [one for one in self.results if one.status in (CheckStatus.BLOCKED, CheckStatus.WARNING)]
 
     def problems_with(self, *cases: Case) -> list[str]:
-        """List the deviations from the expected result: a finding for each case, and nothing else."""
+        """List the deviations from the expected result: one finding for each case, and nothing else."""
         problems = [f"{case.name}: {problem}" for case in cases for problem in self._missing_of(case)]
         known = {name for case in cases for name in (case.check, *case.also)}
         may_block = {(name, case.node) for case in cases for name in (case.check, *case.also)}
@@ -301,7 +301,7 @@ class _Watched:
 
 
 def probe(cluster: throwaway.Cluster, folder: Path, *cases: Case) -> Seen:
-    """Probe the nodes of a cluster with these things wrong, or nothing."""
+    """Probe the nodes of a cluster with these faults, or with none."""
     with ExitStack() as stack:
         scene = Scene(cluster, folder)
         for case in cases:

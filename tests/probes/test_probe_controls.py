@@ -1,6 +1,6 @@
-"""Negative controls: the same mistakes without a probe hang, or make separate worlds, and no node is named.
+"""Negative controls: without a probe, the same mistakes hang or form separate worlds, and no node is named.
 
-Two "nodes" on this machine are started as launch scripts do it: ranks and world follow from NNODES, NODE_RANK and
+Two "nodes" on this machine are started as by launch scripts: ranks and world size follow from NNODES, NODE_RANK and
 NPROC_PER_NODE of each node.
 """
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.training
 
 TIMEOUT_S = 12
 
-# One process imports torch, and forks the ranks of all worlds. Each writes a line, or nothing; then come their ends.
+# One process imports torch and forks the ranks of all worlds. Each writes a line or nothing; then their exits follow.
 TRAIN = f"""
 import json, os, signal, sys
 from datetime import timedelta
@@ -59,7 +59,7 @@ for world, pid, reader in ranks:
 
 @dataclass(frozen=True)
 class End:
-    """End of one process."""
+    """Exit of one process."""
 
     code: int
     said: str
@@ -83,7 +83,7 @@ WORLDS: Mapping[str, Sequence[Mapping[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[End]]:
-    """Ends of the ranks of all worlds, which wait side by side."""
+    """Exits of the ranks of all worlds, which wait side by side."""
     nodes = []
     for world, own in WORLDS.items():
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -103,20 +103,20 @@ def test_nodes_that_agree_train_together(ends: dict[str, list[End]]) -> None:
     assert ends["nodes that agree"] == [End(0, "trained in a world of 2")] * 2
 
 
-def test_nnodes_unset_on_one_node_trains_apart_and_calls_it_done(ends: dict[str, list[End]]) -> None:
+def test_nnodes_unset_on_one_node_trains_separately_and_reports_success(ends: dict[str, list[End]]) -> None:
     waited, alone = ends["NNODES unset on one"]
     assert waited.code != 0  # in vain
     assert alone == End(0, "trained in a world of 1")
 
 
-def test_nproc_that_differs_never_becomes_a_world(ends: dict[str, list[End]]) -> None:
+def test_different_nproc_never_forms_a_world(ends: dict[str, list[End]]) -> None:
     own = ends["NPROC_PER_NODE differs"]
     assert len(own) == 3
     assert all(end.code != 0 for end in own), own
     assert not any("world of 4" in end.said for end in own)
 
 
-def test_the_same_node_rank_twice_never_becomes_a_world(ends: dict[str, list[End]]) -> None:
+def test_a_duplicate_node_rank_never_forms_a_world(ends: dict[str, list[End]]) -> None:
     own = ends["the same NODE_RANK"]
     assert len(own) == 3
     assert all(end.code != 0 for end in own), own

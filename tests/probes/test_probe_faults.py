@@ -1,7 +1,7 @@
-"""The probe on a real Slurm of four nodes: each thing that is wrong is named with its node; a healthy cluster is not.
+"""The probe on a real Slurm of four nodes: every fault is reported with its node, and a healthy cluster has none.
 
-A slow link is found in a whole run, ``test_probe_runs.py``. Each fault in a probe of its own, and 30 healthy probes:
-``tests/benchmarks/bench_probe.py``.
+A slow link is found in a whole run in ``test_probe_runs.py``. For each fault in a separate probe, and 30 healthy
+probes, see ``tests/benchmarks/bench_probe.py``.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("cases", FEW_PROBES.values(), ids=FEW_PROBES)
-def test_what_is_wrong_is_named_with_its_node(cluster: Cluster, cases: tuple[Case, ...], tmp_path: Path) -> None:
+def test_faults_are_named_with_their_node(cluster: Cluster, cases: tuple[Case, ...], tmp_path: Path) -> None:
     assert probe(cluster, tmp_path, *cases).problems_with(*cases) == []
 
 
-def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_healthy_cluster_has_no_findings(cluster: Cluster, tmp_path: Path) -> None:
     seen = probe(cluster, tmp_path)
     assert seen.problems_with() == []
     made = {result.id for result in seen.results}

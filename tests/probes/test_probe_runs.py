@@ -31,7 +31,7 @@ SLOW_MBIT = 40
 
 @dataclass(frozen=True)
 class Unfit:
-    """A cluster with two nodes that are not fit, and the data of its runs."""
+    """A cluster with two unfit nodes, and the data of its runs."""
 
     cluster: Cluster
     data: tuple[str, ...]
@@ -78,7 +78,7 @@ def run(cluster: Cluster, home: Path, *settings: str) -> tuple["subprocess.Compl
     return done, json.loads(shown.stdout)
 
 
-def test_unfit_nodes_are_replaced_and_left_alone_afterwards(unfit: Unfit, tmp_path: Path) -> None:
+def test_unfit_nodes_are_replaced_and_avoided_afterwards(unfit: Unfit, tmp_path: Path) -> None:
     done, shown = run(unfit.cluster, tmp_path / "home", *unfit.data)
     assert done.returncode == 0, done.stdout + done.stderr
     attempts = [(one["number"], one["state"], one["nodes"]) for one in shown["attempts"]]
@@ -103,8 +103,8 @@ def test_unfit_nodes_are_replaced_and_left_alone_afterwards(unfit: Unfit, tmp_pa
     assert len(speeds) == 6, "of the attempts that got as far as measuring"
 
 
-def test_without_a_probe_unfit_nodes_are_trained_on_silently(unfit: Unfit, tmp_path: Path) -> None:
-    """Negative control: node1 trains on other prompts, node2 holds up all, and the run calls itself completed."""
+def test_without_a_probe_unfit_nodes_are_used_silently(unfit: Unfit, tmp_path: Path) -> None:
+    """Negative control: node1 trains on other prompts, node2 slows all down, and the run completes."""
     done, shown = run(unfit.cluster, tmp_path / "home", *unfit.data, "preflight.probe=false", "resources.num_nodes=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [one["nodes"] for one in shown["attempts"]] == [["node1", "node2"]]
@@ -112,9 +112,7 @@ def test_without_a_probe_unfit_nodes_are_trained_on_silently(unfit: Unfit, tmp_p
     assert not any(one["node"] or one["status"] == "blocked" for one in shown["checks"])
 
 
-def test_a_run_that_needs_every_node_ends_with_what_to_do(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_a_run_that_needs_every_node_ends_with_advice(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, namespaces=True)
     cluster.up()
     try:

@@ -1,4 +1,4 @@
-"""A Slurm for all files of this folder."""
+"""A Slurm cluster for all files of this folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from slurm_cluster import Cluster
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """Three nodes; a test leaves them idle, and its controller at work."""
+    """Three nodes; every test leaves them idle, with a running controller."""
 
     @contextmanager
     def up() -> Iterator[Cluster]:

@@ -1,4 +1,4 @@
-"""One set of behaviours, three schedulers: the fake of the control-plane tests, this machine, a real Slurm."""
+"""The contract of all schedulers, tested with the fake of the control-plane tests, this machine, and a real Slurm."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -64,7 +64,7 @@ class Site:
 
 
 def fake_scheduler() -> FakeScheduler:
-    """Fake scheduler whose jobs end by themselves where those of the others would."""
+    """Fake scheduler whose jobs end by themselves at the same points as those of the others."""
     scheduler = FakeScheduler(output="it was here\n")
 
     def ends(request: JobRequest) -> None:
@@ -124,8 +124,8 @@ def test_a_job_is_found_by_its_attempt_and_by_no_other(site: Site) -> None:
     site.wait_until(job, JobState.RUNNING)
 
 
-def test_what_was_found_is_the_job(site: Site) -> None:
-    """It can be queried and ended like the submitted job."""
+def test_a_found_job_is_the_submitted_one(site: Site) -> None:
+    """It can be queried and cancelled like the submitted job."""
     job = site.submit()
     found = site.scheduler.find(site.run_id, 1)
     assert found is not None
@@ -137,7 +137,7 @@ def test_what_was_found_is_the_job(site: Site) -> None:
 def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: Site) -> None:
     """There must never be two. If there are, this machine cannot distinguish their processes, and ends both."""
     first, second = site.submit(), site.submit()
-    # A process that is about to become another program has no environment to be known by, for an instant.
+    # A process in the middle of an exec briefly has no environment by which it could be identified.
     until(lambda: site.living() == sorted([first.job_id, second.job_id]))
     until(lambda: site.found() == first.job_id)
     assert site.scheduler.cancel(first)
@@ -146,8 +146,8 @@ def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: S
     assert site.found() == "".join(left)
 
 
-def test_a_job_that_ended_is_known_to_have_ended_and_is_not_found(site: Site) -> None:
-    """A found job is adopted and waited for, so an ended one must not be found; both queries must agree about it."""
+def test_an_ended_job_is_reported_as_ended_and_not_found(site: Site) -> None:
+    """A found job is adopted and awaited, so an ended one must not be found; both queries must agree about it."""
     job = site.submit(SHORT)
     site.wait_until(job, JobState.ENDED)
     assert (site.found(), site.living()) == ("", [])
@@ -163,11 +163,11 @@ def test_a_job_leaves_its_output_in_its_folder(site: Site) -> None:
     assert "it was here" in log.read_text()
 
 
-def test_a_job_that_never_was_has_ended_and_cancelling_it_is_harmless(site: Site) -> None:
+def test_an_unknown_job_has_ended_and_cancelling_it_is_harmless(site: Site) -> None:
     never = Submission(
         attempt=1,
         scheduler=site.scheduler.name,
-        job_id="4194999",  # above what Linux gives to processes, and far above what the cluster has counted
+        job_id="4194999",  # above the process ids of Linux, and far above the job ids of the cluster
         command=("sh", "-c", LONG),
         process_started=1.0,
         marker=job_marker(site.run_id, 1),
@@ -201,8 +201,8 @@ def test_a_job_can_be_cancelled_right_after_it_was_submitted(site: Site) -> None
     ["fake", pytest.param("slurm", marks=pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT))],
     indirect=True,
 )
-def test_a_job_that_waits_is_found_and_never_begins_once_it_is_cancelled(site: Site) -> None:
-    """This machine lets no job wait."""
+def test_a_waiting_job_is_found_and_never_starts_once_it_is_cancelled(site: Site) -> None:
+    """Not on this machine, whose jobs never wait."""
     if isinstance(site.scheduler, FakeScheduler):
         site.scheduler.first_state = JobState.PENDING
     else:
@@ -220,7 +220,7 @@ def test_a_job_that_waits_is_found_and_never_begins_once_it_is_cancelled(site: S
     assert not (site.folder / "began").exists()
 
 
-def test_several_jobs_are_told_apart_in_one_answer(site: Site) -> None:
+def test_several_jobs_are_distinguished_in_one_answer(site: Site) -> None:
     assert site.scheduler.status([]) == {}
     done, running = site.submit(SHORT), site.submit(attempt=2)
     site.wait_until(done, JobState.ENDED)
@@ -233,8 +233,8 @@ def test_several_jobs_are_told_apart_in_one_answer(site: Site) -> None:
     assert answer[running.job_id].nodes, "where it is"
 
 
-def test_more_nodes_than_there_are_are_refused_or_waited_for(site: Site) -> None:
-    """Both are right, depending on the setup of a Slurm; it never runs on fewer."""
+def test_a_request_for_too_many_nodes_is_refused_or_waits(site: Site) -> None:
+    """Both are correct, depending on the setup of Slurm; a job never runs on fewer nodes."""
     asked = site.request(LONG, num_nodes=len(site.scheduler.inventory().node_names) + 1)
     try:
         job = site.scheduler.submit(asked)

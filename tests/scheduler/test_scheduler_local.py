@@ -1,5 +1,4 @@
-"""The local scheduler: jobs outlive the submitting process, are visible to all others, and end with all their
-children."""
+"""The local scheduler: jobs outlive the submitter, are visible to all processes, and end with all their children."""
 
 import os
 import signal
@@ -57,7 +56,7 @@ def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int =
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
-    """Scheduler; remains of a failing test's job are ended."""
+    """Scheduler; remaining processes of a failed test's job are killed."""
     yield LocalScheduler()
     for process in psutil.process_iter():
         try:
@@ -84,7 +83,7 @@ def test_a_job_runs_its_command_and_ends(
     assert (submission.attempt, submission.scheduler, submission.host) == (1, "local", socket.gethostname())
     until(lambda: _state(scheduler, submission) is JobState.ENDED)
     output = (tmp_path / "scheduler" / f"{submission.job_id}_0_log.out").read_text(encoding="utf-8")
-    assert output == f"at work {run_id_of(tmp_path)}/1 None\n"  # the marker is there, the control plane's secret is not
+    assert output == f"at work {run_id_of(tmp_path)}/1 None\n"  # the marker is set, the control plane's secret is not
     assert scheduler.find(run_id_of(tmp_path), 1) is None
     assert scheduler.cancel(submission)  # harmless
 
@@ -107,7 +106,7 @@ import os, signal
     ["pass", "os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"],
     ids=["leaves", "is killed", "Ctrl-C"],
 )
-def test_a_job_outlives_its_submitter_and_is_known_to_other_processes(
+def test_a_job_outlives_its_submitter_and_is_visible_to_other_processes(
     tmp_path: Path, scheduler: LocalScheduler, after: str
 ) -> None:
     folders = [str(REPOSITORY), *map(str, Path(__file__).parents[:2])]
@@ -129,7 +128,9 @@ def test_a_job_outlives_its_submitter_and_is_known_to_other_processes(
     assert _state(scheduler, submission) is JobState.ENDED
 
 
-def test_a_deaf_job_is_killed(tmp_path: Path, scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ignores_signals_is_killed(
+    tmp_path: Path, scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlhf_core.scheduler.local.SHUTDOWN_TIMEOUT_S", 0.5)
     submission = scheduler.submit(make_request(tmp_path, "deaf", "daemon"))
     agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
@@ -138,13 +139,13 @@ def test_a_deaf_job_is_killed(tmp_path: Path, scheduler: LocalScheduler, monkeyp
     assert not is_alive(daemon)
 
 
-def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, scheduler: LocalScheduler) -> None:
-    """The job has ended, its orphan has not; the control shows that the family tree no longer leads to it."""
+def test_an_orphan_of_a_killed_agent_is_found_by_its_marker(tmp_path: Path, scheduler: LocalScheduler) -> None:
+    """The job has ended and its orphan has not; the control shows that it is no longer a descendant of the job."""
     submission = scheduler.submit(make_request(tmp_path, "daemon"))
     agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
     os.kill(int(submission.job_id), signal.SIGKILL)
-    until(lambda: not is_alive(int(submission.job_id)))  # what is killed is there for some milliseconds more
-    assert _state(scheduler, submission) is JobState.RUNNING  # its agent is still there
+    until(lambda: not is_alive(int(submission.job_id)))  # a killed process remains for a few milliseconds
+    assert _state(scheduler, submission) is JobState.RUNNING  # its agent is still alive
     adopted = scheduler.find(run_id_of(tmp_path), 1)
     assert adopted is not None
     assert adopted.job_id == str(agent)
@@ -158,7 +159,7 @@ def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, schedul
 
 
 def test_a_reused_process_id_is_not_taken_for_the_job(tmp_path: Path, scheduler: LocalScheduler) -> None:
-    """This very process has that id, but it started at another time; with its own start time it would be the job."""
+    """This process has that id, but started at another time; with its own start time it would be the job."""
     me = psutil.Process()
     stranger = Submission(
         attempt=1,
@@ -183,13 +184,13 @@ def test_a_job_of_another_machine_is_unknown(scheduler: LocalScheduler) -> None:
     assert not scheduler.cancel(away)
 
 
-def test_ahead_of_the_time_limit_the_agent_is_asked_to_save(tmp_path: Path, scheduler: LocalScheduler) -> None:
+def test_the_agent_is_signalled_to_save_before_the_time_limit(tmp_path: Path, scheduler: LocalScheduler) -> None:
     submission = scheduler.submit(make_request(tmp_path, time_limit_s=4))
     until(lambda: _state(scheduler, submission) is JobState.ENDED)
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "SIGUSR2"
 
 
-def test_what_cannot_be_started_is_refused(tmp_path: Path, scheduler: LocalScheduler) -> None:
+def test_a_command_that_cannot_be_started_is_refused(tmp_path: Path, scheduler: LocalScheduler) -> None:
     with pytest.raises(SubmissionFailed, match="has 1 node, the placement asks for 2"):
         scheduler.submit(make_request(tmp_path, nodes=2))
     request = make_request(tmp_path)
@@ -217,7 +218,7 @@ def test_schedulers_are_found_by_name() -> None:
 def test_a_job_outlives_the_folder_it_was_submitted_from(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flow run of a Prefect worker is in a temporary folder, which goes away with it."""
+    """A flow run of a Prefect worker is in a temporary folder that is removed with it."""
     gone = tmp_path / "temporary"
     gone.mkdir()
     monkeypatch.chdir(gone)

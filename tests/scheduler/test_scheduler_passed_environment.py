@@ -1,4 +1,4 @@
-"""Secrets that a job receives: the sources of their values, the refused files, and the absence from all text."""
+"""Secrets passed to a job: the sources of their values, refused files, and their absence from all text."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def files_with(text: str, folder: Path) -> list[Path]:
 
 
 def slurm_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's programs in a few lines: arguments and environment of sbatch are written to files."""
+    """Minimal replacements for Slurm's programs; sbatch's arguments and environment are written to files."""
     (folder / "bin").mkdir()
     sbatch = f"""#!/bin/sh
 echo "$@" > {folder}/words
@@ -59,7 +59,7 @@ def test_values_come_from_the_environment_and_then_from_the_file(tmp_path: Path)
     assert passed.values({"A": "own", "OTHER": "x"}) == {"A": "own", "B": "2 3", "C": "4=5"}
 
 
-def test_a_missing_value_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_value_is_named_with_advice(tmp_path: Path) -> None:
     file = private_file(tmp_path, f"A={CANARY}\nEMPTY=\n")
     with pytest.raises(SubmissionFailed) as error:
         PassedEnvironment(("A", "EMPTY", "WANDB_API_KEY"), file).values({})
@@ -69,7 +69,7 @@ def test_a_missing_value_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o700 | 0o010], ids=oct)
-def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_with_access_for_others_is_refused(tmp_path: Path, mode: int) -> None:
     file = private_file(tmp_path, f"A={CANARY}", mode)
     with pytest.raises(SubmissionFailed, match=r"chmod 600") as error:
         read_private(file)
@@ -92,7 +92,7 @@ def test_a_wrong_line_is_named_by_its_number_alone(tmp_path: Path) -> None:
     assert CANARY not in str(error.value)
 
 
-def test_what_is_the_control_planes_own_cannot_be_passed() -> None:
+def test_secrets_of_the_control_plane_cannot_be_passed() -> None:
     for name in ("RLHF_DATABASE_URL", "PREFECT_SERVER_DATABASE_PASSWORD"):
         with pytest.raises(ValueError, match="which is private to the site"):
             SlurmSpec(pass_environment=(name,))
@@ -102,14 +102,14 @@ def test_what_is_the_control_planes_own_cannot_be_passed() -> None:
         SlurmSpec(pass_environment=("A=1",))
 
 
-def test_the_names_of_site_and_run_come_together_and_the_run_decides_how() -> None:
+def test_the_names_of_site_and_run_are_combined_as_the_run_decides() -> None:
     site = SlurmSpec(pass_environment=("A", "B"), environment={"C": "open"})
     both = SlurmSpec(pass_environment=("C", "B"), environment={"A": "open"}).over(site)
     assert both.pass_environment == ("B", "C")
     assert both.environment == {"A": "open"}
 
 
-def test_prefects_settings_stay_here_whatever_they_are_called() -> None:
+def test_prefect_settings_are_never_passed() -> None:
     names = (
         *("PREFECT_API_KEY", "PREFECT_API_DATABASE_PASSWORD", "PREFECT_SERVER_DATABASE_PASSWORD"),
         *("PREFECT_API_ENCRYPTION_KEY", "PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_CLIENT_CUSTOM_HEADERS"),
@@ -154,7 +154,7 @@ def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_nothing_is_submitted_without_the_value(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_job_is_submitted_without_the_value(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     slurm_stand_in(tmp_path, monkeypatch)
     asked = passing(make_request(tmp_path / "job"), file=tmp_path / "job-secrets.env")
@@ -178,7 +178,7 @@ def test_nothing_is_submitted_without_the_value(kind: str, tmp_path: Path, monke
         (("--export=ALL,A=1",), "NONE", ""),
     ],
 )
-def test_sbatch_gets_the_value_in_its_environment_and_only_the_name_in_its_words(
+def test_sbatch_gets_the_value_in_its_environment_and_only_the_name_as_argument(
     extra: tuple[str, ...], variable: str | None, export: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm_stand_in(tmp_path, monkeypatch)

@@ -1,5 +1,7 @@
-"""The Slurm scheduler on a real, throw-away cluster: jobs are submitted once, observed correctly, and ended with all
-their children."""
+"""Jobs of the Slurm scheduler on a real, throw-away cluster.
+
+They are submitted once, observed correctly, and ended with all their children.
+"""
 
 import re
 import subprocess
@@ -29,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
-    """Scheduler with its own queue cache; remains of a failing test are ended."""
+    """Scheduler with its own queue cache; remaining jobs of a failed test are cancelled."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield SlurmScheduler()
@@ -54,7 +56,7 @@ def state(scheduler: SlurmScheduler, submission: Submission) -> JobState:
 
 
 def test_agents_get_their_node_and_all_addresses(tmp_path: Path, scheduler: SlurmScheduler) -> None:
-    """The excluded node is left out, and the addresses are numbers: names of nodes need not resolve."""
+    """The excluded node is left out, and addresses are numeric: node names need not resolve."""
     shell = f'echo "$RLHF_NODES $EXTRA $MORE $RLHF_JOB $CUDA_VISIBLE_DEVICES" > {tmp_path}/$SLURM_NODEID'
     slurm = SlurmSpec(environment={"MORE": "c"}, setup=("export CHECKED=1",))
     request = make_request(tmp_path, shell, slurm, num_nodes=2, gpus_per_node=2, excluded_nodes=("node1",))
@@ -73,7 +75,7 @@ def test_one_dead_agent_ends_the_job(tmp_path: Path, scheduler: SlurmScheduler) 
     assert scheduler.status([submission])[submission.job_id].scheduler_state == "FAILED"
 
 
-def test_a_job_that_ignores_sigterm_is_cancelled_all_the_same(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+def test_a_job_that_ignores_sigterm_is_cancelled_anyway(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     shell = f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 1; done"
     submission = scheduler.submit(make_request(tmp_path, shell))
     until((tmp_path / "pid").exists)
@@ -84,7 +86,7 @@ def test_a_job_that_ignores_sigterm_is_cancelled_all_the_same(tmp_path: Path, sc
     assert scheduler.cancel(submission)  # harmless
 
 
-def test_a_waiting_job_says_why(tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler) -> None:
+def test_a_waiting_job_has_a_reason(tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler) -> None:
     first = scheduler.submit(make_request(tmp_path, "sleep 300", num_nodes=3, gpus_per_node=2))
     until(lambda: state(scheduler, first) is JobState.RUNNING)
     second = scheduler.submit(make_request(tmp_path, "true", num_nodes=3, gpus_per_node=2, attempt=2))
@@ -93,14 +95,14 @@ def test_a_waiting_job_says_why(tmp_path: Path, cluster: Cluster, scheduler: Slu
     assert [status[one.job_id].state for one in (first, second)] == [JobState.RUNNING, JobState.PENDING]
     cluster.command("scontrol", "suspend", first.job_id)
     until(lambda: scheduler.status([first])[first.job_id].scheduler_state == "SUSPENDED")
-    assert state(scheduler, first) is JobState.RUNNING  # it has not ended, and will go on
+    assert state(scheduler, first) is JobState.RUNNING  # it has not ended, and will continue
     cluster.command("scontrol", "resume", first.job_id)
     assert scheduler.cancel(second)
     assert scheduler.cancel(first)
 
 
 def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue no longer lists it. A queue that does not answer is no evidence: the control."""
+    """The queue no longer lists it. Control: a queue that does not respond is no evidence."""
     gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1")
     status = scheduler.status([gone])[gone.job_id]
     assert (status.state, status.reason) == (JobState.ENDED, "Slurm no longer has a record of the job")
@@ -108,7 +110,7 @@ def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, mo
     assert state(scheduler, gone) is JobState.UNKNOWN
 
 
-def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
+def test_without_slurmctld_jobs_are_unknown_and_nothing_is_submitted(
     tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submission = scheduler.submit(make_request(tmp_path, "sleep 300"))
@@ -132,7 +134,7 @@ def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
     assert scheduler.cancel(submission)
 
 
-def test_what_slurm_refuses_is_said_in_its_words(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+def test_refusals_of_slurm_are_reported_verbatim(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     with pytest.raises(SubmissionFailed, match="invalid partition specified: nowhere"):
         scheduler.submit(make_request(tmp_path, "true", SlurmSpec(partition="nowhere")))
     assert scheduler.find(run_id_of(tmp_path), 1) is None
@@ -143,7 +145,7 @@ def test_what_slurm_refuses_is_said_in_its_words(tmp_path: Path, scheduler: Slur
 
 
 def lose_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, *, accept: bool) -> None:
-    """sbatch fails as it does when the controller's answer is lost: after the job was accepted, or before."""
+    """Make sbatch fail as if the controller's answer were lost, either after the job was accepted or before."""
     real = subprocess.check_output(["sh", "-c", "command -v sbatch"], text=True).strip()
     shim = folder / "bin" / "sbatch"
     shim.parent.mkdir()
@@ -167,7 +169,7 @@ def test_a_lost_answer_never_makes_two_jobs(
     monkeypatch: pytest.MonkeyPatch,
     accept: bool,
 ) -> None:
-    """The next controller adopts an existing job, and submits if there is none."""
+    """The next controller adopts an existing job, and submits one if there is none."""
     request = make_request(tmp_path, "sleep 300")
     run_dir = RunDir.of(tmp_path / "runs", request.run_id)
     run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -183,7 +185,7 @@ def test_a_lost_answer_never_makes_two_jobs(
     assert submission is not None
     assert jobs_of(cluster, tmp_path) == [submission.job_id]
     assert before in ([], [submission.job_id])
-    # The control of the control: without looking first there would be two.
+    # Negative control: without the search there would be two jobs.
     scheduler.submit(request)
     assert len(jobs_of(cluster, tmp_path)) == 2
 
@@ -192,10 +194,10 @@ def test_a_lost_answer_never_makes_two_jobs(
 # The shared queue
 
 
-def test_many_watchers_ask_the_queue_once(
+def test_many_watchers_share_one_query_of_the_queue(
     tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three processes, many queries, one squeue; a query that needs a fresh answer runs squeue again: the control."""
+    """Three processes, many queries, one squeue; as a control, a query that needs a fresh answer runs squeue again."""
     count = tmp_path / "count"
     real = subprocess.check_output(["sh", "-c", "command -v squeue"], text=True).strip()
     shim = tmp_path / "bin" / "squeue"
@@ -213,7 +215,7 @@ def test_many_watchers_ask_the_queue_once(
     assert count.read_text() == "1\n1\n"
 
 
-def test_a_torn_cache_is_not_believed(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+def test_a_torn_cache_is_ignored(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     assert not slurm_queue.listing(600.0).problem
     for file in (tmp_path / "cache" / "rlhf").glob("squeue-*.json"):
         file.write_text('{"asked_at": 9e9, "rows"')

@@ -61,7 +61,7 @@ def test_inventory_counts_nodes_cores_memory_and_gpus(slurm: SlurmScheduler) -> 
     assert found.memory_gb == pytest.approx(8000 / 1024)
 
 
-def test_every_node_knows_all_nodes_and_secrets_stay_here(
+def test_every_node_knows_all_nodes_and_no_secrets(
     slurm: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
@@ -76,14 +76,14 @@ def test_every_node_knows_all_nodes_and_secrets_stay_here(
 
 
 @pytest.mark.parametrize("export", ["", "NONE"], ids=["everything is exported", "nothing is exported"])
-def test_a_secret_reaches_the_job_and_nothing_that_others_can_read(
+def test_a_secret_reaches_the_job_and_nothing_readable_by_others(
     slurm: SlurmScheduler, cluster: Cluster, export: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = f"c4nary-{export or 'ALL'}"
     monkeypatch.setenv("WANDB_API_KEY", canary)
     if export:
         monkeypatch.setenv("SBATCH_EXPORT", export)
-    # In two pieces, so that the words of the command are no place where it stands.
+    # In two pieces, so that the command line does not contain it.
     asked = request(tmp_path, 'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; sleep 3', 2)
     asked = replace(
         asked, passed=PassedEnvironment(("WANDB_API_KEY",)), command=(*asked.command, canary[:4], canary[4:])
@@ -104,7 +104,7 @@ def test_a_secret_reaches_the_job_and_nothing_that_others_can_read(
 
 
 def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(slurm: SlurmScheduler, tmp_path: Path) -> None:
-    """With the control: a job younger than the shared answer is looked up, not taken for forgotten."""
+    """With the control: a job newer than the shared answer is queried instead of taken for forgotten."""
     slurm_queue.listing()
     job = slurm.submit(request(tmp_path, "sleep 300"))
     assert job.job_id not in slurm_queue.listing(max_age_s=60.0).rows
@@ -124,20 +124,22 @@ def test_a_lost_node_is_named(slurm: SlurmScheduler, cluster: Cluster, tmp_path:
         assert status(slurm, job).scheduler_state == "NODE_FAIL"
         assert status(slurm, job).lost_nodes == ("node2",)
     finally:
-        # It may have come back by itself.
+        # The node may have come back by itself.
         cluster.command("scontrol", "update", "nodename=node2", "state=resume", check=False)
 
 
 def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     slurm: SlurmScheduler, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a site that exports nothing, of an allocation that the run is submitted from, and of queries. With the
-    control: squeue itself no longer shows the job."""
+    """Variables of a site that exports nothing, of an enclosing allocation, and of queries.
+
+    With the control: squeue itself no longer shows the job.
+    """
     variables = {"SBATCH_EXPORT": "NONE", "SLURM_MEM_PER_CPU": "64", "SBATCH_TIMELIMIT": "1", "SBATCH_REQUEUE": "1"}
     filters = {"SQUEUE_NAMES": "x", "SQUEUE_PARTITION": "nosuch", "SINFO_PARTITION": "nosuch", "LOGNAME": "daemon"}
     for name, value in (variables | filters).items():
         monkeypatch.setenv(name, value)
-    seen = tmp_path / "seen"  # the job waits for it: on a busy machine it would be over before it is looked for
+    seen = tmp_path / "seen"  # the job waits for this file: on a busy machine it would otherwise end before the search
     shell = f'echo "$SLURM_NODEID|$RLHF_NODES|"; until [ -e {seen} ]; do sleep 0.1; done'
     asked = request(tmp_path, shell, 2)
     job = slurm.submit(replace(asked, memory_gb=0.25, time_limit_s=600))
@@ -151,7 +153,7 @@ def test_variables_of_the_users_shell_neither_change_a_job_nor_hide_it(
     until(lambda: ended(slurm, job))
     assert status(slurm, job).scheduler_state == "COMPLETED", output(asked)
     said = sorted(line for line in output(asked).splitlines() if "|" in line)
-    # Whichever Slurm took: a node that other tests used may still be completing.
+    # Any node: one that other tests used may still be completing.
     words = cluster.command("scontrol", "show", "job", job.job_id).split()
     (taken,) = [word.removeprefix("NodeList=") for word in words if word.startswith("NodeList=")]
     names = cluster.command("scontrol", "show", "hostnames", taken).split()
@@ -173,7 +175,7 @@ while time.time() < end:
 def test_a_job_runs_in_its_own_folder_whatever_it_was_submitted_from(
     slurm: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flow run of a Prefect worker is in a temporary folder, which goes away with it."""
+    """A flow run of a Prefect worker is in a temporary folder that is removed with it."""
     gone = tmp_path / "temporary"
     gone.mkdir()
     monkeypatch.chdir(gone)

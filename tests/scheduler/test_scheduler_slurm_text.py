@@ -1,4 +1,4 @@
-"""Options passed to Slurm and the parsing of its answers, without a cluster."""
+"""Options passed to Slurm, and the parsing of its output, without a cluster."""
 
 import sys
 import threading
@@ -65,7 +65,7 @@ def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() 
         assert absent not in text.partition("# command")[0].replace("SUBMITIT", "")
 
 
-def test_everything_that_can_be_asked_of_slurm() -> None:
+def test_a_script_with_all_options() -> None:
     text = script(
         gpus=8,
         excluded=("node3",),
@@ -98,10 +98,10 @@ def test_everything_that_can_be_asked_of_slurm() -> None:
         assert f"#SBATCH {line}\n" in text
     assert "module load cuda" in text
     assert "export NCCL_DEBUG=WARN" in text
-    assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm hands them out
+    assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm assigns them
 
 
-def test_the_signal_to_save_never_comes_in_the_first_half_of_the_job() -> None:
+def test_the_signal_to_save_is_never_in_the_first_half_of_the_job() -> None:
     assert "--signal=USR2@60\n" in script(time_limit_s=120)
 
 
@@ -112,7 +112,7 @@ def test_containers() -> None:
     assert "apptainer exec --nv --bind /runs/toy-1:/runs/toy-1 img.sif '/opt/my python' -m" in apptainer
 
 
-def test_the_site_says_what_the_run_does_not() -> None:
+def test_the_site_fills_in_missing_settings_of_the_run() -> None:
     site = SlurmSpec(
         partition="batch", account="nlp", exclude=("bad1",), setup=("a",), environment={"A": "1", "B": "1"}
     )
@@ -132,7 +132,7 @@ def test_the_site_says_what_the_run_does_not() -> None:
         ("CONFIGURING", JobState.PENDING),
         ("RUNNING", JobState.RUNNING),
         ("SUSPENDED", JobState.RUNNING),
-        ("COMPLETING", JobState.RUNNING),  # something of it may still run
+        ("COMPLETING", JobState.RUNNING),  # some of its processes may still run
         ("COMPLETED", JobState.ENDED),
         ("CANCELLED by 1000", JobState.ENDED),
         ("PREEMPTED", JobState.ENDED),
@@ -155,7 +155,7 @@ def test_states(state: str, expected: JobState) -> None:
         ("", 1000, "CANCELLED"),  # no accounting
     ],
 )
-def test_a_job_that_the_administrator_cancelled_is_told_from_one_of_the_user(
+def test_cancellations_by_the_administrator_and_by_the_user_are_distinguished(
     accounted: str, user: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(*words: str) -> str:
@@ -196,12 +196,12 @@ POLICY = (
         ("Batch job submission failed: Invalid account or account/partition combination specified", False),
     ],
 )
-def test_refusals_that_will_pass(said: str, passes: bool) -> None:
+def test_temporary_refusals(said: str, passes: bool) -> None:
     assert will_pass(said) is passes
 
 
 @pytest.mark.parametrize(("said", "error"), [(POLICY, SubmissionDeferred), ("Invalid qos", SubmissionFailed)])
-def test_a_refusal_for_now_is_told_from_one_for_good(
+def test_temporary_and_permanent_refusals_are_distinguished(
     said: str, error: type[SubmissionFailed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(executor: object, command: str) -> None:
@@ -216,7 +216,7 @@ def test_a_refusal_for_now_is_told_from_one_for_good(
 
 
 def test_a_stopped_process_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stopped while it queried, and keeps the lock."""
+    """The process was stopped during a query and keeps the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(slurm_queue, "LOCK_S", 0.1, raising=False)
     monkeypatch.setattr(slurm_queue, "_query", lambda: slurm_queue.Listing(1.0, {}, "asked"))
@@ -240,7 +240,7 @@ def test_the_default_partition_is_that_of_a_submission(monkeypatch: pytest.Monke
     assert SlurmScheduler().inventory().nodes_for(SlurmSpec(partition="cpu")) == ["a"]
 
 
-def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
+def test_the_reason_and_the_expected_start_of_a_waiting_job() -> None:
     status = status_of(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
     assert status.reason == "Resources, expected to start 2026-11-21T10:00:00"
 
@@ -261,7 +261,7 @@ def test_type_of_the_gpus_of_a_node(gres: str, kind: str) -> None:
     assert gpu_type(gres) == kind
 
 
-def test_a_refusal_is_told_from_silence() -> None:
+def test_a_refusal_and_a_missing_answer_are_distinguished() -> None:
     refused = "Traceback ...\nsbatch: error: Batch job submission failed: Invalid account"
     assert refusal(refused) == "Batch job submission failed: Invalid account"
     assert not is_no_answer(refusal(refused))
@@ -269,5 +269,5 @@ def test_a_refusal_is_told_from_silence() -> None:
     assert is_no_answer(refusal(silent))
 
 
-def test_it_is_there_by_name() -> None:
+def test_the_scheduler_is_found_by_name() -> None:
     assert get_scheduler("slurm").name == "slurm"

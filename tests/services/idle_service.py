@@ -1,4 +1,4 @@
-"""A program that is a service and does nothing; with `deaf`, it takes no SIGTERM."""
+"""An idle service program; with `deaf`, it ignores SIGTERM."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A flow of a few lines, for a real worker: it says that it has begun, waits to be let go, and says how it ended."""
+"""A small flow for a real worker: it reports its start, waits to be released, and reports its end."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from prefect import flow
 
 @flow(name="waits", retries=0)
 def waits(folder: str) -> None:
-    """Waits for a file ``go`` in the folder."""
+    """Wait for a file ``go`` in the folder."""
     place = Path(folder)
     (place / "begun").write_text(str(os.getpid()))
     try:

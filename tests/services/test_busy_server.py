@@ -1,4 +1,4 @@
-"""Requests of a browser to a server whose SQLite another client is writing to: carried out, and not lost."""
+"""Browser requests to a server whose SQLite database is being written by another client: executed, and not lost."""
 
 import asyncio
 import subprocess
@@ -69,8 +69,8 @@ asyncio.run(ask())
 """
 
 
-def what_became_of_it(home: Path, server: str) -> str:
-    """An answer to a paused flow run and the removal of a schedule, each beside another writer: status, then effect."""
+def results_beside_a_writer(home: Path, server: str) -> str:
+    """Answer a paused flow run and remove a schedule, each beside another writer; returns status and effect of each."""
     give_prefect_database(home)
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
@@ -86,21 +86,21 @@ def what_became_of_it(home: Path, server: str) -> str:
     return done.stdout.strip()
 
 
-def test_what_is_asked_while_somebody_writes_is_done(tmp_path: Path) -> None:
-    assert what_became_of_it(tmp_path, OURS) == "201 RUNNING 204 0"
+def test_requests_beside_a_writer_are_executed(tmp_path: Path) -> None:
+    assert results_beside_a_writer(tmp_path, OURS) == "201 RUNNING 204 0"
 
 
-def test_on_prefects_own_server_it_is_lost(tmp_path: Path) -> None:
-    """Negative control of the test before, and what says that it is not needed any more."""
-    assert what_became_of_it(tmp_path, PREFECTS) == "503 PAUSED 503 1"
+def test_on_prefects_own_server_requests_are_lost(tmp_path: Path) -> None:
+    """Negative control of the previous test, which shows when our fix is no longer needed."""
+    assert results_beside_a_writer(tmp_path, PREFECTS) == "503 PAUSED 503 1"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Trying again
+# Retries
 
 
 class Busy:
-    """An application that answers with one status after the other, the last one for ever; keeps what it was sent."""
+    """An application that returns one status after the other, the last one forever, and records the request bodies."""
 
     def __init__(self, statuses: Sequence[int]) -> None:
         self.statuses = list(statuses)
@@ -121,7 +121,7 @@ class Busy:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"done"})
         if status >= 500:
-            raise OSError("database is locked")  # as Starlette does after its answer
+            raise OSError("database is locked")  # as Starlette does after its response
 
 
 def asked(app: Busy, method: str, body: bytes = b"") -> httpx.Response:
@@ -135,7 +135,7 @@ def asked(app: Busy, method: str, body: bytes = b"") -> httpx.Response:
     return asyncio.run(ask())
 
 
-def test_a_request_is_tried_again_whole_and_answered_once() -> None:
+def test_a_request_is_retried_whole_and_answered_once() -> None:
     app = Busy([503, 503, 201])
     answer = asked(app, "POST", b"what was typed")
     assert (answer.status_code, answer.content) == (201, b"done")
@@ -143,13 +143,13 @@ def test_a_request_is_tried_again_whole_and_answered_once() -> None:
 
 
 @pytest.mark.parametrize(("method", "status"), [("GET", 503), ("POST", 500), ("POST", 409), ("POST", 201)])
-def test_nothing_else_is_tried_again(method: str, status: int) -> None:
+def test_no_other_request_is_retried(method: str, status: int) -> None:
     app = Busy([status])
     assert asked(app, method).status_code == status
     assert len(app.bodies) == 1
 
 
-def test_a_server_that_stays_busy_says_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stays_busy_finally_responds_with_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flows.server.app.BUSY_TIMEOUT_S", 0.3)
     app = Busy([503])
     assert asked(app, "DELETE").status_code == 503

@@ -1,4 +1,4 @@
-"""A worker that found no server for a while still hears of cancellations; Prefect's own observer does not."""
+"""Cancellations after an outage of the server: our worker still receives them; Prefect's own observer does not."""
 
 import asyncio
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ NOBODY = "http://127.0.0.1:9/api"
 
 
 class Runner:
-    """Prefect's runner as far as it is asked; its server does not answer the first five questions."""
+    """The used part of Prefect's runner; its server does not respond to the first five requests."""
 
     def __init__(self) -> None:
         self.flow_run = SimpleNamespace(id=uuid4())
@@ -40,7 +40,7 @@ class Runner:
         del self._flow_run_process_map[flow_run.id]
 
 
-def test_cancellations_are_asked_for_until_they_are_heard_and_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancellations_are_polled_until_they_are_received_and_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancellations, "POLL_INTERVAL_S", 0.01)
     runner, said = Runner(), []
 
@@ -54,12 +54,12 @@ def test_cancellations_are_asked_for_until_they_are_heard_and_done(monkeypatch: 
         watching.cancel()
 
     asyncio.run(asyncio.wait_for(watched(), 60))
-    assert runner.cancelled == [runner.flow_run.id] * 2, "what could not be done is tried again"
+    assert runner.cancelled == [runner.flow_run.id] * 2, "a failed cancellation is retried"
     assert len(said) == 2, "once per outage, not every three seconds"
 
 
 def test_prefects_own_observer_gives_up() -> None:
-    """Negative control of the test before, and what says that our own is not needed any more."""
+    """Negative control of the previous test, which shows when our own observer is no longer needed."""
 
     async def observed() -> None:
         gave_up = asyncio.Event()

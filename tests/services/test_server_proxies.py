@@ -1,4 +1,4 @@
-"""Proxies of the environment: a server on this machine is reached without one, by our requests and by Prefect's."""
+"""Proxy variables: our requests and Prefect's reach a server on this machine without a proxy."""
 
 import http.server
 import os
@@ -31,7 +31,7 @@ print(get_proxy(parse_uri("ws://" + sys.argv[1] + "/events")))
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):
-    """A server that is well."""
+    """A server that reports itself healthy."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -63,7 +63,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     return own
 
 
-def test_a_server_here_is_asked_directly(port: int) -> None:
+def test_a_local_server_is_reached_directly(port: int) -> None:
     url = f"http://127.0.0.1:{port}/api"
     with pytest.raises(urllib.error.URLError):
         urllib.request.build_opener().open(f"{url}/health", timeout=2.0)
@@ -72,14 +72,14 @@ def test_a_server_here_is_asked_directly(port: int) -> None:
     assert not server.asks_for_password(url)
 
 
-def test_a_server_elsewhere_is_asked_through_the_proxy(port: int, environment: dict[str, str]) -> None:
+def test_a_remote_server_is_reached_through_the_proxy(port: int, environment: dict[str, str]) -> None:
     environment["http_proxy"] = f"http://127.0.0.1:{port}"
     assert server.answers("http://prefect.invalid:4200/api"), "the proxy answers in its place"
     assert proxies.exemption("http://prefect.invalid:4200/api") == {}
 
 
 @pytest.mark.parametrize("way", ["connected", "served"])
-def test_the_clients_of_prefect_ask_a_server_here_directly(
+def test_clients_of_prefect_reach_a_local_server_directly(
     port: int, way: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     environment |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "NO_PROXY": "example.com"}
@@ -106,7 +106,7 @@ def test_the_clients_of_prefect_ask_a_server_here_directly(
         ({"no_proxy": "*"}, {}),
     ],
 )
-def test_what_the_user_exempts_stays_exempt(
+def test_exemptions_of_the_user_are_kept(
     given: dict[str, str], exempted: dict[str, str], environment: dict[str, str]
 ) -> None:
     environment |= given

@@ -1,4 +1,4 @@
-"""The services of a site, really: two at once, killed, stopped, asked without a password, looked at in a browser."""
+"""The real services of a site: two at once, killed, stopped, requested without a password, and shown in a browser."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.end_to_end
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A site whose server other machines reach, started by two people at once."""
+    """A site with a server that other machines can reach, started by two users at once."""
     site = Site(tmp_path_factory.mktemp("site"), host="0.0.0.0")
-    # Prefect's own ear for cancellations goes deaf in an outage of any length here, as it does at its default in 45 s.
+    # Here, Prefect's observer of cancellations fails in an outage of any length; by default, in one of 45 s.
     # The proxy, which is down, is for addresses on other machines.
     site.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1", "http_proxy": "http://127.0.0.1:9"}
     with site.running(services=False):
@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def start_flow(site: Site, folder: Path, name: str = "waits") -> str:
-    """Have the worker run the sample flow. Returns the id of the flow run."""
+    """Make the worker run the sample flow; returns the id of the flow run."""
     folder.mkdir()
     _, flow = site.ask("/flows/", {"name": name})
     deployment = {
@@ -80,12 +80,12 @@ def test_up_again_changes_nothing_but_the_settings_that_changed(site: Site) -> N
     assert {one["name"]: one["priority"] for one in queues} == {"high": 1, "default": 2, "low": 3}
 
 
-def test_a_service_is_never_there_twice(site: Site) -> None:
+def test_a_service_never_runs_twice(site: Site) -> None:
     found = site.rlhf("serve", "worker", code=2)
     assert f"process {site.pids()['worker']}" in found.stderr
 
 
-def test_the_api_asks_for_the_password(site: Site) -> None:
+def test_the_api_requires_the_password(site: Site) -> None:
     assert site.ask("/work_pools/rlhf")[0] == 200
     assert site.ask("/work_pools/rlhf", auth="")[0] == 401
     assert site.ask("/work_pools/rlhf", auth="rlhf:wrong")[0] == 401
@@ -116,7 +116,7 @@ with prefect_server(site.home, print) as url:
 
 
 class Outside:
-    """A proxy that everything which is not on this machine would go through; it writes down who was asked for."""
+    """A proxy that receives every request to another machine and records the requested hosts."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -150,7 +150,7 @@ MARKDOWN = f"# Shown\n\n![inside](data:image/png;base64,{PIXEL})\n\n![outside](h
 
 
 def look_around(site: Site, outside: Outside, artifact: str, *, guarded: bool) -> tuple[list[int], str]:
-    """Look at pages of both UIs in a browser. Returns the widths of the pictures in an artifact, and its text."""
+    """Visit pages of both UIs in a browser; returns the widths of the pictures in an artifact, and its text."""
     from playwright.sync_api import Route, sync_playwright
 
     base = f"http://127.0.0.1:{site.port}"
@@ -196,7 +196,7 @@ def test_the_ui_works_and_no_request_leaves_the_machine(site: Site) -> None:
 
 @needs_browser
 def test_without_the_policy_requests_leave_the_machine(site: Site) -> None:
-    """Negative control of the test before."""
+    """Negative control of the previous test."""
     made = site.ask("/artifacts/", {"key": "shown", "type": "markdown", "data": MARKDOWN})[1]
     outside = Outside()
     look_around(site, outside, made["id"], guarded=False)
@@ -209,7 +209,7 @@ def test_without_the_policy_requests_leave_the_machine(site: Site) -> None:
 # Ended, killed, stopped
 
 
-def test_a_worker_that_is_ended_lets_its_flow_runs_let_go(site: Site, tmp_path: Path) -> None:
+def test_a_stopped_worker_lets_its_flow_runs_clean_up(site: Site, tmp_path: Path) -> None:
     run = start_flow(site, tmp_path / "a")
     pid = int(until(lambda: (tmp_path / "a" / "begun").exists() and (tmp_path / "a" / "begun").read_text()))
     site.rlhf("down", "worker")
@@ -245,7 +245,7 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, t
         name: pid for name, pid in before.items() if name != "server"
     }
     assert until(lambda: site.flow_state(run) == "Completed", interval_s=ASKING_INTERVAL_S)
-    # The worker, which found no server for so long, still hears of cancellations.
+    # The worker still receives cancellations after such a long outage.
     site.cancel(is_cancelled)
     assert until(lambda: site.flow_state(is_cancelled) == "Cancelled", interval_s=ASKING_INTERVAL_S)
     assert (tmp_path / "b" / "let go").exists()
@@ -260,7 +260,7 @@ print([one.what for one in services.up(load_site(), ("server", "worker"), print)
 """
 
 
-def test_services_that_do_not_answer_are_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_services_are_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     before = site.pids()
     os.kill(before["worker"], signal.SIGSTOP)
     os.kill(before["server"], signal.SIGSTOP)
@@ -274,7 +274,7 @@ def test_services_that_do_not_answer_are_replaced(site: Site, monkeypatch: pytes
     assert not any(psutil.pid_exists(before[name]) for name in ("server", "worker"))
 
 
-def test_after_a_kill_of_everything_all_is_back_and_what_is_old_is_gone(site: Site) -> None:
+def test_after_a_kill_of_everything_all_services_are_back_without_leftovers(site: Site) -> None:
     before = site.pids()
     long_ago = (datetime.now(UTC) - timedelta(days=40)).strftime("%Y-%m-%d %H:%M:%S.%f")
     runs = site.ask("/flow_runs/filter", {})[1]
@@ -315,8 +315,8 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(site: Site) -> N
 # Without a server
 
 
-def test_what_has_died_is_started_again(tmp_path: Path) -> None:
-    """Although the server takes long; but not what `rlhf down` has ended."""
+def test_dead_services_are_restarted(tmp_path: Path) -> None:
+    """Even if the server starts slowly; but services stopped by `rlhf down` stay down."""
     site = Site(tmp_path / "site", restart_s=0.5)
     site.write_settings()
     site.rlhf("up")
@@ -349,7 +349,7 @@ def test_what_has_died_is_started_again(tmp_path: Path) -> None:
     assert left == []
 
 
-def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path: Path) -> None:
+def test_a_used_port_is_named_with_its_owner(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         site = Site(tmp_path / "site", port)
@@ -371,7 +371,7 @@ def test_a_service_that_does_not_start_is_an_error_with_its_log(tmp_path: Path) 
     assert "unable to open database file" in found.stderr
 
 
-def test_a_service_that_something_else_keeps_running_is_not_ended(tmp_path: Path) -> None:
+def test_a_service_run_by_another_supervisor_is_not_stopped(tmp_path: Path) -> None:
     site = Site(tmp_path / "site")
     site.write_settings()
     process = site.start("serve", "worker", RLHF_STARTED_BY="systemd")  # it waits for its server

@@ -1,4 +1,4 @@
-"""Parts of the services: the process that a signal reaches, the source of the password, the server that is used."""
+"""Parts of the services: the process that is signalled, the source of the password, the server that is used."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from rlhf_core.services.supervisord import Program, Supervisord
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A site with nothing set, in an environment that belongs to this test."""
+    """A site without settings, in an environment that belongs to this test."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
     monkeypatch.setattr(os, "environ", {**plain, "HOME": str(tmp_path)})
     monkeypatch.setattr(server.logging, "raiseExceptions", True)
@@ -73,13 +73,13 @@ def test_a_process_that_only_has_the_same_id_is_never_signalled(
     assert stranger.poll() is None
 
 
-def test_the_process_of_the_record_is(tmp_path: Path, stranger: "subprocess.Popen[bytes]") -> None:
-    """Negative control of the test before."""
+def test_the_process_of_the_record_is_signalled(tmp_path: Path, stranger: "subprocess.Popen[bytes]") -> None:
+    """Negative control of the previous test."""
     assert record_of(tmp_path, stranger.pid).end(timeout_s=20) is False
     assert stranger.wait() == -signal.SIGTERM
 
 
-def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -88,7 +88,7 @@ def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
-def test_how_a_service_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_of_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(tmp_path, "worker").state is ServiceState.STOPPED
     with holding(tmp_path, "worker") as beat:
         assert look(tmp_path, "worker").state is ServiceState.STARTING
@@ -106,10 +106,10 @@ def test_how_a_service_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert look(tmp_path, "worker").state is ServiceState.STARTING, "the record is of an earlier process"
     assert look(tmp_path, "worker").state is ServiceState.STOPPED
     with holding(tmp_path, "worker"):
-        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the beat of an earlier process says nothing"
+        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the beat of an earlier process is no evidence"
 
 
-def test_a_service_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_lock_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "LOCK_TIMEOUT_S", 0.1)
     with (
         holding(tmp_path, "worker"),
@@ -119,7 +119,7 @@ def test_a_service_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.fail("there are two")
 
 
-def test_who_only_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
+def test_reading_the_state_blocks_no_start(tmp_path: Path) -> None:
     stop = threading.Event()
 
     def looks() -> None:
@@ -139,7 +139,7 @@ def test_who_only_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
         watcher.join()
 
 
-def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
+def test_a_service_on_another_host_is_neither_started_nor_stopped(site: Site) -> None:
     with holding(site.home, "worker"):
         files = ServiceFiles(site.home, "worker")
         mine = read_model(files.record, ServiceRecord)
@@ -150,7 +150,7 @@ def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
                 act(site, ("worker",))
 
 
-def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_not_started_for_an_unresponsive_server(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "ANSWER_TIMEOUT_S", 0.0)
     monkeypatch.setattr(server, "answers", lambda url: False)
     away = "http://prefect.example.com/api"
@@ -162,8 +162,8 @@ def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, m
     assert look(site.home, "worker").state is ServiceState.STOPPED
 
 
-def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the flow runs; supervisord does the same with those of the services."""
+def test_a_long_log_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of the flow runs; supervisord rotates those of the services."""
     log = tmp_path / "flow-runs.log"
     worker._put_aside(log)
     log.write_text("short")
@@ -179,14 +179,14 @@ def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {"stdout_logfile=logs/server.log", "stdout_logfile_maxbytes=20MB", "stdout_logfile_backups=1"} <= set(lines)
 
 
-def test_an_earlier_name_of_a_service_is_understood_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_former_name_of_a_service_is_accepted_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert service_commands._present_names(["keeper", "worker"]) == ["daemon", "worker"]
     assert "the keeper is now called daemon" in capsys.readouterr().err
     assert service_commands._present_names(["daemon"]) == ["daemon"]
     assert capsys.readouterr().err == ""
 
 
-def test_services_that_no_supervisord_would_start_again_are_known(site: Site) -> None:
+def test_services_without_a_supervisord_are_reported(site: Site) -> None:
     assert not services.lacks_supervisord(site)
     os.environ["RLHF_STARTED_BY"] = "systemd"
     with holding(site.home, "worker"):
@@ -196,7 +196,7 @@ def test_services_that_no_supervisord_would_start_again_are_known(site: Site) ->
         assert services.lacks_supervisord(site)
 
 
-def test_the_exit_code_of_a_look_says_whether_something_is_down(site: Site) -> None:
+def test_the_exit_code_of_the_status_shows_whether_a_service_is_down(site: Site) -> None:
     assert services.down_ones(site) == ["server", "worker", "daemon"]
     with holding(site.home, "worker") as beat:
         assert services.down_ones(site, ["worker"]) == ["worker"], "it is not ready"
@@ -211,7 +211,7 @@ def test_the_exit_code_of_a_look_says_whether_something_is_down(site: Site) -> N
 # Password
 
 
-def test_where_the_password_comes_from(site: Site) -> None:
+def test_the_source_of_the_password(site: Site) -> None:
     public = open_to_others(site)
     made = server.password(site)
     assert made.startswith("rlhf:")
@@ -226,12 +226,12 @@ def test_where_the_password_comes_from(site: Site) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "node1"])
-def test_every_server_asks_for_a_password(site: Site, host: str) -> None:
+def test_every_server_requires_a_password(site: Site, host: str) -> None:
     site = replace(site, prefect=site.prefect.model_copy(update={"host": host}))
     assert server.server_settings(site)["PREFECT_SERVER_API_AUTH_STRING"] == server.password(site)
 
 
-def test_a_password_that_the_user_gave_prefect_is_kept(site: Site) -> None:
+def test_a_password_configured_in_prefect_is_kept(site: Site) -> None:
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = "me:of-my-server"
     assert server.password(site) == "me:of-my-server"
     assert not server.password_file(site).exists()
@@ -248,7 +248,7 @@ def test_a_password_in_the_active_profile_of_prefect_is_kept(site: Site, tmp_pat
     assert "PREFECT_API_AUTH_STRING" not in server.client_settings(site, server.own_url(site))
 
 
-def test_everybody_gets_the_same_password_at_once(site: Site) -> None:
+def test_concurrent_processes_get_the_same_password(site: Site) -> None:
     public, found = open_to_others(site), []
     together = threading.Barrier(8)
 
@@ -266,7 +266,7 @@ def test_everybody_gets_the_same_password_at_once(site: Site) -> None:
     assert [path.name for path in server.password_file(site).parent.iterdir()] == ["auth"]
 
 
-def test_a_password_that_is_none_or_that_others_read_is_refused(site: Site) -> None:
+def test_an_invalid_or_readable_password_is_refused(site: Site) -> None:
     path = server.password_file(site)
     path.parent.mkdir(parents=True)
     path.write_text("")
@@ -289,7 +289,7 @@ def test_jobs_get_none_of_the_secrets(site: Site) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which server
+# Choice of the server
 
 
 def test_a_configured_server_wins_and_does_not_get_the_password_of_the_site(site: Site) -> None:
@@ -311,7 +311,7 @@ def test_without_any_server_there_is_none(site: Site) -> None:
         services.wanted_services(site, ("sever",))
 
 
-def test_where_a_server_should_be_is_said_when_it_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_an_unresponsive_server_is_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "answers", lambda url: False)
     monkeypatch.setattr(required, "is_there", lambda url: False)
     with pytest.raises(PrefectUnavailable, match="no Prefect server is configured, and this site has none yet"):
@@ -337,10 +337,10 @@ def test_where_a_server_should_be_is_said_when_it_does_not_answer(site: Site, mo
         (["submit", "quickstart"], 1, "`rlhf up` starts"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_before_prefect_is_imported(
+def test_invalid_requests_are_refused_before_prefect_is_imported(
     site: Site, arguments: list[str], code: int, said: str
 ) -> None:
-    """Its import takes seconds of processor time."""
+    """The import takes seconds of CPU time."""
     program = f"import sys; from rlhf_core.cli.main import execute; code = execute({arguments!r}); "
     program += "print(code, 'prefect' in sys.modules)"
     found = subprocess.run(
@@ -385,7 +385,7 @@ def test_addresses(site: Site) -> None:
     assert server.ui_url(at(url="https://prefect.example.com/")) == "https://prefect.example.com"
 
 
-def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
+def test_the_worker_tolerates_only_an_outage_of_the_server() -> None:
     import asyncio
 
     import httpx
@@ -412,7 +412,7 @@ def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
         asked(answer(401))
     with pytest.raises(ZeroDivisionError):
         asked(ZeroDivisionError())
-    assert asked(ZeroDivisionError(), stopped=True) == [], "nothing new is begun"
+    assert asked(ZeroDivisionError(), stopped=True) == [], "nothing new is started"
 
 
 def test_active_runs_need_no_history(site: Site) -> None:
@@ -421,7 +421,7 @@ def test_active_runs_need_no_history(site: Site) -> None:
 
 
 def test_the_beat_is_read_whole(tmp_path: Path) -> None:
-    """A reader in between sees the old beat or the new one."""
+    """A concurrent reader sees the old beat or the new one."""
     stop, seen = threading.Event(), set()
     with holding(tmp_path, "worker") as beat:
         beat()
@@ -440,7 +440,7 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
     assert seen == {ServiceState.RUNNING}
 
 
-def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
+def test_only_retries_of_a_busy_sqlite_are_not_logged() -> None:
     import logging
 
     from prefect.server.utilities import worker_channel
@@ -458,7 +458,7 @@ def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
 
 
 @pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
-def test_a_page_gets_a_style_and_its_length_is_right(kind: str, changed: bool) -> None:
+def test_a_page_gets_a_style_and_the_correct_length(kind: str, changed: bool) -> None:
     from flows.server.app import STYLE, Styled
 
     sent: list[Any] = []

@@ -30,7 +30,7 @@ PROGRAM = Path(__file__).with_name("idle_service.py")
 
 
 class House:
-    """A home folder with services that do nothing."""
+    """A home folder with idle services."""
 
     def __init__(self, home: Path, interval_s: float = 0.1) -> None:
         self.home = home
@@ -47,15 +47,15 @@ class House:
         return {one.name: one.pid for one in found if one.state is ServiceState.RUNNING}
 
     def processes(self) -> list[psutil.Process]:
-        """All that carry this home folder, services or not."""
+        """All processes that carry this home folder, services or not."""
         return processes_of(self.home)
 
     def kill_all(self) -> None:
-        """SIGKILL to every process, until none is left."""
+        """Send SIGKILL to every process until none is left."""
         kill_all(self.home)
 
     def num_of(self, name: str) -> int:
-        """Number of processes that are, or are to be, a service."""
+        """Number of processes that are a service or about to become one."""
         commands = [command_of(one) for one in self.processes()]
         return sum(words[-1:] == [name] or words[-2:] == [name, "deaf"] for words in commands)
 
@@ -63,7 +63,7 @@ class House:
         return self.supervisord.process("health")[1]
 
     def settled(self) -> dict[str, int]:
-        """Its services, once all are there."""
+        """The services, once all are running."""
         until(lambda: len(self.pids()) == len(NAMES))
         return self.pids()
 
@@ -74,7 +74,7 @@ def program(name: str, *more: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that do nothing, in the place of `rlhf serve NAME`."""
+    """Idle programs in place of `rlhf serve NAME`."""
     ours = supervisord._command
 
     def command(module: str, *arguments: str) -> str:
@@ -95,7 +95,7 @@ def houses(folder: Path, *names: str, interval_s: float = 0.1) -> Iterator[House
 
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
-    """A home folder whose path is longer than that of a unix socket may be."""
+    """A home folder whose path is longer than a Unix socket path may be."""
     yield from houses(tmp_path, "a-long-name-with 100% of what means something;#" * 3)
 
 
@@ -106,7 +106,7 @@ def kill(*pids: int) -> None:
 
 
 def lives(pid: int) -> bool:
-    """False also where this process, its parent, has not heard of its end."""
+    """False even if this process, the parent, has not reaped it yet."""
     return started_ticks(pid) is not None
 
 
@@ -142,7 +142,7 @@ def test_two_at_once_start_one_of_each(house: House) -> None:
     assert [house.said.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
 
 
-def test_other_users_can_neither_enter_nor_call_it_and_it_listens_on_no_port(house: House) -> None:
+def test_other_users_have_no_access_and_it_listens_on_no_port(house: House) -> None:
     house.up("server")
     folder = house.home / "services"
     (socket_file,) = folder.glob("*.sock")
@@ -154,7 +154,7 @@ def test_other_users_can_neither_enter_nor_call_it_and_it_listens_on_no_port(hou
     assert process.net_connections(kind="unix") != [], "negative control"
 
 
-def test_two_homes_do_not_touch_each_other(tmp_path: Path) -> None:
+def test_two_homes_are_independent(tmp_path: Path) -> None:
     for one, other in zip(*[houses(tmp_path, "one", "other")] * 2, strict=True):
         one.up()
         other.up("server")
@@ -165,7 +165,7 @@ def test_two_homes_do_not_touch_each_other(tmp_path: Path) -> None:
         assert one.supervisord.answers()
 
 
-def test_what_was_killed_is_back_and_what_was_ended_is_not(house: House) -> None:
+def test_killed_services_are_restarted_and_stopped_ones_are_not(house: House) -> None:
     house.up()
     before = house.pids()
     kill(before["server"], before["worker"])
@@ -181,8 +181,8 @@ def test_what_was_killed_is_back_and_what_was_ended_is_not(house: House) -> None
     assert house.up() == {"server": "was running", "worker": "started", "daemon": "was running"}
 
 
-def test_without_restarts_what_was_killed_stays_away(tmp_path: Path) -> None:
-    """Negative control of the test before; and `rlhf up` brings it back."""
+def test_without_restarts_killed_services_stay_down(tmp_path: Path) -> None:
+    """Negative control of the previous test; `rlhf up` brings the service back."""
     for house in houses(tmp_path, "house", interval_s=0):
         house.up()
         before = house.pids()
@@ -194,7 +194,7 @@ def test_without_restarts_what_was_killed_stays_away(tmp_path: Path) -> None:
             house.health_pid()
 
 
-def test_a_killed_supervisord_comes_back_and_leaves_no_two_of_a_kind(house: House) -> None:
+def test_a_killed_supervisord_comes_back_without_duplicate_services(house: House) -> None:
     house.up()
     old = house.supervisord.pid()
     until(house.health_pid)
@@ -205,7 +205,7 @@ def test_a_killed_supervisord_comes_back_and_leaves_no_two_of_a_kind(house: Hous
     assert set(house.up().values()) == {"was running"}
 
 
-def test_a_killed_supervisord_does_not_come_back_once_all_was_ended(house: House) -> None:
+def test_a_killed_supervisord_does_not_come_back_after_down(house: House) -> None:
     house.up("server")
     house.supervisord.configure([], 0.1)
     kill(house.supervisord.pid())
@@ -214,15 +214,15 @@ def test_a_killed_supervisord_does_not_come_back_once_all_was_ended(house: House
     assert house.processes() == []
 
 
-def test_when_all_is_killed_the_next_up_brings_all_back(house: House) -> None:
+def test_after_a_kill_of_everything_the_next_up_starts_all_services(house: House) -> None:
     house.up()
     house.kill_all()
     assert house.up() == dict.fromkeys(NAMES, "started")
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
 
 
-def test_what_outlives_its_supervisord_is_ended_by_the_next_up(house: House) -> None:
-    """One that takes no SIGTERM: neither that of the kernel nor that of `rlhf up`."""
+def test_a_service_that_outlives_its_supervisord_is_killed_by_the_next_up(house: House) -> None:
+    """A service that ignores SIGTERM, both the kernel's and that of `rlhf up`."""
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     with subprocess.Popen(program("worker", "deaf"), env=environment) as orphan:
         until(lambda: house.pids().get("worker") == orphan.pid)
@@ -231,8 +231,8 @@ def test_what_outlives_its_supervisord_is_ended_by_the_next_up(house: House) -> 
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
 
 
-def test_services_of_the_version_before_are_taken_over(house: House) -> None:
-    """They held the same locks, under an earlier name, and started each other by a file."""
+def test_services_of_the_previous_version_are_taken_over(house: House) -> None:
+    """They held the same locks under a former name, and started each other through a file."""
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "worker", "keeper")]
     wanted = house.home / "services" / "wanted.json"
@@ -244,7 +244,7 @@ def test_services_of_the_version_before_are_taken_over(house: House) -> None:
     assert house.said[0].startswith("ending the keeper (process ")
 
 
-def test_services_of_the_version_before_are_ended(house: House) -> None:
+def test_services_of_the_previous_version_are_stopped(house: House) -> None:
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "keeper")]
     until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and house.pids())
@@ -278,7 +278,7 @@ def test_a_service_that_is_silent_is_replaced_by_up(house: House, monkeypatch: p
     assert not lives(before["worker"])
 
 
-def test_a_service_that_does_not_start_is_an_error_with_its_log_and_goes_away(house: House) -> None:
+def test_a_service_that_does_not_start_is_an_error_with_its_log_and_is_removed(house: House) -> None:
     house.home.mkdir()
     (house.home / "fails").touch()
     with pytest.raises(ServiceFailed, match=r"(?s)the server ended with exit code 1; its log is .*it cannot start"):
@@ -287,7 +287,7 @@ def test_a_service_that_does_not_start_is_an_error_with_its_log_and_goes_away(ho
     assert house.supervisord.programs() == ()
 
 
-def test_one_that_does_not_start_leaves_the_others_alone(house: House) -> None:
+def test_a_service_that_does_not_start_does_not_affect_the_others(house: House) -> None:
     house.up("server")
     before = house.pids()
     (house.home / "fails").touch()
@@ -315,9 +315,7 @@ def checks(house: House, clock: Sequence[float]) -> health.HealthCheck:
     return health.HealthCheck(house.home, dict.fromkeys(NAMES, 2.0), 0.1, lambda: clock[0])
 
 
-def test_a_service_that_is_silent_for_long_is_ended_and_started_again(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_is_silent_for_long_is_restarted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.up()
     before = house.pids()
     os.kill(before["daemon"], signal.SIGSTOP)
@@ -336,7 +334,7 @@ def test_a_service_that_is_silent_for_long_is_ended_and_started_again(
     assert {house.pids()[name] for name in ("server", "worker")} == {before[name] for name in ("server", "worker")}
 
 
-def test_a_silent_service_that_takes_no_signal_is_killed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_service_that_ignores_signals_is_killed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
     with subprocess.Popen(program("worker", "deaf"), env=environment) as deaf:
         until(lambda: house.pids().get("worker") == deaf.pid)
@@ -363,7 +361,7 @@ def test_a_silent_service_of_systemd_is_left_to_it(tmp_path: Path, monkeypatch: 
             check.check()
 
 
-def test_the_health_check_speaks_with_supervisord_until_that_is_gone() -> None:
+def test_the_health_check_runs_until_supervisord_is_gone() -> None:
     answers, seen = io.StringIO(), []
 
     def on_tick() -> None:
@@ -373,13 +371,13 @@ def test_the_health_check_speaks_with_supervisord_until_that_is_gone() -> None:
 
     event = "ver:3.0 server:supervisor serial:1 pool:health poolserial:1 eventname:TICK_5 len:15\nwhen:1201063880"
     health.listen(io.StringIO((event + " " * (15 - len("when:1201063880"))) * 2), answers, on_tick)
-    assert seen == [0, 1], "what fails once is tried again"
+    assert seen == [0, 1], "a failed start is retried"
     assert answers.getvalue() == "READY\nRESULT 2\nOKREADY\nRESULT 2\nOKREADY\n"
 
 
 @pytest.mark.parametrize("killed", ["before the first event", "during a check"])
-def test_a_supervisord_that_does_not_take_the_answer_is_gone(killed: str) -> None:
-    """Its end is an end of the events too; an error here would end the process that brings it back."""
+def test_a_supervisord_that_does_not_accept_the_answer_is_gone(killed: str) -> None:
+    """Its end also ends the event stream; an error here would end the process that restarts it."""
     reader, writer = os.pipe()
     if killed == "before the first event":
         os.close(reader)
@@ -403,7 +401,7 @@ def test_checks_keep_their_interval(tmp_path: Path) -> None:
     assert made == [0.0, 5.0, 11.0]
 
 
-def test_a_service_of_systemd_is_not_ended(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_of_systemd_is_not_stopped(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as around:
         around.setenv("RLHF_STARTED_BY", "systemd")
         around.setenv("RLHF_HOME", str(house.home))

@@ -1,4 +1,4 @@
-"""Places in which a secret would be: processes of a job, files, tables of a database."""
+"""Places in which a secret could appear: processes of a job, files, database tables."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rlhf_core.schemas.resources import JOB_VARIABLE
 
 
 def environments(run_dir: RunDir) -> list[str]:
-    """The variables of every process of the job of a run, as text."""
+    """Environment variables of every process of a run's job, as text."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -25,12 +25,12 @@ def environments(run_dir: RunDir) -> list[str]:
 
 
 def files_with(secret: str, folder: Path) -> list[Path]:
-    """Files in which it stands."""
+    """Files that contain the secret."""
     return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
 def tables_with(secret: str, database: str) -> list[str]:
-    """Tables of a PostgreSQL with a row in which it stands."""
+    """Tables of a PostgreSQL database with a row that contains the secret."""
     plain = database.replace("+psycopg", "").replace("+asyncpg", "")
     with psycopg.connect(plain) as connection:
         tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()

@@ -1,4 +1,4 @@
-"""A whole site that is ended, killed and cut off in the middle of runs: nothing is lost, nothing is done twice."""
+"""A whole site that is stopped, killed and cut off during runs: nothing is lost, and nothing is done twice."""
 
 import subprocess
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def training(site: Site, number: int = 1) -> list[RunDir]:
-    """Runs that were asked for in Prefect, all at once, and train."""
+    """Runs that were requested in Prefect all at once and are training."""
     return site.submit_at_once(number, "slurm-quickstart")
 
 
 def agree(site: Site, run_dir: RunDir, state: str, *, flow_runs: list[tuple[str, bool]]) -> None:
-    """All books say the same in the end: journal, history, Prefect, the queue; and one attempt had one job."""
+    """Check that journal, history, Prefect and queue agree in the end, and that each attempt had one job."""
     until(lambda: state_of(run_dir).value == state)
     until(lambda: site.flow_runs(run_dir) == flow_runs)
     until(lambda: site.recorded(run_dir.run_id) == state)
@@ -46,7 +46,7 @@ def agree(site: Site, run_dir: RunDir, state: str, *, flow_runs: list[tuple[str,
 
 
 def events(site: Site, run_dir: RunDir) -> list[str]:
-    """Names of the events about a run that Prefect has, in the order of time."""
+    """Names of the events about a run in Prefect, in order of time."""
     wanted = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}}
     return [one["event"] for one in site.ask("/events/filter", wanted)[1]["events"]]
 
@@ -54,7 +54,7 @@ def events(site: Site, run_dir: RunDir) -> list[str]:
 def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
     (run_dir,) = training(site)
     said = site.rlhf("down").stdout
-    assert run_dir.run_id in said, "who ends a site is told what goes on"
+    assert run_dir.run_id in said, "stopping a site reports the active runs"
     assert [len(site.jobs(run_dir.run_id)), site.status()["server"]["state"]] == [1, "stopped"]
     site.rlhf("up")
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
@@ -95,7 +95,7 @@ def test_a_terminated_worker_and_a_killed_daemon_come_back_with_the_next_up(site
 
 @dataclass
 class Contested:
-    """A run that is driven, and two more controllers that would have it."""
+    """A run with a controller, and two more controllers that compete for it."""
 
     run_dir: RunDir
     terminal: "subprocess.Popen[str]"
@@ -104,7 +104,7 @@ class Contested:
 
 @pytest.fixture(scope="module")
 def contested(site: Site) -> Iterator[Contested]:
-    """Begun early: who wants a run waits for a minute whether its lease runs out."""
+    """The contested run. Started early, because a competing controller waits a minute for the lease to expire."""
     (run_dir,) = training(site)
     terminal = site.start("resume", run_dir.run_id, "--no-prefect")
     _, resume = site.ask("/deployments/name/rlhf-run/resume")
@@ -131,11 +131,11 @@ def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: S
     until(lambda: events(site, cancelled_meanwhile)[-1:] == ["rlhf.run.cancelled"])
     until(lambda: events(site, goes_on)[-1:] == ["rlhf.run.completed"])
     for run_dir in (cancelled_before, cancelled_meanwhile, goes_on):
-        assert len(events(site, run_dir)) == len(set(events(site, run_dir))), "nothing is told twice"
+        assert len(events(site, run_dir)) == len(set(events(site, run_dir))), "nothing is published twice"
 
 
 def test_of_several_controllers_the_first_one_keeps_the_run(site: Site, contested: Contested) -> None:
-    """The others come from a terminal, and as a second flow run."""
+    """The others are started from a terminal, and as a second flow run."""
     _, refused = contested.terminal.communicate(timeout=100)
     assert contested.terminal.returncode == 1
     assert "another controller" in refused
@@ -146,7 +146,7 @@ def test_of_several_controllers_the_first_one_keeps_the_run(site: Site, conteste
     agree(site, contested.run_dir, "completed", flow_runs=flow_runs)
 
 
-def test_the_end_of_it(site: Site) -> None:
+def test_after_down_nothing_is_left(site: Site) -> None:
     """The last test of this site: nothing of it is left."""
     site.rlhf("down")
     assert site.processes() == []

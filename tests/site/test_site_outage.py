@@ -1,4 +1,4 @@
-"""A server that is killed while runs evaluate and train, on a site whose services are started again."""
+"""A server killed while runs evaluate and train, on a site whose services are restarted."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ execute(["serve", "worker"])
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """A site on this machine, whose jobs do nothing."""
+    """A site on this machine with jobs that do nothing."""
     site = Site(tmp_path / "home", pretended=True, restart_s=1.0, settings="reconcile_s = 2.0\ningest_s = 0.5")
     # Prefect's own observer asks every 10 s by default, and gives up after three questions without an answer.
     site.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -52,7 +52,7 @@ def task_runs(site: Site, flow_run: str) -> dict[str, str]:
     return {str(one["name"]): str(one["state"]["type"]) for one in site.ask("/task_runs/filter", wanted)[1]}
 
 
-def test_a_killed_server_comes_back_by_itself_and_every_book_is_right(site: Site) -> None:
+def test_a_killed_server_comes_back_by_itself_and_all_records_are_correct(site: Site) -> None:
     site.rlhf("up")
     ends, is_cancelled = (site.submit("quickstart", f"name={name}") for name in ("ends", "is-cancelled"))
     flow_runs = {one.run_id: site.flow_run(one) for one in (ends, is_cancelled)}
@@ -72,9 +72,9 @@ def test_a_killed_server_comes_back_by_itself_and_every_book_is_right(site: Site
     until(lambda: "agree" in site.rlhf("reconcile", "--dry-run").stdout)
 
 
-def test_a_worker_with_prefects_own_observer_is_deaf_after_the_outage(site: Site) -> None:
-    """Negative control of the test before, and what says that our own is not needed any more."""
-    site.restart_s = 0.0  # the outage is to last
+def test_with_prefects_own_observer_cancellations_are_lost_after_the_outage(site: Site) -> None:
+    """Negative control of the previous test, which shows when our own observer is no longer needed."""
+    site.restart_s = 0.0  # the outage must last
     site.write_settings()
     site.rlhf("up", "server")
     site.serve("worker", "-c", DEAF)
@@ -92,7 +92,7 @@ def test_a_worker_with_prefects_own_observer_is_deaf_after_the_outage(site: Site
         site.terminate("worker")
 
 
-def test_whichever_services_are_killed_come_back(site: Site) -> None:
+def test_any_killed_services_come_back(site: Site) -> None:
     site.rlhf("up")
     run_dir = site.submit("quickstart", "name=goes-on")
     for left in SERVICES:

@@ -1,4 +1,4 @@
-"""A whole site whose history and whose Prefect are in PostgreSQL, with room for one run; and no password anywhere."""
+"""A site with history and Prefect in PostgreSQL and a limit of one run, without a password in any record."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         around = environments(waits)
         go(waits)
         until(lambda: read_record(waits).promotion is not None and site.flow_runs(waits) == [("Paused", False)])
-        # There is room for one run, and the one that waits for an approval does not take it.
+        # The limit is one run, and the run that waits for approval does not count.
         other = site.submit("quickstart")
         assert site.flow_runs(waits) == [("Paused", False)]
         go(other)

@@ -1,4 +1,4 @@
-"""A real run on a site that goes down and up in the middle of it: what the others show with jobs that only pretend."""
+"""A real run on a site that goes down and up during the run; the other tests use stand-ins for jobs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def test_a_real_run_outlives_its_site(site: Site, tmp_path: Path) -> None:
-    """Its evaluator is started by an agent whose controller is long gone, with the folder that it was started in."""
+    """Its evaluator is started by an agent whose controller ended long before, in the original folder of the agent."""
     site.working_dir = tmp_path
     (tmp_path / "held_reward.py").write_text(REWARD.format(go=str(tmp_path / "go")))
     preset = (ROOT / "infra" / "presets" / "slurm-quickstart.toml").read_text()

@@ -1,7 +1,7 @@
-"""Passwords of the control plane stay in it: a job, its script, its files and what Prefect shows have none of them.
+"""Passwords of the control plane stay there: none is in a job, its script, its files, or in Prefect.
 
-A canary stands in every variable that may hold a secret of the site. A second run carries one openly, as a setting of
-its job, and is found in all of these places: what is looked at is where it would be.
+A canary is set in every variable that may hold a secret of the site. A second run has one openly as a setting of its
+job, and it is found in all of these places, which proves that the right places are searched.
 """
 
 import json
@@ -67,13 +67,13 @@ def test_no_password_reaches_a_job_its_files_or_prefect(site: Site, tmp_path: Pa
         until(lambda one=run_dir: site.flow_runs(one) == [("Completed", False)], interval_s=ASKING_INTERVAL_S)
     site.rlhf("down")
 
-    # Where a job has processes at work: the script, and the agent.
+    # The running processes of a job: the script and the agent.
     assert all(len(found) >= 2 for found in kept.values())
     assert not any(CANARY in text for found in kept.values() for text in found)
     assert not any(PLANTED in text for text in kept[first.run_id])
     assert any(PLANTED in text for text in kept[second.run_id]), "the control"
 
-    # What a job is handed it has, and the other one has not; beside it only Slurm's controller keeps it, for itself.
+    # A passed secret is in its own job and in no other; apart from it only Slurm's controller keeps it.
     assert any(f"WANDB_API_KEY={HANDED}" in text for text in kept[first.run_id])
     assert not any(HANDED in text for text in kept[second.run_id])
     assert {path.stat().st_mode & 0o077 for path in handed} <= {0}
@@ -81,7 +81,7 @@ def test_no_password_reaches_a_job_its_files_or_prefect(site: Site, tmp_path: Pa
     assert files_with(HANDED, tmp_path) == [site.home / "job-secrets.env"]
     assert any(first.root in path.parents for path in files_with("WANDB_API_KEY", tmp_path)), "the control"
 
-    # The script, as it is printed and as it was submitted; and what Slurm itself keeps of the job's environment.
+    # The script, as printed and as submitted; and Slurm's own copy of the job's environment.
     assert CANARY not in script.stdout
     assert PLANTED in script.stdout, "the control"
     assert with_job[1] == []

@@ -1,4 +1,4 @@
-"""Secrets around a run on this machine: its job has the one that it asked for, and nothing that stays has any.
+"""Secrets around a run on this machine: its job has only the requested one, and no remaining file has any.
 
 The same through Prefect, PostgreSQL and Slurm: ``test_site_secrets.py``.
 """
@@ -26,7 +26,7 @@ OPEN = f'slurm.environment.OPENAI_KEY="{PLANTED}"'
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """A home on this machine, with secrets in everything around it."""
+    """A home folder on this machine, surrounded by secrets."""
     site = Site(tmp_path / "home", pretended=True, working_dir=ROOT)
     site.variables = {
         **dict.fromkeys(("WANDB_API_KEY", "OPENAI_KEY", "GITHUB_PAT", "HF_TOKEN", "NPM_AUTH"), CANARY),
@@ -38,7 +38,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def test_a_job_has_its_secret_and_nothing_that_stays_has_one(site: Site, tmp_path: Path) -> None:
+def test_a_job_has_its_secret_and_no_remaining_file_has_one(site: Site, tmp_path: Path) -> None:
     process = site.start("run", "quickstart", "--no-prefect", *small(PASSED, OPEN))
     runs = site.home / "runs"
     (folder,) = until(lambda: list(runs.glob("quickstart-*")))
@@ -50,22 +50,22 @@ def test_a_job_has_its_secret_and_nothing_that_stays_has_one(site: Site, tmp_pat
     said = "".join(process.communicate(timeout=250))
     assert process.returncode == 0, said
 
-    # The job: what it asked for, and nothing of the site's.
+    # The job: the requested secret, and none of the site's.
     assert all(f"WANDB_API_KEY={CANARY}" in text for text in found)
     assert not any(OF_THE_SITE in text for text in found)
 
-    # Run directory with spec, journal, placement and logs; the history; what was printed; every command line.
+    # Run directory with spec, journal, placement and logs; the history; the output; every command line.
     for secret in (CANARY, OF_THE_SITE):
         assert files_with(secret, tmp_path) == []
         assert secret not in said
         assert not any(secret in line for line in words)
 
-    # The control: what is named and what is planted is found where a secret would be.
+    # The control: the named secret and the planted one are found where a secret would be.
     for text in ("WANDB_API_KEY", PLANTED):
         assert {run_dir.spec, site.home / "history.db"} <= set(files_with(text, tmp_path))
 
 
-def test_without_its_secret_a_run_ends_before_it_begins_and_a_planted_one_is_warned_of(site: Site) -> None:
+def test_a_missing_secret_is_refused_and_a_planted_one_causes_a_warning(site: Site) -> None:
     file = site.home / "job-secrets.env"
     file.touch(mode=0o644)
     file.write_text(f"OTHER={CANARY}\n")

@@ -1,4 +1,4 @@
-"""Exactly once: killed between any two statements, raced by another ingester, made again from nothing."""
+"""Exactly-once ingestion: killed between any two statements, raced by another ingester, rebuilt from scratch."""
 
 import os
 import random
@@ -29,7 +29,7 @@ from rlhf_core.watchdog.ingest_reader import IngestReader
 
 @contextmanager
 def failpoints(store: HistoryStore, reached: Callable[[], None]) -> Iterator[None]:
-    """Call ``reached`` before every statement that the store writes, and before every commit."""
+    """Call ``reached`` before every statement of the store that writes, and before every commit."""
 
     def before_statement(*_arguments: object) -> None:
         reached()
@@ -45,7 +45,7 @@ def failpoints(store: HistoryStore, reached: Callable[[], None]) -> Iterator[Non
 
 
 class Countdown:
-    """Kills at the nth call."""
+    """Failpoint that kills at the nth call."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls
@@ -58,7 +58,7 @@ class Countdown:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one run takes several transactions."""
+    """Use small batches, so that one run takes several transactions."""
     monkeypatch.setattr(ingest_reader, "BLOCK_BYTES", 700)
     monkeypatch.setattr(ingest_reader, "BATCH_BYTES", 2500)
 
@@ -66,7 +66,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_batches")
 def test_killed_at_any_point_the_rows_are_the_same(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
-    store.clear()  # names of metrics stay, so that every round below makes the same statements
+    store.clear()  # metric names are kept, so that every round below executes the same statements
     count = Countdown(0)
     with failpoints(store, count):
         assert sync(run.dir, store).batches > 5
@@ -100,7 +100,7 @@ def test_killed_right_after_the_commit(store: HistoryStore, runs: Path, monkeypa
 
 
 class OffsetsFirst(HistoryStore):
-    """Negative control: offsets in a transaction of their own, before the rows."""
+    """Negative control: offsets in a separate transaction, before the rows."""
 
     between: Callable[[], None] = staticmethod(lambda: None)
 
@@ -116,7 +116,7 @@ class OffsetsFirst(HistoryStore):
 
 
 class OffsetsLast(OffsetsFirst):
-    """Negative control: offsets in a transaction of their own, after the rows."""
+    """Negative control: offsets in a separate transaction, after the rows."""
 
     def apply(self, run_id: str, batch: IngestBatch) -> bool:
         without_offsets = IngestBatch(**{**vars(batch), "offsets": {}, "forgotten": set()})
@@ -214,7 +214,7 @@ def test_a_batch_counts_once(store: HistoryStore, runs: Path) -> None:
     assert dump(store) == expected
 
 
-def test_the_slower_of_two_ingesters_begins_again(store: HistoryStore, runs: Path) -> None:
+def test_the_slower_of_two_ingesters_starts_over(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     sync(run.dir, store)
     run.moved(RunState.PREFLIGHT, 1)
@@ -229,7 +229,7 @@ def test_the_slower_of_two_ingesters_begins_again(store: HistoryStore, runs: Pat
 def test_without_the_stamp_the_slower_ingester_would_break_the_run(
     store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: a store that does not look whether the history has moved on."""
+    """Negative control: a store that does not check whether the history has advanced."""
     monkeypatch.setattr(HistoryStore, "_take_turn", lambda *_arguments: True)
     run = RunFiles(runs).created()
     with store.writing() as connection:
@@ -271,7 +271,7 @@ def test_many_ingesters_at_once(database_url: str, runs: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Made again
+# Rebuilt
 
 
 def test_rebuild_gives_the_same_rows(store: HistoryStore, runs: Path) -> None:
@@ -290,8 +290,8 @@ def test_rebuild_gives_the_same_rows(store: HistoryStore, runs: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("small_batches")
-def test_history_written_bit_by_bit_equals_history_made_again(store: HistoryStore, runs: Path, seed: int) -> None:
-    """Files grow by random pieces, checkpoints come and go, the ingester looks and is killed at random times."""
+def test_incremental_history_equals_rebuilt_history(store: HistoryStore, runs: Path, seed: int) -> None:
+    """Files grow by random pieces, checkpoints appear and disappear, and the ingester runs and is killed at random."""
     chance = random.Random(seed)
     source = whole_run(runs.parent / "source")
     run_dir = type(source.dir)(runs / source.run_id)
@@ -316,7 +316,7 @@ def test_history_written_bit_by_bit_equals_history_made_again(store: HistoryStor
     assert [row for row in expected["runs"] if ("state", "'completed'") in row]
 
 
-def test_rebuild_keeps_what_files_no_longer_tell(store: HistoryStore, runs: Path) -> None:
+def test_rebuild_keeps_data_missing_from_the_files(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     shutil.rmtree(run.dir.checkpoint(2).root)
     sync(run.dir, store)
@@ -329,7 +329,7 @@ def test_rebuild_keeps_what_files_no_longer_tell(store: HistoryStore, runs: Path
     store.renew_lease(run.run_id, "me", token, 60)
 
 
-def test_rebuild_says_which_run_cannot_be_made_again(store: HistoryStore, runs: Path) -> None:
+def test_rebuild_names_the_run_that_cannot_be_rebuilt(store: HistoryStore, runs: Path) -> None:
     good = whole_run(runs)
     newer = synced(whole_run(runs, name="newer", tail="dddddd", created=300), store)
     spec = newer.dir.spec
@@ -340,7 +340,7 @@ def test_rebuild_says_which_run_cannot_be_made_again(store: HistoryStore, runs: 
     assert list(report.runs) == [good.run_id]
     assert "schema_version 99" in report.failed[newer.run_id]
     assert "cannot become completed" in report.failed[broken.run_id]
-    assert newer.run_id in store.run_ids(), "what cannot be read again is not thrown away"
+    assert newer.run_id in store.run_ids(), "data that cannot be read again is kept"
 
 
 def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:
@@ -351,7 +351,7 @@ def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:
     store.renew_lease(run.run_id, "me", token, 60)
 
 
-def test_removing_a_run_removes_all_of_it(store: HistoryStore, runs: Path) -> None:
+def test_removing_a_run_removes_all_its_rows(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
     synced(whole_run(runs, name="other", tail="bbbbbb", created=100), store)
     expected = dump(store)

@@ -1,4 +1,4 @@
-"""Files into rows: what becomes of each file, and what happens to what cannot be read or does not count."""
+"""Ingestion of files into rows: the rows of each file, and the treatment of unreadable or invalid content."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from rlhf_core.watchdog.ingest_reader import BLOCK_BYTES, IngestReader, SkippedL
 
 
 def ask(store: HistoryStore, question: str) -> list[list[object]]:
-    """Rows of a question in SQL."""
+    """Rows of an SQL query."""
     return queries.run_sql(store, question).rows
 
 
@@ -61,7 +61,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
     }
 
 
-def test_a_sync_that_was_not_acknowledged_is_shown_as_such(store: HistoryStore, runs: Path) -> None:
+def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     found = ask(store, "SELECT attempt, restart, version, acknowledged, gb_per_s, share_of_limit FROM weight_syncs")
     assert sorted(found) == [
@@ -83,7 +83,7 @@ def test_a_sync_that_was_not_acknowledged_is_shown_as_such(store: HistoryStore, 
     )
 
 
-def test_a_sync_on_its_way_is_not_told_as_missing_while_the_run_goes_on(store: HistoryStore, runs: Path) -> None:
+def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.planned(1, 4)
     run.weight_sync(1, 0, 0, 10, acknowledged=2)
@@ -97,7 +97,7 @@ def test_a_sync_on_its_way_is_not_told_as_missing_while_the_run_goes_on(store: H
     assert (missing["version"], missing["acknowledged"]) == (3, 0)
 
 
-def test_a_ledger_that_is_read_again_makes_no_second_rows(store: HistoryStore, runs: Path) -> None:
+def test_a_ledger_that_is_read_again_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     before = dump(store)["weight_syncs"]
     ledger = run.dir.attempt(1).restart(0).weight_syncs
@@ -133,7 +133,7 @@ def test_no_run_directory(store: HistoryStore, runs: Path) -> None:
         sync(run.dir, store)
 
 
-def test_the_run_row_tells_what_was_asked_for(store: HistoryStore, runs: Path) -> None:
+def test_the_run_row_contains_the_request(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     sync(run.dir, store)
     found = queries.show_run(store, run.run_id)["run"]
@@ -165,7 +165,7 @@ def test_a_torn_line_in_the_middle_is_skipped_and_counted(store: HistoryStore, r
     path = run.dir.attempt(1).restart(0).metrics
     torn_at = path.stat().st_size
     with path.open("ab") as file:
-        file.write(b'{"step": 2, "time": "2026-\r')  # its writer was killed; the next one closes it off
+        file.write(b'{"step": 2, "time": "2026-\r')  # the writer was killed; the next one terminates the line
     run.metrics(1, 0, 3, 14)
     report = sync(run.dir, store)
     assert report.skipped == [SkippedLine("attempts/1/restarts/0/metrics.jsonl", torn_at)]
@@ -185,7 +185,7 @@ def test_a_damaged_document_is_skipped_until_it_is_replaced(store: HistoryStore,
 
 
 def test_metrics_without_their_journal_line(store: HistoryStore, runs: Path) -> None:
-    """The line that planned the attempt cannot be read: its metrics are kept all the same, and it is said each time."""
+    """The line that planned the attempt is unreadable: its metrics are kept, and the problem is reported each time."""
     run = RunFiles(runs).created()
     with run.dir.control.open("ab") as file:
         file.write(b'{"sequence": 1, "tok\n')
@@ -197,10 +197,10 @@ def test_metrics_without_their_journal_line(store: HistoryStore, runs: Path) -> 
     assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0)]}
 
 
-def test_a_journal_is_read_up_to_the_line_that_cannot_be_read_and_on_once_it_is_mended(
+def test_a_journal_is_read_up_to_an_unreadable_line_and_further_once_it_is_repaired(
     store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In transactions of any size."""
+    """With transactions of any size."""
     run, whole = whole_run(runs), whole_run(runs, tail="bbbbbb")
     texts = run.dir.control.read_bytes().splitlines(keepends=True)
     run.dir.control.write_bytes(b"".join([*texts[:-1], b"x" + texts[-1]]))
@@ -222,8 +222,8 @@ def test_a_journal_is_read_up_to_the_line_that_cannot_be_read_and_on_once_it_is_
     assert ask(store, "SELECT state FROM runs") == [["completed"]] * 2
 
 
-def test_a_journal_that_was_changed_before_what_is_read_already(store: HistoryStore, runs: Path) -> None:
-    """The first line that is wrong is named, and not where the reading went on; mended by hand, it is made again."""
+def test_a_journal_damaged_before_the_read_position(store: HistoryStore, runs: Path) -> None:
+    """The first damaged line is named, not the read position; repaired by hand, the history is rebuilt."""
     run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1)
     sync(run.dir, store)
@@ -239,7 +239,7 @@ def test_a_journal_that_was_changed_before_what_is_read_already(store: HistorySt
     assert ask(store, "SELECT state FROM runs") == [["queued"]]
 
 
-def test_values_that_are_not_finite_can_be_told_apart(store: HistoryStore, runs: Path) -> None:
+def test_non_finite_values_can_be_distinguished(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.metrics(1, 0, 1, 10, a=math.nan, b=math.inf, c=-math.inf, d=0.5)
     sync(run.dir, store)
@@ -259,7 +259,7 @@ def test_values_that_are_not_finite_can_be_told_apart(store: HistoryStore, runs:
 
 
 def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
-    """An untrained model writes anything, NUL characters too."""
+    """An untrained model generates anything, even NUL characters."""
     run = synced(whole_run(runs), store)
     samples = queries.evaluation_samples(store, run.run_id, "before", "greedy")
     assert [sample["completion"] for sample in samples] == ["0␀", "1␀", "2␀"]
@@ -298,7 +298,7 @@ def test_lines_of_a_fenced_off_writer_do_not_count(store: HistoryStore, runs: Pa
 def test_without_fencing_the_old_controller_would_win(
     store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: an ingester that lets every line count."""
+    """Negative control: an ingester that accepts every line."""
 
     def read_every_line(self: IngestReader) -> None:
         for found in ingest_reader.scan_journal(self._run_dir.control):
@@ -313,7 +313,7 @@ def test_without_fencing_the_old_controller_would_win(
     assert ask(store, "SELECT state FROM runs") == [["cancelled"]]
 
 
-def test_an_illegal_move_of_the_run(store: HistoryStore, runs: Path) -> None:
+def test_an_illegal_transition_of_the_run(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     sync(run.dir, store)
     before = dump(store)
@@ -323,21 +323,21 @@ def test_an_illegal_move_of_the_run(store: HistoryStore, runs: Path) -> None:
     assert dump(store) == before
 
 
-def test_an_illegal_move_of_an_attempt(store: HistoryStore, runs: Path) -> None:
+def test_an_illegal_transition_of_an_attempt(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
     run.journal(AttemptMoved(attempt=2, state=AttemptState.RUNNING, cause="again"), 60)
     with pytest.raises(IllegalMove, match=r"attempt 2 of .* is completed and cannot become running"):
         sync(run.dir, store)
 
 
-def test_a_move_of_an_attempt_that_nobody_planned(store: HistoryStore, runs: Path) -> None:
+def test_a_transition_of_an_unplanned_attempt(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.journal(AttemptMoved(attempt=9, state=AttemptState.RUNNING, cause="?"), 1)
     with pytest.raises(IllegalMove, match=r"attempt 9 of .* is unknown"):
         sync(run.dir, store)
 
 
-def test_a_move_that_is_said_twice_changes_nothing(store: HistoryStore, runs: Path) -> None:
+def test_a_repeated_transition_changes_nothing(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1, "first")
     run.moved(RunState.PREFLIGHT, 2, "said again after a restart of the controller")
@@ -357,8 +357,8 @@ def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs:
     assert (found["started_at"], found["ended_at"]) == (at(1).isoformat(), None)
 
 
-def test_an_adopted_job_is_said_to_be_submitted_again(store: HistoryStore, runs: Path) -> None:
-    """A controller that was killed between submitting and writing it down finds the job and says so, perhaps late."""
+def test_an_adopted_job_is_recorded_as_submitted_again(store: HistoryStore, runs: Path) -> None:
+    """A controller killed between submission and record finds the job and records it again, perhaps late."""
     run = RunFiles(runs).created()
     run.planned(1, 4)
     adopted = Submission(attempt=1, scheduler="local", job_id="j1", command=("python",), host="login2")
@@ -395,8 +395,8 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
     ]
 
 
-def test_several_incidents_of_a_restart_become_rows_of_their_own(store: HistoryStore, runs: Path) -> None:
-    """With the control, the only one of a restart in the place where version 0.1 wrote it."""
+def test_several_incidents_of_a_restart_become_separate_rows(store: HistoryStore, runs: Path) -> None:
+    """With the control: the only incident of a restart at the place where version 0.1 wrote it."""
     run = RunFiles(runs).created()
     run.planned(1, 4)
     for number, seconds in ((1, 10.0), (2, 20.0), (10, 30.0)):
@@ -418,7 +418,7 @@ def test_several_incidents_of_a_restart_become_rows_of_their_own(store: HistoryS
     assert ending_incidents(run.dir.attempt(1)) == [old], "the run outlived the others"
 
 
-def test_an_incident_written_anew_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
+def test_a_rewritten_incident_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs).created()
     run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n1", "n2"))
     sync(run.dir, store)
@@ -462,7 +462,7 @@ def test_an_evaluation_made_again_replaces_the_old_one(store: HistoryStore, runs
 
 def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
-    run.status(1, 0, 99)  # an old file that is written late
+    run.status(1, 0, 99)  # an old file written late
     sync(run.dir, store)
     assert ask(store, "SELECT node, restart, sequence FROM attempt_nodes WHERE attempt = 1 ORDER BY node") == [
         ["n1", 1, 12],
@@ -472,7 +472,7 @@ def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> Non
 
 @pytest.mark.parametrize(("kind", "skipped"), [("prebuild", 0), ("control: no such kind", 1)])
 def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, kind: str, skipped: int) -> None:
-    """It compiled an operation of DeepSpeed's before it started workers."""
+    """It compiled a DeepSpeed operation before it started workers."""
     run = whole_run(runs)
     told = "compiled operations are there after 0.1 s"
     line = {
@@ -493,7 +493,7 @@ def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, k
 def test_the_role_of_a_restart_is_that_of_its_counted_workers(
     store: HistoryStore, runs: Path, is_one_batch: bool
 ) -> None:
-    """Wherever the batches are cut: an engine beside the trainers starts, hangs and is killed in between."""
+    """For any batch boundaries: an engine beside the trainers starts, hangs and is killed in between."""
     run = RunFiles(runs).created()
     for seconds, kind, role, data in (
         (1, "role_started", Role.TRAINER, {}),
@@ -517,8 +517,8 @@ def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, t
     assert queries.show_run(store, run.run_id)["run"]["state"] == "completed"
 
 
-def test_a_file_that_became_another_one_is_read_from_its_beginning(store: HistoryStore, runs: Path) -> None:
-    """Its lines stand beside those of the file before, also where they begin at the same bytes."""
+def test_a_replaced_file_is_read_from_its_beginning(store: HistoryStore, runs: Path) -> None:
+    """Its lines are added to those of the previous file, even if they start at the same offsets."""
     run = synced(whole_run(runs), store)
     restart = run.dir.attempt(1).restart(0)
     count = "SELECT COUNT(*) FROM events WHERE source LIKE '%restarts/0/events-n1.jsonl' AND attempt = 1"
@@ -526,7 +526,7 @@ def test_a_file_that_became_another_one_is_read_from_its_beginning(store: Histor
     events, metrics = restart.events("n1"), restart.metrics
     whole = metrics.read_bytes()
     events.unlink()
-    metrics.write_bytes(whole[:-5])  # torn, or as another machine sees it: waited for
+    metrics.write_bytes(whole[:-5])  # torn, or not yet visible to another machine: awaited
     assert sync(run.dir, store).lines == 0
     run.event(1, 0, "agent_started", 100)
     run.event(1, 0, "killed", 101)
@@ -545,7 +545,7 @@ def test_a_file_that_became_another_one_is_read_from_its_beginning(store: Histor
     assert ask(store, count) == [[after + 1]]
 
 
-def test_a_file_that_was_restored_brings_nothing_twice(store: HistoryStore, runs: Path) -> None:
+def test_a_restored_file_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     before = dump(store)
     path = run.dir.attempt(1).restart(0).events("n1")

@@ -1,4 +1,4 @@
-"""Strikes against nodes: those of the history, but for those from before the node was repaired."""
+"""Strikes against nodes in the history, without those from before a repair of the node."""
 
 import shutil
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path, runs: Path) -> Iterator[HistoryStore]:
-    """A history in which n2 was lost, seconds after the run began."""
+    """A history in which n2 was lost a few seconds after the run started."""
     with HistoryStore(f"sqlite:///{tmp_path}/history.db") as store:
         sync(whole_run(runs).dir, store)
         yield store
@@ -36,8 +36,8 @@ def excluded(store: HistoryStore, runs: Path) -> list[str]:
     return [one.node for one in node_standings(store, NOW, runs) if one.excluded_until is not None]
 
 
-def test_what_came_up_before_a_node_was_mended_no_longer_counts(store: HistoryStore, runs: Path) -> None:
-    assert excluded(store, runs) == ["n2"], "negative control: without a word it is left alone"
+def test_strikes_before_a_repair_no_longer_count(store: HistoryStore, runs: Path) -> None:
+    assert excluded(store, runs) == ["n2"], "negative control: without a clearance it stays excluded"
     struck = queries.node_strikes(store, at(0))
     done = clear_node(store, runs, "n2", "bea", " new cable ", NOW)
     assert done.cleared is not None
@@ -49,7 +49,7 @@ def test_what_came_up_before_a_node_was_mended_no_longer_counts(store: HistorySt
     assert shown == done
 
 
-def test_what_comes_up_afterwards_counts(store: HistoryStore, runs: Path) -> None:
+def test_strikes_after_a_repair_count(store: HistoryStore, runs: Path) -> None:
     first, second = [time for node, _, time in queries.node_strikes(store, at(0)) if node == "n2"]
     clear_node(store, runs, "n2", "bea", "new cable", first + (second - first) / 2)
     (standing,) = [one for one in node_standings(store, NOW, runs) if one.node == "n2"]
@@ -60,7 +60,7 @@ def test_what_comes_up_afterwards_counts(store: HistoryStore, runs: Path) -> Non
     assert len(list(cleared_nodes(runs).iterdir())) == 2, "both are kept"
 
 
-def test_it_survives_a_history_that_is_made_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
+def test_a_repair_survives_a_rebuild_of_the_history(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
     clear_node(store, runs, "n2", "bea", "new cable", NOW)
     with HistoryStore(f"sqlite:///{tmp_path}/other.db") as other:
         for run_dir in run_dirs(runs):
@@ -68,16 +68,16 @@ def test_it_survives_a_history_that_is_made_again(store: HistoryStore, runs: Pat
         assert queries.node_strikes(other, at(0)) != []
         assert excluded(other, runs) == []
         shutil.rmtree(cleared_nodes(runs))
-        assert excluded(other, runs) == ["n2"], "negative control: that it is the file which says so"
+        assert excluded(other, runs) == ["n2"], "negative control: the clearance comes from the file"
 
 
-def test_a_node_that_nothing_counts_against_is_not_cleared_twice(store: HistoryStore, runs: Path) -> None:
+def test_a_node_without_strikes_is_not_cleared(store: HistoryStore, runs: Path) -> None:
     first = clear_node(store, runs, "n2", "bea", "new cable", NOW)
     assert clear_node(store, runs, "n2", "carl", "again", NOW + timedelta(seconds=5)) == first
     assert len(list(cleared_nodes(runs).iterdir())) == 1
 
 
-def test_what_cannot_be_cleared_is_said(store: HistoryStore, runs: Path) -> None:
+def test_a_node_that_cannot_be_cleared_is_reported(store: HistoryStore, runs: Path) -> None:
     with pytest.raises(BadInput, match="'n7'; known are n2"):
         clear_node(store, runs, "n7", "bea", "new cable", NOW)
     with pytest.raises(BadInput, match="--reason is missing"):

@@ -1,4 +1,4 @@
-"""One look at one attempt: what is alive, what has ended, what is only silent, and what follows."""
+"""One poll of one attempt: live, ended or merely silent, and the decision that follows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def watcher(run_dir: RunDir, scheduler: FakeScheduler, clock: Clock | None = Non
 
 
 class Answers(FakeScheduler):
-    """A scheduler that gives these answers, one after the other; the last one for ever."""
+    """A scheduler that gives these answers one after the other, the last one forever."""
 
     def __init__(self, *states: JobState | Exception) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_an_outcome_decides_whatever_the_scheduler_says() -> None:
         assert (verdict.state, verdict.failure_kind) == (AttemptState.FAILED, FailureKind.SHAPE)
 
 
-def test_a_job_that_ended_without_an_outcome_is_lost_after_a_grace() -> None:
+def test_a_job_that_ended_without_an_outcome_is_lost_after_a_grace_period() -> None:
     ended = JobStatus(JobState.ENDED)
     assert judge(ended, None, OUTCOME_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
     lost = judge(ended, None, OUTCOME_TIMEOUT_S)
@@ -83,7 +83,7 @@ def test_a_job_that_ended_without_an_outcome_is_lost_after_a_grace() -> None:
 
 
 def test_silence_is_not_death(run_dir: RunDir) -> None:
-    """A scheduler that does not know, or does not answer, leaves the attempt as it was, however long."""
+    """A scheduler that does not know or does not respond leaves the attempt unchanged, however long."""
     clock = Clock()
     scheduler = Answers(JobState.RUNNING, JobState.UNKNOWN, SchedulerError("no answer"), JobState.UNKNOWN)
     one = watcher(run_dir, scheduler, clock)
@@ -99,19 +99,19 @@ def test_silence_taken_for_death_would_lose_a_living_job() -> None:
     assert judge(JobStatus(JobState.ENDED), None, 1000).state is AttemptState.LOST
 
 
-def test_the_grace_begins_again_when_the_job_turns_out_to_live(run_dir: RunDir) -> None:
+def test_the_grace_period_restarts_when_the_job_turns_out_to_live(run_dir: RunDir) -> None:
     clock = Clock()
     one = watcher(run_dir, Answers(JobState.ENDED, JobState.RUNNING, JobState.ENDED), clock)
     one.poll()
     clock.now = OUTCOME_TIMEOUT_S + 1
     assert one.poll().verdict.state is AttemptState.RUNNING
-    assert one.poll().verdict.state is AttemptState.RUNNING, "it has only just been seen to have ended"
+    assert one.poll().verdict.state is AttemptState.RUNNING, "its end was detected only just now"
     clock.now += OUTCOME_TIMEOUT_S + 1
     assert one.poll().verdict.state is AttemptState.LOST
 
 
-def listen(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
-    """Look at a running job every second for longer than silence is allowed; what it is taken for."""
+def state_after_silence(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
+    """Poll a running job every second for longer than the allowed silence; returns its state."""
     clock = Clock()
     running = JobStatus(JobState.RUNNING, scheduler_state=state)
     scheduler = FakeScheduler()
@@ -136,11 +136,11 @@ def listen(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
         ("SUSPENDED", False, AttemptState.RUNNING),
     ],
 )
-def test_a_running_job_whose_agents_all_fall_silent_is_given_up(
+def test_a_running_job_is_abandoned_if_all_its_agents_fall_silent(
     run_dir: RunDir, state: str, speaks: bool, expected: AttemptState
 ) -> None:
-    """The second net; with the controls that one who speaks, and one who is suspended, is left alone."""
-    assert listen(run_dir, state, speaks) is expected
+    """The second net; with the controls that a reporting job, and a suspended one, are left alone."""
+    assert state_after_silence(run_dir, state, speaks) is expected
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_running_job_whose_agents_all_fall_silent_is_given_up(
 def test_when_all_others_have_lost_agent_0_its_node_is_lost(
     run_dir: RunDir, ended: set[str], expected: AttemptState
 ) -> None:
-    """Long before the scheduler notices; with the controls that one of the others is still at work."""
+    """Long before the scheduler notices; with the control that one of the others is still at work."""
     clock = Clock()
     running = JobStatus(JobState.RUNNING, nodes=("n1", "n2", "n3"), scheduler_state="RUNNING")
     scheduler = FakeScheduler()
@@ -172,7 +172,7 @@ def test_when_all_others_have_lost_agent_0_its_node_is_lost(
         assert failure.decision.excluded_nodes == ("n1",)
 
 
-def test_a_watchdog_that_was_not_looking_counts_anew(run_dir: RunDir) -> None:
+def test_a_watchdog_that_was_paused_restarts_its_count(run_dir: RunDir) -> None:
     clock = Clock()
     one = watcher(run_dir, Answers(JobState.RUNNING), clock)
     FakeAgent(run_dir).role(Role.TRAINER)
@@ -190,7 +190,7 @@ def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How far it is
+# Progress
 
 
 def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
@@ -206,8 +206,8 @@ def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
     assert not look.evaluating
 
 
-def test_who_looks_for_the_first_time_sees_training_behind_later_restarts(run_dir: RunDir) -> None:
-    """A new controller, or the summary at the end, after the evaluator was started more than once."""
+def test_a_first_poll_finds_training_behind_later_restarts(run_dir: RunDir) -> None:
+    """A new controller, or the final summary, after the evaluator was started more than once."""
     trainer = FakeAgent(run_dir)
     trainer.role(Role.TRAINER)
     for step in (1, 2, 3):
@@ -218,7 +218,7 @@ def test_who_looks_for_the_first_time_sees_training_behind_later_restarts(run_di
     assert (look.step, look.metrics, look.restart) == (3, {"train/loss": 0.5}, 2)
 
 
-def test_events_are_told_once(run_dir: RunDir) -> None:
+def test_events_are_reported_once(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     agent.role(Role.TRAINER)
     assert len(one.poll().events) == 1
@@ -226,7 +226,7 @@ def test_events_are_told_once(run_dir: RunDir) -> None:
 
 
 def test_a_quick_evaluator_is_not_missed(run_dir: RunDir) -> None:
-    """It may be done between two looks; its event stays."""
+    """It may finish between two polls; its event remains."""
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     agent.role(Role.EVALUATOR)
     agent.restart = 1
@@ -249,7 +249,7 @@ def test_a_resumed_attempt_begins_at_its_checkpoint(run_dir: RunDir) -> None:
     assert one.poll().step == 40
 
 
-def test_a_torn_line_is_read_when_it_is_whole(run_dir: RunDir) -> None:
+def test_a_torn_line_is_read_once_it_is_complete(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     agent.step(1)
     path = run_dir.attempt(1).restart(0).metrics
@@ -265,10 +265,10 @@ def test_a_torn_line_is_read_when_it_is_whole(run_dir: RunDir) -> None:
 
 
 class Away:
-    """A history that does not answer."""
+    """A history that does not respond."""
 
 
-def test_a_history_that_does_not_answer_is_only_behind(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_history_is_only_late(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def sync(directory: RunDir, store: object) -> None:
         raise DatabaseUnavailable("no answer from the database")
 
@@ -280,7 +280,7 @@ def test_a_history_that_does_not_answer_is_only_behind(run_dir: RunDir, monkeypa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What follows
+# Decisions
 
 
 def ended(run_dir: RunDir, attempt: int = 1) -> AttemptSnapshot:
@@ -304,7 +304,7 @@ def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-def test_a_killed_agent_is_the_controllers_own_finding(run_dir: RunDir) -> None:
+def test_a_killed_agent_is_found_by_the_controller(run_dir: RunDir) -> None:
     FakeAgent(run_dir).begin()
     failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
     assert failure.found_here
@@ -313,7 +313,7 @@ def test_a_killed_agent_is_the_controllers_own_finding(run_dir: RunDir) -> None:
     assert failure.incident.evidence_dir == "attempts/1/scheduler"
 
 
-def test_an_agent_that_never_began_is_explained_by_what_it_printed(run_dir: RunDir) -> None:
+def test_an_agent_that_never_started_is_explained_by_its_output(run_dir: RunDir) -> None:
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
     (folder / "101_0_log.out").write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n")
@@ -323,8 +323,8 @@ def test_an_agent_that_never_began_is_explained_by_what_it_printed(run_dir: RunD
     assert "No module named 'torch'" in failure.message
 
 
-def test_what_an_agent_printed_before_it_was_killed_does_not_count(run_dir: RunDir) -> None:
-    """It may be about a failure it had recovered from; a false stop is worse than a retry."""
+def test_output_of_an_agent_before_it_was_killed_does_not_count(run_dir: RunDir) -> None:
+    """It may be about a failure from which the agent had recovered; a wrong stop is worse than a retry."""
     FakeAgent(run_dir).begin()
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
@@ -334,7 +334,7 @@ def test_what_an_agent_printed_before_it_was_killed_does_not_count(run_dir: RunD
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-def test_out_of_memory_goes_on_with_less_as_long_as_there_is_less(run_dir: RunDir) -> None:
+def test_out_of_memory_is_retried_with_less_memory_while_possible(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
     agent.incident(FailureKind.CUDA_OOM)
@@ -357,7 +357,7 @@ def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_di
     agent.checkpoint(2)
     agent.end(AttemptState.FAILED, FailureKind.NON_FINITE, "loss is nan")
     look = ended(run_dir)
-    assert explain(run_dir, look, make_spec(), first_attempt=1).decision.action is Action.STOP  # nothing older
+    assert explain(run_dir, look, make_spec(), first_attempt=1).decision.action is Action.STOP  # no older checkpoint
     agent.checkpoint(4)
     decision = explain(run_dir, look, make_spec(), first_attempt=1).decision
     assert (decision.action, decision.resume_checkpoint) == (Action.NEW_ATTEMPT, run_dir.checkpoint(2).root.name)
@@ -368,7 +368,7 @@ def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_di
 
 
 def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_once(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)  # its incidents are found at step 3
+    agent = FakeAgent(run_dir)  # its incidents are at step 3
     agent.begin()
     for step in (1, 2, 3):
         agent.checkpoint(step)
@@ -397,7 +397,7 @@ def test_a_rule_of_health_may_stop_the_run_at_once(run_dir: RunDir) -> None:
     assert other.action is Action.NEW_ATTEMPT
 
 
-def test_checkpoints_of_a_branch_that_is_given_up_are_put_aside(run_dir: RunDir) -> None:
+def test_checkpoints_of_an_abandoned_branch_are_set_aside(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     for step in (2, 4, 6):
         agent.checkpoint(step)
@@ -423,7 +423,7 @@ SLURM = "slurm says"
         (AttemptState.COMPLETED, "CANCELLED", AttemptState.COMPLETED, None),
     ],
 )
-def test_agents_say_how_they_ended_and_the_scheduler_why(
+def test_agents_report_how_they_ended_and_the_scheduler_why(
     own: AttemptState, word: str, state: AttemptState, kind: FailureKind | None
 ) -> None:
     outcome = AttemptOutcome(attempt=1, state=own, message="saved", time=utc_now())
@@ -431,8 +431,11 @@ def test_agents_say_how_they_ended_and_the_scheduler_why(
     assert (verdict.state, verdict.failure_kind) == (state, kind)
 
 
-def test_a_job_that_failed_was_not_preempted_and_srun_says_which_agent_it_was(run_dir: RunDir) -> None:
-    """Slurm ends the agents that are left by the signal that also announces a preemption; with the control of one."""
+def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir) -> None:
+    """Slurm ends the remaining agents with the signal that also announces a preemption.
+
+    With the control of a preemption.
+    """
     agent = FakeAgent(run_dir)
     agent.begin()
     agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early: SIGTERM")
@@ -450,27 +453,27 @@ def test_a_job_that_failed_was_not_preempted_and_srun_says_which_agent_it_was(ru
         assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-def test_the_schedulers_word_is_waited_for_but_not_for_ever() -> None:
+def test_the_reason_of_the_scheduler_is_awaited_but_not_forever() -> None:
     outcome = AttemptOutcome(attempt=1, state=AttemptState.PREEMPTED, message="saved", time=utc_now())
     running = JobStatus(JobState.RUNNING, scheduler_state="COMPLETING")
     assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
     assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.PREEMPTED
-    # Where a signal has ended the agents, a user may have cancelled the job: that must be known first.
+    # If a signal has ended the agents, a user may have cancelled the job: that must be known first.
     signalled = outcome.model_copy(update={"ended_by": "SIGTERM"})
     assert judge(running, signalled, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.RUNNING
     assert judge(running, signalled, 0.0, COMPLETING_TIMEOUT_S).state is AttemptState.PREEMPTED
-    # A scheduler that has no words for it (the local one) is not waited for.
+    # A scheduler that reports no reason (the local one) is not awaited.
     assert judge(JobStatus(JobState.RUNNING), outcome, 0.0, 0.0).state is AttemptState.PREEMPTED
 
 
-def test_a_job_that_somebody_cancelled_is_no_lost_job() -> None:
+def test_a_job_cancelled_by_a_user_is_not_lost() -> None:
     cancelled = JobStatus(JobState.ENDED, SLURM, scheduler_state="CANCELLED")
     assert judge(cancelled, None, 0.0).state is AttemptState.CANCELLED
-    # Negative control: without that word it is lost, and would be tried again.
+    # Negative control: without the reason the job is lost, and would be retried.
     assert judge(JobStatus(JobState.ENDED, SLURM, scheduler_state="FAILED"), None, 1000.0).state is AttemptState.LOST
 
 
-def test_a_node_that_slurm_lost_is_blamed_although_it_is_back_already(run_dir: RunDir) -> None:
+def test_a_node_lost_by_slurm_is_blamed_even_if_it_is_back(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
     agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early")
@@ -517,7 +520,7 @@ def test_only_attempts_of_this_life_of_the_run_count(run_dir: RunDir) -> None:
     assert read_earlier_attempts(run_dir, 3, 3, "").attempts_without_progress == 1
 
 
-def test_a_fingerprint_that_was_seen_before_is_recognised(run_dir: RunDir) -> None:
+def test_a_known_fingerprint_is_recognised(run_dir: RunDir) -> None:
     for number in (1, 2):
         placed(run_dir, number)
         FakeAgent(run_dir, attempt=number).incident(FailureKind.UNKNOWN, fingerprint="abc")
@@ -528,7 +531,7 @@ def test_a_fingerprint_that_was_seen_before_is_recognised(run_dir: RunDir) -> No
     assert not read_earlier_attempts(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
 
 
-def test_the_newest_log_that_says_something_is_taken(run_dir: RunDir) -> None:
+def test_the_newest_log_with_content_is_used(run_dir: RunDir) -> None:
     folder = run_dir.attempt(1).scheduler_dir
     assert scheduler_log(run_dir.attempt(1)) is None
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The second net: a job that runs and whose agents are all silent. With what must never be taken for that."""
+"""The second net: a running job whose agents are all silent, and conditions that only look like it."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ LOOK_EVERY_S = 10.0
 
 
 class World:
-    """One attempt, its job and a clock; nothing happens unless a test says so."""
+    """One attempt, its job and a clock; nothing happens except through the test."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class World:
         return {"101": self.answer}
 
     def pass_by(self, seconds: float, every_s: float = LOOK_EVERY_S) -> AttemptSnapshot:
-        """Look again and again for so long; the last look."""
+        """Poll repeatedly for a period; returns the last poll."""
         until = self.now + seconds
         look = self.watcher.poll()
         while self.now < until:
@@ -65,7 +65,7 @@ def world(tmp_path: Path) -> World:
     return one
 
 
-def test_a_job_whose_agents_are_all_silent_is_given_up(world: World) -> None:
+def test_a_job_whose_agents_are_all_silent_is_abandoned(world: World) -> None:
     assert world.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
     look = world.pass_by(LOOK_EVERY_S)
     assert (look.verdict.state, look.verdict.failure_kind) == (AttemptState.LOST, FailureKind.AGENT_KILLED)
@@ -75,8 +75,8 @@ def test_a_job_whose_agents_are_all_silent_is_given_up(world: World) -> None:
     assert "ended without" not in failure.message, "they have not ended"
 
 
-def test_agents_that_are_heard_are_left_alone(world: World) -> None:
-    """Negative control: ten times as long, with a sign of life now and then."""
+def test_agents_that_report_are_left_alone(world: World) -> None:
+    """Negative control: ten times as long, with an occasional sign of life."""
     for sequence in range(2, 22):
         world.agent.status(sequence=sequence)
         assert world.pass_by(SILENT_S / 2).verdict.state is AttemptState.RUNNING
@@ -98,11 +98,11 @@ def test_silence_counts_only_while_the_scheduler_says_that_the_job_runs(
     assert world.pass_by(2 * LOOK_EVERY_S).verdict.state is AttemptState.LOST
 
 
-def test_agents_that_have_not_begun_are_waited_for(tmp_path: Path) -> None:
+def test_agents_that_have_not_started_are_awaited(tmp_path: Path) -> None:
     assert World(tmp_path).pass_by(10 * SILENT_S).verdict.state is AttemptState.RUNNING
 
 
-def test_a_controller_that_stood_still_blames_nobody(world: World) -> None:
+def test_a_controller_that_was_paused_blames_no_node(world: World) -> None:
     look = world.pass_by(10 * SILENT_S, every_s=BLIND_S + 1)
     assert look.verdict.state is AttemptState.RUNNING
 
@@ -115,8 +115,8 @@ def test_a_full_disk_makes_agents_silent_but_not_dead(world: World, monkeypatch:
     assert sorted(path.name for path in world.run_dir.attempt(1).root.glob(".can*")) == []
 
 
-def test_who_was_given_up_stays_so_but_an_outcome_counts(world: World) -> None:
-    """Between finding and deciding the agents may wake up; the finding must not change under the decision."""
+def test_an_abandoned_job_stays_abandoned_but_an_outcome_counts(world: World) -> None:
+    """Agents may wake up between finding and decision; the finding must not change before the decision."""
     world.pass_by(SILENT_S + LOOK_EVERY_S)
     world.agent.status(sequence=2)
     assert world.pass_by(LOOK_EVERY_S).verdict.state is AttemptState.LOST
@@ -176,7 +176,7 @@ def pair(tmp_path: Path) -> Pair:
 
 
 @pytest.mark.parametrize("silent", ["n1", "n2"])
-def test_one_silent_agent_is_not_covered_by_the_others(pair: Pair, silent: str) -> None:
+def test_one_silent_agent_is_not_hidden_by_the_others(pair: Pair, silent: str) -> None:
     (other,) = {"n1", "n2"} - {silent}
     assert pair.pass_by(SILENT_S, other).verdict.state is AttemptState.RUNNING
     look = pair.pass_by(2 * LOOK_EVERY_S, other)
@@ -187,7 +187,7 @@ def test_one_silent_agent_is_not_covered_by_the_others(pair: Pair, silent: str) 
 
 
 def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
-    """Control: for as long as it is allowed, nothing; after that the job is given up, and no node is struck."""
+    """Control: nothing happens within the allowed time; after that the job is abandoned, and no node gets a strike."""
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
     pair.publish("n1", "n2")
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
@@ -195,8 +195,8 @@ def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
     assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.AGENT_KILLED, ())
 
 
-def test_what_an_agent_knows_from_the_network_needs_no_silence_of_files(pair: Pair) -> None:
-    """Agent 0 is stopped: the other one says so within seconds."""
+def test_a_loss_reported_from_the_network_is_believed_at_once(pair: Pair) -> None:
+    """Agent 0 is stopped: the other agent reports it within seconds."""
     pair.say("n2", leader_lost=True)
     assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
     pair.now += LEADER_LOST_TIMEOUT_S + 1
@@ -207,8 +207,8 @@ def test_what_an_agent_knows_from_the_network_needs_no_silence_of_files(pair: Pa
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-def test_a_job_that_slurm_ended_after_agent_0_was_lost_is_that_of_a_lost_node(pair: Pair) -> None:
-    """The other agent ends at once, and the job with it: it is over before an outcome is given up."""
+def test_a_job_ended_by_slurm_after_the_loss_of_agent_0_has_a_lost_node(pair: Pair) -> None:
+    """The other agent ends at once, and the job with it: it is over before the wait for an outcome ends."""
     pair.say("n2", leader_lost=True)
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
     assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
@@ -222,23 +222,23 @@ def outcome(seconds_ago: float, kind: FailureKind = FailureKind.PREEMPTION) -> A
     return AttemptOutcome(attempt=1, state=AttemptState.FAILED, failure_kind=kind, message="so it says", time=time)
 
 
-def test_an_agent_0_that_wakes_up_does_not_explain_how_it_was_lost(pair: Pair) -> None:
-    """Slurm wakes it to end the job, and it knows of nothing but that signal."""
+def test_an_agent_0_that_wakes_up_does_not_explain_its_loss(pair: Pair) -> None:
+    """Slurm wakes it to end the job, and that signal is all it knows about."""
     pair.say("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(0.0))
     look = pair.watcher.poll()
     assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
 
 
-def test_an_outcome_from_before_agent_0_was_lost_is_how_it_ended(pair: Pair) -> None:
-    """Control: it had ended, and the other one was late to hear of it."""
+def test_an_outcome_from_before_the_loss_of_agent_0_counts(pair: Pair) -> None:
+    """Control: agent 0 had ended, and the other agent noticed late."""
     pair.say("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(15.0, FailureKind.SHAPE))
     assert pair.watcher.poll().verdict.failure_kind is FailureKind.SHAPE
 
 
 def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> None:
-    """Both were alive, and nothing shows whose link swallows packets; a first time excludes neither."""
+    """Both were alive, and it is unknown whose link drops packets; a first strike excludes neither."""
     pair.say("n2", leader_lost=True)
     pair.say("n1", node_lost="n2")
     accused = {"failure_kind": FailureKind.NODE_LOST, "message": "n2 is not heard", "suspect_nodes": ("n2",)}
@@ -253,11 +253,11 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Agents that have not met
+# Agents that never connected
 
 
 def not_met(pair: Pair) -> None:
-    """Agent of n2 reports that agent 0 did not come, and leaves; srun reports its exit."""
+    """The agent of n2 reports that agent 0 did not connect, and exits; srun reports its exit."""
     said = "The agent of n1 did not arrive within 600 s (supervise.join_s), those of n2 did."
     pair.say("n2", not_met=said, blamed=["n1"])
     log = pair.run_dir.attempt(1).scheduler_dir / "7_0_log.out"
@@ -266,7 +266,7 @@ def not_met(pair: Pair) -> None:
     pair.job = JobStatus(JobState.ENDED, nodes=("n1", "n2"), scheduler_state="FAILED")
 
 
-def test_the_agent_that_waited_is_not_blamed_for_the_one_that_did_not_come(pair: Pair) -> None:
+def test_the_agent_that_waited_is_not_blamed_for_the_absent_one(pair: Pair) -> None:
     not_met(pair)
     failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
     assert failure.incident is not None
@@ -275,15 +275,15 @@ def test_the_agent_that_waited_is_not_blamed_for_the_one_that_did_not_come(pair:
     assert failure.message.startswith("The agent of n1 did not arrive within 600 s")
 
 
-def test_an_agent_0_that_comes_too_late_does_not_explain_that_it_was_missed(pair: Pair) -> None:
-    """Slurm ends it with the job: it knows of nothing but that signal."""
+def test_an_agent_0_that_starts_too_late_does_not_explain_its_absence(pair: Pair) -> None:
+    """Slurm ends it with the job, and that signal is all it knows about."""
     not_met(pair)
     write_model(pair.run_dir.attempt(1).outcome, outcome(-1.0))
     look = pair.watcher.poll()
     assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.RENDEZVOUS, ("n1",))
 
 
-def test_an_outcome_from_before_an_agent_left_is_how_the_attempt_ended(pair: Pair) -> None:
+def test_an_outcome_from_before_an_agent_left_counts(pair: Pair) -> None:
     """Control: agent 0 decided first."""
     not_met(pair)
     write_model(pair.run_dir.attempt(1).outcome, outcome(5.0, FailureKind.NODE_UNFIT))
@@ -297,7 +297,7 @@ def test_a_job_that_its_user_cancels_while_agents_wait_is_cancelled(pair: Pair) 
 
 
 def test_agents_that_cannot_connect_blame_no_node(pair: Pair) -> None:
-    """Not even the one whose exit the log names. Only the first report counts: its agent ended the job."""
+    """Not even the one whose exit the log names. Only the first report counts, because its agent ended the job."""
     pair.say("n2", not_met="The agents of n1 and n2 both arrived, but did not connect: refused.", blamed=[])
     not_met(pair)
     failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
@@ -307,27 +307,27 @@ def test_agents_that_cannot_connect_blame_no_node(pair: Pair) -> None:
 
 
 def test_a_node_whose_agent_is_still_awaited_is_not_silent(tmp_path: Path) -> None:
-    """Agent 0 waits for it for longer than silence is allowed."""
+    """Agent 0 waits for it longer than the allowed silence."""
     one = Pair(tmp_path)
     one.publish("n1")
     assert one.pass_by(2 * SILENT_S, "n1").verdict.state is AttemptState.RUNNING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Strikes that the controller finds itself
+# Strikes found by the controller itself
 
 
 def agent_killed(run_dir: RunDir, attempt: int) -> Incident:
     return incident_of(FailureKind.AGENT_KILLED, attempt, suspect_nodes=("node3",))
 
 
-def test_what_the_controller_finds_is_a_strike_too(world: World) -> None:
-    """An agent that is killed writes no incident; so the second time its node could never be excluded."""
+def test_findings_of_the_controller_are_strikes_too(world: World) -> None:
+    """A killed agent writes no incident, so without this its node could never be excluded the second time."""
     journal = Journal(world.run_dir, 1)
     first = agent_killed(world.run_dir, 1)
     assert evidence.strikes(world.run_dir, first) == {"node3": 1}
     journal.append(IncidentFound(incident=first))
-    assert evidence.strikes(world.run_dir, first) == {"node3": 1}, "written down already: no second strike"
+    assert evidence.strikes(world.run_dir, first) == {"node3": 1}, "already recorded: no second strike"
     assert evidence.strikes(world.run_dir, agent_killed(world.run_dir, 2)) == {"node3": 2}
     journal.close()
 

@@ -1,4 +1,4 @@
-"""A run directory made by hand, and an agent on it as a scheduler would start it. Helpers, not fixtures."""
+"""Hand-made run directories, with agents started on them as a scheduler would start them. Helpers, not fixtures."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ TIMEOUT_S = 180.0
 
 
 def make_spec(**sections: Any) -> RunSpec:
-    """A small spec; ``sections`` replace whole tables. ``supervise.floor_s`` is meant for every phase here."""
+    """A small spec; ``sections`` replace whole tables. ``supervise.floor_s`` applies to every phase."""
     tables: dict[str, Any] = {
         "name": "toy",
         "model": {"config": {"model_type": "qwen3"}, "tokenizer": "char"},
@@ -51,7 +51,7 @@ def make_spec(**sections: Any) -> RunSpec:
 
 @dataclass
 class AgentRun:
-    """One attempt of a toy run and the agent that works on it."""
+    """One attempt of a toy run and its agents."""
 
     run_dir: RunDir
     attempt: int = 1
@@ -69,13 +69,13 @@ class AgentRun:
         return self.dir.restart(number)
 
     def script(self, *lines: dict[str, Any]) -> None:
-        """Have the roles do something, see ``targets/fake_roles.py``."""
+        """Write the script of the fake roles, see ``targets/fake_roles.py``."""
         (self.run_dir.root / "script.json").write_text(json.dumps(lines), encoding="utf-8")
 
     def start(
         self, index: int = 0, num_nodes: int = 1, *, native: bool = False, **variables: str
     ) -> "subprocess.Popen[bytes] | ForkedAgent":
-        """Start the agent of one node; of several, each as if Slurm had started it on its own.
+        """Start the agent of one node; with several nodes, each agent starts as if Slurm had started it on its own.
 
         Args:
             native: With the real training code, not with what stands in for the roles here.
@@ -99,7 +99,7 @@ class AgentRun:
     def _begin(
         self, command: list[str], environment: dict[str, str], file: Path
     ) -> "subprocess.Popen[bytes] | ForkedAgent":
-        """An interpreter of its own only where its path or its program is another one: its imports take long."""
+        """Start an agent, in a new interpreter only if its path or program differs, because imports take long."""
         if self.program == PROGRAM and environment["PYTHONPATH"] == str(REPOSITORY):
             return ForkedAgent(command, environment, self.run_dir.root, file)
         with file.open("wb") as output:
@@ -118,7 +118,7 @@ class AgentRun:
             self.start(index, num_nodes)
 
     def finish_all(self) -> list[int]:
-        """Wait for all agents; their exit codes."""
+        """Wait for all agents and return their exit codes."""
         return [agent.wait(timeout=TIMEOUT_S) for agent in self.agents]
 
     def printed(self, index: int) -> str:
@@ -129,12 +129,12 @@ class AgentRun:
         return self.run_dir.root / f"agent-{index}.out"
 
     def finish(self) -> tuple[int, str]:
-        """Wait for the newest agent; its exit code and what it printed."""
+        """Wait for the newest agent and return its exit code and output."""
         code = self.agents[-1].wait(timeout=TIMEOUT_S)
         return code, self._output(len(self.agents) - 1).read_text(encoding="utf-8")
 
     def run_through(self, *, native: bool = False, **variables: str) -> tuple[int, str]:
-        """Start the agent of the only node, and wait for it."""
+        """Start the agent of the only node and wait for it."""
         self.start(native=native, **variables)
         return self.finish()
 
@@ -155,7 +155,7 @@ class AgentRun:
         return found
 
     def decision(self, restart: int) -> Decision:
-        """The decision about it."""
+        """The decision about the only incident of a restart."""
         (path,) = self.restart(restart).decision_files()
         found = read_model(path, Decision)
         assert found is not None
@@ -171,7 +171,7 @@ class AgentRun:
         return read_model(paths[0], AgentStatus) if paths else None
 
     def pids(self, restart: int) -> dict[int, int]:
-        """Process ids by rank; empty until the workers were started. Without those of groups beside the trainers."""
+        """Process ids by rank; empty until the workers have started. Excludes groups beside the trainers."""
         found = {}
         for event in self._starts(restart):
             ranks, pids = event.data["ranks"], event.data["pids"]
@@ -207,14 +207,14 @@ class AgentRun:
         return found
 
     def reached(self, restart: int, step: int) -> bool:
-        """True if a step of that restart is in its metrics."""
+        """True if the metrics of that restart contain a step."""
         path = self.restart(restart).metrics
         return path.exists() and len(path.read_bytes().splitlines()) >= step
 
 
 @contextlib.contextmanager
 def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
-    """Make toy runs with two trainer ranks per node; whatever they leave behind is ended at the end."""
+    """Make toy runs with two trainer ranks per node; remaining processes are killed at the end."""
     runs: list[AgentRun] = []
 
     def make(*, evaluator: bool = False, num_nodes: int = 1, rollouts: int = 0, **sections: Any) -> AgentRun:
@@ -237,6 +237,6 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             if agent.poll() is None:
                 agent.send_signal(signal.SIGKILL)
             agent.wait()
-        # An agent that was killed leaves its slots behind; the next one of the run would remove them.
+        # A killed agent leaves its slot files behind; the next agent of the run would remove them.
         for path in slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Fixtures of the worker's tests."""
+"""Fixtures for the worker tests."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from agent_runs import AgentRun, toy_runs
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB; toy runs made with it lie there."""
+    """A file system of 512 KiB; toy runs that use it are placed there."""
     mount = tmp_path / "runs"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(mount)]
@@ -23,6 +23,6 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
-    """Makes toy runs with two trainer ranks per node; whatever they leave behind is ended with the test."""
+    """Factory of toy runs with two trainer ranks per node; remaining processes are killed after the test."""
     with toy_runs(tmp_path / "runs") as make:
         yield make

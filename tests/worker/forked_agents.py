@@ -1,8 +1,8 @@
-"""Agents that are forked from a process which has imported torch once, in the place of interpreters of their own.
+"""Agents forked from a process that has imported torch once, instead of agents in interpreters of their own.
 
-An agent spends two seconds of processor time on its imports, most toy runs less on all the rest. From there on it is
-the program that a scheduler starts: a session of its own, its own environment, folder and output. Agents on Slurm, and
-those that ``rlhf run`` starts, are interpreters of their own in other tests.
+An agent spends two seconds of CPU time on its imports, and most toy runs less on everything else. From then on it
+behaves like the program that a scheduler starts: own session, environment, folder and output. Other tests use agents in
+interpreters of their own, on Slurm and through ``rlhf run``.
 """
 
 import os
@@ -17,7 +17,7 @@ from fork_server import fork_server
 
 
 class ForkedAgent:
-    """Part of a ``subprocess.Popen`` that tests use."""
+    """The part of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path) -> None:
         started = fork_server().Process(target=_run, args=(tuple(arguments), dict(environment), folder, output))
@@ -28,15 +28,15 @@ class ForkedAgent:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or minus the signal that ended it; None before."""
+        """Exit code, or the negative number of the signal that ended the agent; None before."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The same."""
+        """Exit code as in ``returncode``."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the agent to end.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in time.
@@ -47,12 +47,12 @@ class ForkedAgent:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the agent has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

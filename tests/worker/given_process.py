@@ -1,4 +1,4 @@
-"""A group of one worker whose process is there already."""
+"""A worker group with a single worker whose process exists already."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ from rlhf_core.worker.groups.base import GroupSeat, Started, WorkerGroup
 
 
 class GivenProcess(WorkerGroup):
-    """The group of a test."""
+    """Worker group for a test."""
 
     def __init__(self, plan: GroupPlan, pid: int, folder: RestartDir | Path, seat: GroupSeat) -> None:
         super().__init__(plan, 0, seat)
@@ -17,7 +17,7 @@ class GivenProcess(WorkerGroup):
         self._folder = folder if isinstance(folder, RestartDir) else RestartDir(folder, 1, 0)
 
     def start(self) -> None:
-        """Take the process for the worker."""
+        """Use the given process as the worker."""
         self._begin({0: Started(0, 0, self._pid, time.monotonic_ns())})
 
     def folder(self, local_rank: int) -> RestartDir:

@@ -1,4 +1,4 @@
-"""The store in which agents meet: found by its mark alone, and no stranger is taken for it."""
+"""The store in which agents meet: recognised by its marker alone; a foreign store is never accepted."""
 
 import socket
 import subprocess
@@ -52,7 +52,7 @@ def test_ports_follow_from_the_job_and_differ_between_jobs(marker: str) -> None:
     assert all(20000 <= port < 30000 for port in ports)
 
 
-def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marker: str) -> None:
+def test_a_value_is_found_even_if_the_first_port_is_taken(marker: str) -> None:
     with socket.socket() as stranger:
         stranger.bind(("", candidate_ports(marker)[0]))
         stranger.listen()
@@ -64,8 +64,8 @@ def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marke
         assert hosted.get(["a"]) == ["1"]
 
 
-def test_the_store_of_another_attempt_is_not_taken(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt that has just ended may still hold the port that follows from another one's name."""
+def test_the_store_of_another_attempt_is_not_used(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recently ended attempt may still hold the port derived from another attempt's name."""
     ports = candidate_ports(marker)[:1]
     monkeypatch.setattr(agent_store, "candidate_ports", lambda _: ports)
     hosted = host_agent_store("127.0.0.1", "127.0.0.1", signer("someone-else/1"))
@@ -73,11 +73,11 @@ def test_the_store_of_another_attempt_is_not_taken(marker: str, monkeypatch: pyt
         join_agent_store("127.0.0.1", signer(marker, 1), asleep, 1.0)
     with pytest.raises(AgentStoreLost, match="not its key"):
         join_agent_store("127.0.0.1", signer("someone-else/1", 1, b"1" * 64), asleep, 1.0)
-    # Negative control: with its own mark it is.
+    # Negative control: with its own marker it is used.
     assert join_agent_store("127.0.0.1", signer("someone-else/1", 1), asleep, 10.0).endpoint == hosted.endpoint
 
 
-def test_who_is_to_end_does_not_look_any_longer(marker: str) -> None:
+def test_an_agent_that_must_end_stops_searching(marker: str) -> None:
     began = time.monotonic()
     with pytest.raises(AgentStoreLost, match="the attempt is ending"):
         join_agent_store("127.0.0.1", signer(marker, 1), lambda _: True, 60.0)
@@ -90,7 +90,7 @@ def _two(shared: MemoryAgentStore) -> tuple[AgentChannel, AgentChannel]:
     return first, second
 
 
-def test_a_team_hears_tells_and_parts() -> None:
+def test_two_agents_exchange_messages_and_part() -> None:
     first, second = _two(MemoryAgentStore())
     second.send("hello", AgreedStep(action="end", message="from b"))
     first.send("hello", AgreedStep(action="end", message="from a"))
@@ -103,7 +103,7 @@ def test_a_team_hears_tells_and_parts() -> None:
     first.close()
 
 
-def test_an_agent_that_is_alone_hears_itself() -> None:
+def test_a_single_agent_receives_its_own_messages() -> None:
     alone = AgentChannel(Nodes(("a",), ("127.0.0.1",), 0), MemoryAgentStore())
     alone.send("hello", Ready())
     alone.publish("word", AgreedStep(action="end", message="me"))
@@ -128,7 +128,7 @@ HOST = textwrap.dedent(
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
-    """With the control: while it lives it is not."""
+    """With the control: it is not lost while its process lives."""
     monkeypatch.setattr(messages, "LOST_TIMEOUT_S", 4.0)
     with subprocess.Popen([sys.executable, "-c", HOST, marker], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None

@@ -1,4 +1,4 @@
-"""The node that is given up when agents are not heard on the network."""
+"""Choice of the node that is declared lost when agents are silent on the network."""
 
 from dataclasses import dataclass, field
 
@@ -17,8 +17,8 @@ LONG_S = GAVE_UP_S + 1
 
 
 @dataclass
-class Heard:
-    """Agent 0's end of the channel as ``find_loss`` sees it."""
+class Silences:
+    """Agent 0's end of the channel, as ``find_loss`` uses it."""
 
     silent_s: tuple[float, ...]
     pauses: tuple[tuple[float, float], ...] = ()
@@ -73,14 +73,14 @@ class Heard:
         "alone",
     ],
 )
-def test_whose_node_is_given_up(
+def test_which_node_is_declared_lost(
     silent_s: tuple[float, ...], pauses: tuple[tuple[float, float], ...], node: str
 ) -> None:
-    found = find_loss(Heard(silent_s, pauses), TIMEOUT_S)  # type: ignore[arg-type]
+    found = find_loss(Silences(silent_s, pauses), TIMEOUT_S)  # type: ignore[arg-type]
     assert (found.node if found else "") == node
 
 
-def test_who_stood_still_forgives_and_who_did_not_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_during_a_pause_of_the_agent_itself_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(messages.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(messages.threading.Thread, "start", lambda thread: None)
@@ -88,8 +88,8 @@ def test_who_stood_still_forgives_and_who_did_not_does_not(monkeypatch: pytest.M
     follower = AgentChannel(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryAgentStore(), signer)
     assert not follower.is_lost
     now[0] += LOST_TIMEOUT_S + 1
-    assert not follower.is_lost, "it stood still: nobody ticked"
+    assert not follower.is_lost, "it was paused: the clock did not tick"
     for _ in range(int(LOST_TIMEOUT_S) + 1):
         now[0] += 1
         follower.clock.tick(now[0])
-    assert follower.is_lost, "it is not heard after the pause either"
+    assert follower.is_lost, "it is silent after the pause too"

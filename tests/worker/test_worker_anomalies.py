@@ -1,4 +1,4 @@
-"""Agent 0 compares the nodes: findings while they last, an event when one begins and one when it ends."""
+"""Comparison of nodes by agent 0: findings while they last, with an event at the start and at the end of each."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,43 +36,43 @@ def looks(found: Anomalies, first: int, last: int, busy_on_node2: float) -> tupl
     return present
 
 
-def told(path: Path) -> list[tuple[object, str]]:
+def recorded_findings(path: Path) -> list[tuple[object, str]]:
     events = read_models(path, AgentEvent) if path.exists() else []
     return [(event.data["finding"], event.message) for event in events if event.kind == "telemetry"]
 
 
-def test_a_finding_is_an_event_when_it_begins_and_when_it_ends(log: tuple[EventLog, Path]) -> None:
+def test_the_start_and_the_end_of_a_finding_are_events(log: tuple[EventLog, Path]) -> None:
     events, path = log
     found = Anomalies(events)
     (text,) = looks(found, 0, 200, 95.0)
     assert "node2 is an outlier" in text
-    assert told(path) == [("begins", text)]
+    assert recorded_findings(path) == [("begins", text)]
     assert looks(found, 200, 400, 21.0) == ()
-    assert told(path) == [("begins", text), ("ends", f"no longer: {text}")]
+    assert recorded_findings(path) == [("begins", text), ("ends", f"no longer: {text}")]
 
 
-def test_nodes_that_are_alike_are_no_event(log: tuple[EventLog, Path]) -> None:
+def test_similar_nodes_cause_no_event(log: tuple[EventLog, Path]) -> None:
     """Negative control."""
     events, path = log
     assert looks(Anomalies(events), 0, 200, 25.0) == ()
-    assert told(path) == []
+    assert recorded_findings(path) == []
 
 
 @pytest.mark.parametrize(("work", "stands_out"), [("rollout", False), ("trainer", True)])
 def test_a_node_of_engines_is_no_outlier_among_trainers(
     log: tuple[EventLog, Path], work: str, stands_out: bool
 ) -> None:
-    """With the negative control: taken for one more that trains, it stands out."""
+    """With the negative control: as another trainer node, it would be an outlier."""
     events, path = log
     found = Anomalies(events)
     for number in range(200):
         readings = [reading(f"node{one}", number, 20.0 + one, "trainer") for one in range(3)]
         found.look([*readings, reading("node3", number, 95.0, work)], number * PERIOD_S)
-    assert bool(told(path)) is stands_out
+    assert bool(recorded_findings(path)) is stands_out
 
 
-def test_a_status_that_did_not_change_is_not_counted_again(log: tuple[EventLog, Path]) -> None:
-    """A node that is silent must not vote with its last reading for ever."""
+def test_an_unchanged_status_is_not_counted_again(log: tuple[EventLog, Path]) -> None:
+    """A silent node must not keep voting with its last reading."""
     events, _ = log
     found = Anomalies(events)
     for number in range(200):
@@ -80,10 +80,10 @@ def test_a_status_that_did_not_change_is_not_counted_again(log: tuple[EventLog, 
         assert found.look(readings, number * PERIOD_S) == ()
 
 
-def test_a_restart_begins_anew_without_a_word(log: tuple[EventLog, Path]) -> None:
+def test_a_restart_resets_the_findings_silently(log: tuple[EventLog, Path]) -> None:
     events, path = log
     found = Anomalies(events)
     looks(found, 0, 200, 95.0)
     found.begin_restart()
     assert looks(found, 0, 5, 95.0) == ()
-    assert [what for what, _ in told(path)] == ["begins"]
+    assert [what for what, _ in recorded_findings(path)] == ["begins"]

@@ -1,4 +1,4 @@
-"""Agents that start at different times: all wait for the late ones, and blame only the nodes that do not come."""
+"""Agents that start at different times: all wait for late ones, and only nodes that never arrive are blamed."""
 
 import threading
 import time
@@ -33,14 +33,14 @@ MakeRun = Callable[..., AgentRun]
 
 
 def sign_in(attempt: AttemptDir, node: str) -> None:
-    """Leave the sign of an agent that has started, but does not do anything else yet."""
+    """Leave the sign of an agent that has started but does nothing else yet."""
     writer = LineWriter(attempt.restart(0).events(node))
     writer.write(AgentEvent(time=utc_now(), kind="agent_waiting", node=node, message="waiting"))
     writer.close()
 
 
 def explained(run: AgentRun, num_nodes: int) -> AttemptFailure:
-    """Explanation by the controller, after Slurm has ended the job of an agent that failed."""
+    """The controller's explanation after Slurm has ended the job of a failed agent."""
     names = tuple(f"node{number + 1}" for number in range(num_nodes))
     run.dir.scheduler_dir.mkdir(exist_ok=True)
     (run.dir.scheduler_dir / "1_0_log.out").write_text(
@@ -71,7 +71,7 @@ def test_an_absent_agent_0_is_blamed_and_not_the_agent_that_waited(agent_run: Ma
     assert "The agent of node1 did not arrive within 2 s (supervise.join_s), those of node2 did" in failure.message
 
 
-def test_an_absent_node_is_blamed_by_agent_0_and_not_the_one_that_came(agent_run: MakeRun) -> None:
+def test_agent_0_blames_an_absent_node_and_not_the_present_one(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=3, supervise={"join_s": 8.0})
     run.start(1, 3)
     until(lambda: run.events(0, "agent_waiting"), "the second agent waits")
@@ -87,8 +87,8 @@ def test_an_absent_node_is_blamed_by_agent_0_and_not_the_one_that_came(agent_run
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_agents_that_come_late_but_in_time_are_waited_for(agent_run: MakeRun, first: int) -> None:
-    """Control: the first agent waits, no node is blamed, and the run goes on as if both had come at once."""
+def test_agents_that_start_late_but_in_time_are_awaited(agent_run: MakeRun, first: int) -> None:
+    """Control: the first agent waits, no node is blamed, and the run continues as if both had started at once."""
     run = agent_run(num_nodes=2, supervise={"join_s": 40.0})
     run.start(first, 2)
     until(lambda: run.events(0, "agent_waiting"), "the first agent waits")
@@ -100,7 +100,10 @@ def test_agents_that_come_late_but_in_time_are_waited_for(agent_run: MakeRun, fi
 
 
 def test_an_agent_that_started_in_time_may_connect_later(agent_run: MakeRun) -> None:
-    """It imports torch for longer than was left of the time. Control: the absent node above, which has not started."""
+    """Importing torch takes it longer than the remaining time.
+
+    Control: the absent node above, which has not started.
+    """
     run = agent_run(num_nodes=2, supervise={"join_s": 2.0})
     sign_in(run.dir, "node2")
     run.start(0, 2)
@@ -110,7 +113,7 @@ def test_an_agent_that_started_in_time_may_connect_later(agent_run: MakeRun) -> 
     assert run.finish_all() == [0, 0], run.printed(0) + run.printed(1)
 
 
-def test_a_node_that_contradicts_the_plan_waits_for_an_agent_0_that_comes_late(agent_run: MakeRun) -> None:
+def test_a_node_that_contradicts_the_plan_waits_for_a_late_agent_0(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, supervise={"join_s": 40.0})
     run.start(1, 2, RLHF_NODES="")
     until(lambda: run.dir.node_facts("node2").exists(), "node2 has reported")
@@ -122,7 +125,7 @@ def test_a_node_that_contradicts_the_plan_waits_for_an_agent_0_that_comes_late(a
 
 
 def test_nodes_that_all_contradict_the_plan_report_it_at_once(agent_run: MakeRun) -> None:
-    """No agent 0 can come, so there is nothing to wait for."""
+    """No agent 0 can arrive, so waiting is pointless."""
     run = agent_run(num_nodes=2, supervise={"join_s": 600.0})
     for index in (0, 1):
         run.start(index, 2, RLHF_NODES="")
@@ -130,7 +133,7 @@ def test_nodes_that_all_contradict_the_plan_report_it_at_once(agent_run: MakeRun
     assert run.outcome().failure_kind is FailureKind.CONFIG
 
 
-def test_a_node_that_contradicts_the_plan_reports_it_if_agent_0_does_not_come(agent_run: MakeRun) -> None:
+def test_a_node_that_contradicts_the_plan_reports_it_if_agent_0_is_absent(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, supervise={"join_s": 2.0})
     run.start(1, 2, RLHF_NODES="")
     assert run.finish_all() == [1]
@@ -164,7 +167,7 @@ def search(tmp_path: Path) -> Search:
 
 
 def test_an_agent_0_that_started_in_time_may_open_its_store_later(search: Search) -> None:
-    """It imports torch for longer than was left of the time."""
+    """Importing torch takes it longer than the remaining time."""
     sign_in(search.attempt, "node1")
     opened: list[TcpAgentStore] = []
 
@@ -184,7 +187,7 @@ def test_an_agent_0_that_has_not_started_in_time_is_absent(search: Search) -> No
     assert failed.value.diagnosis.nodes == ("node1",)
 
 
-def test_two_agents_that_do_not_reach_each_other_blame_no_node(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_agents_that_cannot_reach_each_other_blame_no_node(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_S", "VERDICT_S"):
         monkeypatch.setattr(f"rlhf_core.worker.agent.arrivals.{name}", 0.5)
     sign_in(search.attempt, "node1")

@@ -1,4 +1,4 @@
-"""The collective of a worker is known while it hangs there, from two real ranks that disagree."""
+"""The collective in which a worker hangs, reported while it hangs by two real ranks that disagree."""
 
 import importlib.util
 import json
@@ -52,7 +52,7 @@ def _rank(rank: int, **changes: object) -> RankStatus:
     ("fault", "kind", "to_blame"),
     [("other", FailureKind.COLLECTIVE_MISMATCH, ()), ("absent", FailureKind.COLLECTIVE_HANG, (1,))],
 )
-def test_real_ranks_say_where_they_wait(
+def test_real_ranks_report_the_collective_they_wait_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: FailureKind, to_blame: tuple[int, ...]
 ) -> None:
     monkeypatch.setenv(BUFFER_VARIABLE, "64")
@@ -67,7 +67,7 @@ def test_real_ranks_say_where_they_wait(
             answers = read_answers(ranks, slots.path, slots.ask_for_collectives())
             return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
-        # A rank marks itself as inside a moment before it is.
+        # A rank marks itself as inside a collective just before it enters.
         until(lambda: ask()[0].collective_sequence == 2)
         verdict = blame(ask())
         assert (verdict.kind, verdict.ranks, verdict.collective_sequence) == (kind, to_blame, 2)
@@ -79,7 +79,7 @@ def test_real_ranks_say_where_they_wait(
         slots.remove()
 
 
-def test_a_stopped_rank_is_not_waited_for_and_late_answers_are_removed(
+def test_a_stopped_rank_is_not_awaited_and_late_answers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf_core.worker.liveness.collectives.ANSWER_TIMEOUT_S", 1000.0)
@@ -99,7 +99,7 @@ def _entry(**changes: object) -> dict[str, object]:
     } | changes  # fmt: skip
 
 
-def test_only_numbers_that_can_be_compared_are_taken() -> None:
+def test_only_comparable_numbers_are_used() -> None:
     found = with_collective(_rank(0), json.dumps({"entries": [_entry(), _entry(is_p2p=True, collective_seq_id=9)]}))
     assert (found.collective, found.collective_sequence) == ("gloo:all_reduce", 7)
     assert found.collective_shape == "Float [[4]]"
@@ -109,8 +109,8 @@ def test_only_numbers_that_can_be_compared_are_taken() -> None:
 
 
 @pytest.mark.parametrize("has_nccl", [True, False])
-def test_nccls_own_recorder_is_read_if_it_has_anything(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.13 with CUDA has it, which does not run here: a recorder for NCCL, and one for all other backends."""
+def test_the_nccl_recorder_is_read_if_it_has_entries(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 with CUDA, which is not available here, has a recorder for NCCL and one for all other backends."""
 
     def dump(name: str, is_used: bool) -> object:
         status = {"0": {"last_enqueued_collective": 7, "last_completed_collective": 6}}
@@ -130,7 +130,7 @@ def test_nccls_own_recorder_is_read_if_it_has_anything(has_nccl: bool, monkeypat
 
 
 def _startup_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that processes of external trainers load at their start."""
+    """The module that processes of external trainers load at startup."""
     folder = Path(in_rank.__file__).parent
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -145,7 +145,7 @@ def _startup_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
 RECORDED = {"collective": "gloo:all_reduce", "collective_sequence": 7, "collective_shape": "Float [[4]]"}
 
 
-def test_a_wrong_shape_is_a_mismatch_of_the_odd_rank() -> None:
+def test_a_wrong_shape_is_a_mismatch_of_the_deviating_rank() -> None:
     ranks = [_rank(index, **RECORDED) for index in range(3)]
     ranks[2] = _rank(2, **RECORDED | {"collective_shape": "Float [[5]]"})
     verdict = blame(ranks)

@@ -1,4 +1,4 @@
-"""``python -m rlhf_core.worker``: light to start, and honest about imports."""
+"""``python -m rlhf_core.worker``: a fast start and correct results of the import check."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_a_damaged_run_directory_ends_with_an_outcome(tmp_path: Path) -> None:
     assert "has no spec.json" in outcome["message"]
 
 
-def test_a_given_target_comes_before_the_native_one() -> None:
+def test_a_given_target_takes_precedence_over_the_native_one() -> None:
     assert target_of(Role.TRAINER, {Role.TRAINER: "mine:run"}) == "mine:run"
     assert target_of(Role.EVALUATOR, {}) == TARGETS[Role.EVALUATOR]
     with pytest.raises(BadInput, match="found no target for role reward"):
@@ -85,13 +85,15 @@ def test_a_given_target_comes_before_the_native_one() -> None:
 
 @pytest.mark.training
 @pytest.mark.parametrize("target", TARGETS.values())
-def test_the_native_targets_are_there(target: str) -> None:
+def test_the_native_targets_exist(target: str) -> None:
     assert callable(load(target))
 
 
 @pytest.mark.parametrize(("returns", "code"), [("RoleResult.DONE", 0), ("1 / 0", 1)])
-def test_a_tear_down_that_aborts_does_not_change_how_a_worker_ended(tmp_path: Path, returns: str, code: int) -> None:
-    """Threads of libraries can abort the interpreter when it ends; the work was done, or had failed, by then."""
+def test_an_abort_during_teardown_does_not_change_the_outcome_of_a_worker(
+    tmp_path: Path, returns: str, code: int
+) -> None:
+    """Library threads can abort the interpreter at exit, when the work has already succeeded or failed."""
     (tmp_path / "abrupt.py").write_text(
         "import atexit, os\n"
         "from rlhf_core.training.types import RoleResult\n"
@@ -108,4 +110,4 @@ def test_a_tear_down_that_aborts_does_not_change_how_a_worker_ended(tmp_path: Pa
     outcome = read_model(restart.worker_outcome("trainer", "here", 0), WorkerOutcome)
     assert outcome is not None
     assert outcome.ok is (code == 0)
-    assert "said" in restart.log("trainer", "here", 0).read_text(), "what it printed must not be lost"
+    assert "said" in restart.log("trainer", "here", 0).read_text(), "its output must not be lost"

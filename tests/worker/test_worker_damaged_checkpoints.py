@@ -1,4 +1,4 @@
-"""Real agents with real workers whose checkpoints were damaged: the one before is used, as long as there is one."""
+"""Damaged checkpoints with real agents and workers: the previous one is used, as long as one exists."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,14 +68,14 @@ def test_the_run_stops_when_no_checkpoint_is_left_and_says_what_to_do(agent_run:
     assert "No earlier complete checkpoint is left. Restore its files from a copy, or move" in outcome.message
     assert f"move {folder} away to train from the beginning; then resume the run" in outcome.message
     assert run.decision(1).action is Action.STOP
-    assert run.run_dir.put_aside_folders() == [], "the last one stays: to begin anew is for the user to say"
+    assert run.run_dir.put_aside_folders() == [], "the last one stays: only the user may decide to start over"
     assert folder.is_dir()
 
 
 @pytest.mark.end_to_end
 @pytest.mark.training
-def test_a_damaged_checkpoint_is_not_evaluated_in_the_shape_of_an_older_one(agent_run: MakeRun) -> None:
-    """The steps after the older one belong to the result: they are trained again, which takes a new attempt."""
+def test_an_older_checkpoint_is_not_evaluated_in_place_of_a_damaged_one(agent_run: MakeRun) -> None:
+    """The steps after the older checkpoint belong to the result: they are trained again, which takes a new attempt."""
     run = agent_run(evaluator=True, supervise=PATIENT, checkpoint={"every_num_steps": 5})
     run.script({"restart": 1, "rank": 0, "step": 0, "do": "damage_newest"})
     code, _ = run.run_through()
@@ -92,8 +92,8 @@ def test_a_damaged_checkpoint_is_not_evaluated_in_the_shape_of_an_older_one(agen
 # Without processes
 
 
-class Said:
-    """Events, kept."""
+class MessageLog:
+    """Event log that keeps its messages."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -108,20 +108,20 @@ def failure_of(name: str) -> Failure:
     )
 
 
-def test_what_cannot_be_moved_is_passed_over(tmp_path: Path) -> None:
-    """Its folder may belong to another user; the next start must not take it again, nor be told to for ever."""
+def test_a_damaged_checkpoint_that_cannot_be_moved_is_skipped(tmp_path: Path) -> None:
+    """Its folder may belong to another user; later starts must not use it, and must not be told again each time."""
     run_dir = RunDir(tmp_path)
     for step in (5, 10, 15):
         save_empty(run_dir, step)
     restart = run_dir.attempt(1).restart(0)
     (run_dir.checkpoints_dir / "damaged-1.0").write_text("in the way", encoding="utf-8")
-    damaged, said = DamagedCheckpoints(run_dir), Said()
+    damaged, log = DamagedCheckpoints(run_dir), MessageLog()
     failure = failure_of("step-000015")
     assert damaged.remedy(failure) == "step-000015 is set aside; resuming from step-000010"
-    damaged.put_aside(failure, restart, cast("Any", said))
+    damaged.put_aside(failure, restart, cast("Any", log))
     assert damaged.names == ["step-000015"]
-    assert said.messages == ["step-000015 is damaged and could not be moved: File exists; it is skipped"]
-    assert damaged.remedy(failure) == "", "the workers were told: that they come back with it will not get better"
+    assert log.messages == ["step-000015 is damaged and could not be moved: File exists; it is skipped"]
+    assert damaged.remedy(failure) == "", "the workers know about it: another failure with it is final"
     assert damaged.remedy(failure_of("step-000010")) == "step-000010 is set aside; resuming from step-000005"
 
 

@@ -1,4 +1,4 @@
-"""Times at which looks are asked for, their answers, and the bounds that keep them rare."""
+"""The early hang check: times of inspections, their answers, and the limits that keep them rare."""
 
 import os
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def rank(number: int, age_s: float, *, inside: bool = False, state: str = "S") -
 
 
 class Job:
-    """Two nodes of one rank each, and agent 0's suspicion; time passes by hand."""
+    """Two nodes with one rank each, and agent 0's suspicion; time is advanced by hand."""
 
     def __init__(self, *ranks: RankStatus) -> None:
         self.suspicion = EarlyHangCheck(GapTracker.of(SuperviseSpec()))
@@ -50,7 +50,7 @@ class Job:
         self.now_s = 100.0
 
     def consider(self, *answering: int, **look: Any) -> list[Suspect]:
-        """One round of agent 0, with the answers of some nodes to what it asks for just now."""
+        """One round of agent 0, with the answers of some nodes to its current request."""
         order = self.suspicion.order
         states = [GroupState(role=Role.TRAINER, start=0, ranks=(one,)) for one in self.ranks]
         for index in answering:
@@ -58,45 +58,45 @@ class Job:
             states[index] = states[index].model_copy(update={"inspection_number": order.number, "inspections": looks})
         return self.suspicion.consider(self.ranks, states, self.now_s)
 
-    def asked_after(self, seconds: float) -> bool:
-        """True if a look is asked for once this time has passed."""
+    def requested_after(self, seconds: float) -> bool:
+        """True if an inspection is requested once this time has passed."""
         self.now_s += seconds
         self.consider()
         return self.suspicion.order.number > 0
 
 
-def test_while_nobody_is_suspect_nothing_is_asked_for() -> None:
+def test_without_a_suspect_no_inspection_is_requested() -> None:
     job = Job(rank(0, 9.0, inside=True), rank(1, 9.0))
     assert job.consider() == []
     assert job.suspicion.order == InspectionOrder()
 
 
-def test_three_looks_of_all_nodes_prove_and_two_do_not() -> None:
+def test_three_inspections_of_all_nodes_are_proof_and_two_are_not() -> None:
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0, state="T"))
-    assert job.asked_after(0.0)
+    assert job.requested_after(0.0)
     for _ in range(2):
         assert job.consider(0, 1, main=Wait.STOPPED) == []
-        assert not job.asked_after(INSPECTION_INTERVAL_S / 2), "not in quick succession"
-        assert job.asked_after(INSPECTION_INTERVAL_S / 2)
+        assert not job.requested_after(INSPECTION_INTERVAL_S / 2), "not in quick succession"
+        assert job.requested_after(INSPECTION_INTERVAL_S / 2)
     found = job.consider(0, 1, main=Wait.STOPPED)
     assert [one.status.rank for one in found] == [1]
     assert "was stopped" in found[0].evidence
 
 
-def test_a_suspect_that_is_at_work_is_looked_at_rarely() -> None:
-    """With the control, the pause between looks that may prove something."""
+def test_a_suspect_that_is_at_work_is_inspected_rarely() -> None:
+    """With the control: the shorter pause between inspections that may prove a hang."""
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0))
-    assert job.asked_after(0.0)
+    assert job.requested_after(0.0)
     assert job.consider(0, 1, main=Wait.OUTSIDE) == []
-    assert not job.asked_after(INSPECTION_INTERVAL_S)
-    assert job.asked_after(RETRY_INTERVAL_S - INSPECTION_INTERVAL_S)
+    assert not job.requested_after(INSPECTION_INTERVAL_S)
+    assert job.requested_after(RETRY_INTERVAL_S - INSPECTION_INTERVAL_S)
     assert job.consider(0, 1, main=Wait.LOCK) == []
-    assert job.asked_after(INSPECTION_INTERVAL_S)
+    assert job.requested_after(INSPECTION_INTERVAL_S)
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
+def test_the_wait_for_a_node_that_does_not_answer_is_short() -> None:
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0))
-    assert job.asked_after(0.0)
+    assert job.requested_after(0.0)
     number = job.suspicion.order.number
     job.consider(0)
     assert job.suspicion.order.number == number
@@ -105,24 +105,24 @@ def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
     assert job.suspicion.order.number == 0
 
 
-def test_whoever_goes_on_clears_what_was_seen() -> None:
+def test_progress_clears_earlier_inspections() -> None:
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0, state="T"))
     for _ in range(2):
-        assert job.asked_after(INSPECTION_INTERVAL_S)
+        assert job.requested_after(INSPECTION_INTERVAL_S)
         job.consider(0, 1, main=Wait.STOPPED)
     before = job.ranks
     job.ranks = [rank(0, 0.1), rank(1, 0.1)]
-    assert not job.asked_after(INSPECTION_INTERVAL_S)
+    assert not job.requested_after(INSPECTION_INTERVAL_S)
     job.ranks = before
-    assert job.asked_after(0.0)
-    assert job.consider(0, 1, main=Wait.STOPPED) == [], "the looks begin anew"
+    assert job.requested_after(0.0)
+    assert job.consider(0, 1, main=Wait.STOPPED) == [], "the inspections start over"
 
 
 @pytest.mark.parametrize("last_inside", [False, True])
-def test_workers_are_asked_for_their_collectives_only_where_all_wait_in_one(last_inside: bool) -> None:
-    """Answering is work; it would look as if the one that is looked at moved."""
+def test_collectives_are_requested_only_if_all_workers_wait_in_one(last_inside: bool) -> None:
+    """Answering is work, which would make the inspected process look active."""
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0, inside=last_inside))
-    assert job.asked_after(0.0)
+    assert job.requested_after(0.0)
     assert job.suspicion.order.collectives is last_inside
 
 
@@ -133,7 +133,7 @@ def slots() -> Iterator[SlotFile]:
     file.remove()
 
 
-def test_a_node_looks_once_for_every_order_and_keeps_nothing_afterwards(slots: SlotFile) -> None:
+def test_a_node_inspects_once_per_order_and_keeps_nothing(slots: SlotFile) -> None:
     node, ranks = NodeInspections(slots), [rank(0, 11.0)]
     node.answer(InspectionOrder(), ranks, {})
     assert node.inspections == ()
@@ -143,12 +143,12 @@ def test_a_node_looks_once_for_every_order_and_keeps_nothing_afterwards(slots: S
     node.answer(InspectionOrder(number=1), ranks, {})
     assert node.inspections == (first,), "the same order is not carried out twice"
     node.answer(InspectionOrder(number=2), ranks, {"gpu0_util_percent": 3.0, "slow_reading_age_s": 20.0})
-    assert node.inspections[0].gpu_percent is None, "an old reading of a GPU says nothing"
+    assert node.inspections[0].gpu_percent is None, "an old reading of a GPU is no evidence"
     node.answer(InspectionOrder(), ranks, {})
     assert (node.number, node.inspections) == (0, ())
 
 
-def test_a_worker_with_several_gpus_is_as_busy_as_the_busiest(slots: SlotFile) -> None:
+def test_a_worker_with_several_gpus_is_as_busy_as_its_busiest_gpu(slots: SlotFile) -> None:
     engines = GroupPlan(role=Role.ROLLOUT, nodes=(0,), workers_per_node=2, gpus=(2, 3, 4, 5), restart="alone")
     node, second = NodeInspections(slots, engines), rank(1, 11.0).model_copy(update={"local_rank": 1})
     busy = {"gpu0_util_percent": 90.0, "gpu3_util_percent": 1.0, "gpu4_util_percent": 0.0, "gpu5_util_percent": 99.0}

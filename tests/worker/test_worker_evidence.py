@@ -1,4 +1,4 @@
-"""Evidence of real processes that stand still in different ways."""
+"""Evidence from real processes that stand still in different ways."""
 
 import os
 import signal
@@ -62,10 +62,10 @@ def test_the_stack_names_the_function(still_process: tuple[RankStatus, Path], tm
 
 
 @pytest.mark.parametrize("still_process", ["holds_the_interpreter"], indirect=True)
-def test_where_py_spy_is_missing_the_worker_writes_its_own_stack(
+def test_without_py_spy_the_worker_writes_its_own_stack(
     still_process: tuple[RankStatus, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even with C code holding the interpreter lock: the fault handler needs no Python."""
+    """Even while C code holds the interpreter lock: the fault handler does not need Python."""
     monkeypatch.setattr("rlhf_core.worker.evidence.collection.shutil.which", lambda *_, **__: None)
     rank, log = still_process
     missing = evidence.collect([rank], {0: log}, tmp_path / "incident", "here")
@@ -74,7 +74,7 @@ def test_where_py_spy_is_missing_the_worker_writes_its_own_stack(
 
 
 @pytest.mark.parametrize("still_process", ["endless_loop"], indirect=True)
-def test_evidence_that_cannot_be_had_is_said_and_raises_nothing(
+def test_unavailable_evidence_is_reported_without_an_error(
     still_process: tuple[RankStatus, Path], tmp_path: Path
 ) -> None:
     rank, log = still_process

@@ -1,4 +1,4 @@
-"""An agent whose main thread waits for ever is ended all the same, with all that it has started."""
+"""The exit deadline: an agent whose main thread waits forever is killed, along with everything that it has started."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ AGENT = textwrap.dedent(
 
 
 @pytest.mark.parametrize("words", ["written", "stuck"])
-def test_what_does_not_end_is_ended(tmp_path: Path, words: str) -> None:
+def test_an_agent_that_does_not_end_is_killed(tmp_path: Path, words: str) -> None:
     said = tmp_path / "said"
     command = [sys.executable, "-c", AGENT, str(said), "set", words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
@@ -45,7 +45,7 @@ def test_what_does_not_end_is_ended(tmp_path: Path, words: str) -> None:
     assert said.read_text() == "it has not ended within 0.5 s"
 
 
-def test_without_a_deadline_it_waits_for_ever(tmp_path: Path) -> None:
+def test_without_a_deadline_it_waits_forever(tmp_path: Path) -> None:
     """Negative control."""
     command = [sys.executable, "-c", AGENT, str(tmp_path / "said"), "unset", "written"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:

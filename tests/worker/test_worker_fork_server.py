@@ -1,4 +1,4 @@
-"""The fork server: workers are forked from it, and from none where a new process would do something else."""
+"""The fork server: workers are forked from it only where a new process would behave the same."""
 
 import ctypes
 import json
@@ -50,13 +50,13 @@ NOTHING = "builtins:int"
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[ForkServer]:
-    """A server of this process, which adopts orphans as an agent does."""
+def server(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> Iterator[ForkServer]:
+    """A fork server of this process, which adopts orphans like an agent."""
     popen = subprocess.Popen
 
     def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
@@ -68,7 +68,7 @@ def server(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[ForkSer
     monkeypatch.setattr(fork_server, "CHECK_INTERVAL_S", 0.0)
     monkeypatch.setenv(AGENT_VARIABLE, str(os.getpid()))
     processes.adopt_orphans()
-    made = ForkServer(said.append, lambda: PLENTY)
+    made = ForkServer(messages.append, lambda: PLENTY)
     yield made
     made.close()
     for child in psutil.Process().children():
@@ -79,7 +79,7 @@ def server(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[ForkSer
 
 
 def ready(server: ForkServer) -> int:
-    """Wait until the server has made its imports; its process id."""
+    """Wait until the server has finished its imports and return its process id."""
     server.prepare(NOTHING)
     until(lambda: not server.is_importing)
     (pid,) = server.pids
@@ -96,7 +96,7 @@ def fork(server: ForkServer, path: Path, *arguments: str, **changed: str) -> For
     return worker
 
 
-def told(path: Path) -> dict[str, object]:
+def reported(path: Path) -> dict[str, object]:
     until(path.exists)
     found: dict[str, object] = json.loads(path.read_text())
     return found
@@ -107,7 +107,7 @@ def test_a_forked_worker_is_what_a_new_process_would_be(server: ForkServer, tmp_
     worker = fork(server, tmp_path / "said", "two", RANK="3")
     assert worker.wait(30) == 7, "its exit code is that of the worker"
     assert worker.poll() == 7
-    found = told(tmp_path / "said")
+    found = reported(tmp_path / "said")
     assert found["pid"] == worker.pid != pid
     assert found["parent"] == os.getpid(), "a child of the agent, which reads its exit"
     assert found["session"] == worker.pid
@@ -117,18 +117,18 @@ def test_a_forked_worker_is_what_a_new_process_would_be(server: ForkServer, tmp_
     assert server.pids == {pid}, "the server waits for the next order"
 
 
-def test_workers_draw_numbers_of_their_own(server: ForkServer, tmp_path: Path) -> None:
-    """Python seeds its generator anew in a fork; numpy's would be the same in all."""
+def test_forked_workers_draw_different_random_numbers(server: ForkServer, tmp_path: Path) -> None:
+    """Python reseeds its generator after a fork; numpy's would be the same in all workers."""
     ready(server)
     paths = [tmp_path / str(rank) for rank in range(3)]
     for worker in [fork(server, path) for path in paths]:
         worker.wait(30)
-    python, numpy = np.array([told(path)["numbers"] for path in paths]).T
+    python, numpy = np.array([reported(path)["numbers"] for path in paths]).T
     assert len(set(python)) == len(set(numpy)) == 3
 
 
 def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) -> None:
-    """The kernel knows its new parent: the agent, here a process of its own."""
+    """The kernel sees the agent, here a separate process, as the new parent."""
     script = f"""
 import os, pathlib, sys, time
 sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
@@ -171,11 +171,11 @@ DYING_PACKAGE = FAKE_PACKAGE.replace(
 def test_ps_shows_a_worker_by_its_own_command(server: ForkServer, tmp_path: Path) -> None:
     pid = ready(server)
     worker = fork(server, tmp_path / "said", "wait", "a b")
-    told(tmp_path / "said")
+    reported(tmp_path / "said")
     words = ["python", "-P", "-m", "rlhf_core.worker"]
     assert psutil.Process(worker.pid).cmdline()[:7] == [*words, str(tmp_path / "said"), "wait", "a b"]
     assert psutil.Process(pid).cmdline()[:5] == [*words, "fork-server"]
-    assert psutil.Process(worker.pid).environ()["PATH"] == os.environ["PATH"], "what lies behind is left alone"
+    assert psutil.Process(worker.pid).environ()["PATH"] == os.environ["PATH"], "the rest is left alone"
 
 
 def kill(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -202,9 +202,9 @@ def change_the_code(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("damage", [kill, stop, change_the_environment, change_the_code])
-def test_another_server_takes_the_place_of_one_that_would_fork_something_else(
+def test_a_server_whose_forks_would_differ_is_replaced(
     server: ForkServer,
-    said: list[str],
+    messages: list[str],
     damage: Callable[[int, pytest.MonkeyPatch], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -213,7 +213,7 @@ def test_another_server_takes_the_place_of_one_that_would_fork_something_else(
     pid = ready(server)
     why = damage(pid, monkeypatch)
     assert ready(server) != pid
-    assert why in " ".join(said)
+    assert why in " ".join(messages)
     assert not Path(f"/proc/{pid}").exists()
     assert fork(server, tmp_path / "said").wait(30) == 7
 
@@ -221,31 +221,31 @@ def test_another_server_takes_the_place_of_one_that_would_fork_something_else(
 @pytest.mark.parametrize("damage", [kill, stop])
 def test_a_server_that_is_lost_during_a_start_forks_nothing(
     server: ForkServer,
-    said: list[str],
+    messages: list[str],
     damage: Callable[[int, pytest.MonkeyPatch], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The worker is a new process then: the caller is given none."""
+    """No worker is returned; the caller then starts a new process."""
     why = damage(ready(server), monkeypatch)
     assert server.fork([str(tmp_path / "said")], environment()) is None
-    assert why in " ".join(said)
+    assert why in " ".join(messages)
     assert server.pids == frozenset()
     assert not (tmp_path / "said").exists()
 
 
 def test_a_server_that_does_not_answer_is_ended(
-    server: ForkServer, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = ready(server)
     monkeypatch.setattr(fork_server, "ANSWER_TIMEOUT_S", 0.0)
     assert server.fork([str(tmp_path / "said")], environment()) is None
-    assert "it did not respond within 0 s" in said[0]
+    assert "it did not respond within 0 s" in messages[0]
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_exits_of_workers_stay_those_of_their_owner(server: ForkServer, tmp_path: Path) -> None:
-    """The thread that collects orphans leaves them alone, and takes everything else."""
+def test_exit_codes_of_workers_are_left_to_their_owner(server: ForkServer, tmp_path: Path) -> None:
+    """The thread that reaps orphans leaves workers alone and reaps everything else."""
     pid = ready(server)
     worker = fork(server, tmp_path / "said")
     assert server.started == {pid, worker.pid}
@@ -255,10 +255,10 @@ def test_exits_of_workers_stay_those_of_their_owner(server: ForkServer, tmp_path
     other = fork(server, tmp_path / "other")
     until(lambda: processes.process_state(other.pid) == "Z")
     processes.reap_orphans(server.started - {other.pid})
-    assert other.wait(30) == 0, "as Popen takes an exit that another has collected"
+    assert other.wait(30) == 0, "as Popen reports an exit that was reaped elsewhere"
 
 
-def test_a_worker_that_lives_is_waited_for_no_longer_than_asked(server: ForkServer, tmp_path: Path) -> None:
+def test_waiting_for_a_live_worker_ends_at_the_timeout(server: ForkServer, tmp_path: Path) -> None:
     ready(server)
     worker = fork(server, tmp_path / "said", "wait")
     assert worker.poll() is None
@@ -268,17 +268,17 @@ def test_a_worker_that_lives_is_waited_for_no_longer_than_asked(server: ForkServ
     assert worker.wait(30) == -signal.SIGKILL
 
 
-def test_no_server_is_started_into_memory_that_the_run_needs(said: list[str]) -> None:
-    made = ForkServer(said.append, lambda: (3 * GIB, 24 * GIB))
+def test_no_server_is_started_if_the_run_needs_the_memory(messages: list[str]) -> None:
+    made = ForkServer(messages.append, lambda: (3 * GIB, 24 * GIB))
     made.prepare(NOTHING)
     assert made.pids == frozenset()
     assert not made.is_importing
     assert made.fork([], {}) is None
-    assert said == [], "there may be room later"
+    assert messages == [], "there may be room later"
 
 
-def test_the_server_is_ended_when_memory_becomes_short(
-    server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_the_server_is_stopped_when_memory_runs_low(
+    server: ForkServer, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = ready(server)
     server.watch_memory()
@@ -286,10 +286,10 @@ def test_the_server_is_ended_when_memory_becomes_short(
     monkeypatch.setattr(server, "_memory", lambda: (2 * GIB, 64 * GIB))
     server.watch_memory()
     assert not Path(f"/proc/{pid}").exists()
-    assert "memory is low (2.0 of 64.0 GiB are free)" in said[0]
+    assert "memory is low (2.0 of 64.0 GiB are free)" in messages[0]
     monkeypatch.setattr(server, "_memory", lambda: PLENTY)
     server.prepare(NOTHING)
-    assert server.pids == frozenset(), "not again in this attempt: it would come and go"
+    assert server.pids == frozenset(), "not again in this attempt: it would start and stop repeatedly"
 
 
 THREADED_PACKAGE = """
@@ -303,26 +303,26 @@ fork_server_process.serve(int(sys.argv[-3]), int(sys.argv[-2]), None)
 @pytest.mark.parametrize(
     ("package", "code"), [("raise SystemExit(3)", 3), (THREADED_PACKAGE, 1)], ids=["fails", "starts a thread"]
 )
-def test_imports_that_cannot_be_forked_are_not_tried_again(
-    server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch, package: str, code: int
+def test_imports_that_prevent_forking_are_not_tried_again(
+    server: ForkServer, messages: list[str], monkeypatch: pytest.MonkeyPatch, package: str, code: int
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", package)
     server.prepare(NOTHING)
     until(lambda: not server.is_importing)
-    assert f"it ended with exit code {code} during its imports" in said[0]
+    assert f"it ended with exit code {code} during its imports" in messages[0]
     server.prepare(NOTHING)
     assert server.pids == frozenset()
 
 
-def test_imports_that_take_too_long_are_given_up(
-    server: ForkServer, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_imports_that_take_too_long_are_abandoned(
+    server: ForkServer, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", "import time; time.sleep(600)")
     server.prepare(NOTHING)
     assert server.is_importing
     monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 0.0)
     assert not server.is_importing
-    assert "it did not finish its imports within 0 s" in said[0]
+    assert "it did not finish its imports within 0 s" in messages[0]
 
 
 SLOW_IMPORTS = """
@@ -338,7 +338,7 @@ sys.modules["slow"] = sys.modules["__main__"]
 def test_imports_are_added_to_those_of_a_server_that_has_forked_already(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processes of the probe need torch alone; what workers need is imported after the measurement."""
+    """The processes of the probe need only torch; the modules for workers are imported after the measurement."""
     package = FAKE_PACKAGE.replace("\ndef become", SLOW_IMPORTS + "\ndef become")
     monkeypatch.setattr(sys.modules[__name__], "FAKE_PACKAGE", package)
     gate = tmp_path / "gate"
@@ -357,7 +357,7 @@ def test_imports_are_added_to_those_of_a_server_that_has_forked_already(
     assert not (tmp_path / "early").exists()
 
 
-def test_a_process_is_new_where_none_can_be_forked(server: ForkServer, tmp_path: Path) -> None:
+def test_a_new_process_is_started_if_none_can_be_forked(server: ForkServer, tmp_path: Path) -> None:
     command = ("-P", "-m", fork_server.PACKAGE, "check-import", "builtins:int")
     started = server.start(command, environment())
     assert not isinstance(started, ForkedWorker)
@@ -366,12 +366,15 @@ def test_a_process_is_new_where_none_can_be_forked(server: ForkServer, tmp_path:
     forked = server.start(("-P", "-m", fork_server.PACKAGE, str(tmp_path / "said")), environment())
     assert isinstance(forked, ForkedWorker)
     assert forked.wait(30) == 7
-    assert told(tmp_path / "said")["session"] == forked.pid != pid
+    assert reported(tmp_path / "said")["session"] == forked.pid != pid
 
 
-def test_real_imports_start_no_thread_and_touch_nothing() -> None:
-    """In a process of its own, as it is started. One that is forked from it computes with as many threads as a new
-    process: numpy has its threads from the beginning, and OpenMP none before the fork."""
+def test_real_imports_start_no_thread_and_have_no_side_effects() -> None:
+    """The real imports, in a process of its own, have no side effects on forked workers.
+
+    A forked worker computes with as many threads as a new process: numpy has its threads from the start, and OpenMP
+    none before the fork.
+    """
     code = """
 import os, sys, threading
 def threads(): return len(os.listdir("/proc/self/task"))
@@ -399,7 +402,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_server_whose_imports_counted_gpus_through_the_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a MIG slice torch counts so, without calling CUDA initialised; each forked worker would fail."""
+    """On a MIG slice, torch counts GPUs this way without marking CUDA as initialised; each forked worker would fail."""
     from rlhf_core.errors import WorkerError
     from rlhf_core.training import warm
     from rlhf_core.training.trainers import engine

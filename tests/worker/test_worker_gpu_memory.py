@@ -1,4 +1,4 @@
-"""Waiting for GPU memory: the rule with made-up readings, the library where there is a GPU."""
+"""Waiting for free GPU memory: the rule with made-up readings, and the real library on machines with a GPU."""
 
 import time
 from collections.abc import Generator, Iterator
@@ -24,7 +24,7 @@ def finished(waiting: Generator[None, None, list[int]]) -> list[int]:
         time.sleep(0.01)
 
 
-def test_it_waits_until_all_devices_are_back() -> None:
+def test_it_waits_until_all_devices_are_free() -> None:
     readings = iter([[40 * GIB, 2 * GIB], [40 * GIB, GIB], [GIB + TOLERANCE_BYTES, GIB]])
     assert finished(wait_until_free(lambda: next(readings), [GIB, GIB], timeout_s=10.0)) == []
     assert list(readings) == []
@@ -33,10 +33,10 @@ def test_it_waits_until_all_devices_are_back() -> None:
 def test_it_names_the_devices_that_stay_full() -> None:
     assert finished(wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=0.0)) == [1]
     others = wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=60.0, without=(1,))
-    assert finished(others) == [], "it is that of workers that stay"
+    assert finished(others) == [], "the memory belongs to workers that stay"
 
 
-def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -45,10 +45,10 @@ def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
         GpuMemory()
 
 
-def test_a_gpu_that_is_lost_does_not_end_the_agent(
+def test_a_lost_gpu_does_not_end_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that has fallen off the bus answers before the first start only."""
+    """A GPU that has fallen off the bus responds only before the first start."""
 
     class FallsOffTheBus:
         def __init__(self) -> None:
@@ -67,7 +67,7 @@ def test_a_gpu_that_is_lost_does_not_end_the_agent(
 
 
 @pytest.mark.gpu
-def test_memory_taken_by_a_tensor_is_seen_and_comes_back() -> None:
+def test_memory_of_a_tensor_is_measured_and_freed() -> None:
     torch = pytest.importorskip("torch")
     torch.cuda.init()
     block = torch.zeros(1, device="cuda")

@@ -1,4 +1,4 @@
-"""GPUs that the workers of a group see."""
+"""GPUs visible to the workers of a group."""
 
 import pytest
 
@@ -32,8 +32,8 @@ def test_workers_see_the_gpus_of_their_group(
     assert visible_gpus(group, 4, local_rank, environment) == expected
 
 
-def test_a_worker_that_is_restarted_with_others_computes_on_the_gpu_of_its_number() -> None:
-    """It sees all of its group; one that is restarted alone computes on its share."""
+def test_a_worker_restarted_with_others_computes_on_the_gpu_of_its_number() -> None:
+    """It sees all GPUs of its group; a worker that is restarted alone sees only its share."""
     alone = plan(4, 5, 6, 7)
     together = alone.model_copy(update={"restart": "together"})
     assert [gpus_of(alone, one) for one in (0, 1)] == [(4, 5), (6, 7)]

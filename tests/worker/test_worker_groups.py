@@ -1,4 +1,4 @@
-"""Rollout workers beside the trainers: one that fails is found, blamed and started again alone; training goes on."""
+"""Rollout workers beside the trainers: a failed one is found, blamed and restarted alone while training continues."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ sys.exit(main())
 
 
 def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
-    """All of an attempt, with the decisions about them, in order."""
+    """All incidents of an attempt with their decisions, in order."""
     found = []
     for restart in run.dir.restarts():
         for path, decided in zip(restart.incident_files(), restart.decision_files(), strict=True):
@@ -44,7 +44,7 @@ def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
 
 
 def assert_training_was_untouched(run: AgentRun, num_ranks: int = 2) -> None:
-    """One start of the trainers, and every step once."""
+    """Check that the trainers started once and made every step once."""
     assert [restart.restart for restart in run.dir.restarts()] == [0]
     assert len(run.pids(0)) == num_ranks
     steps = [line.step for line in read_models(run.restart(0).metrics, MetricsLine)]
@@ -80,17 +80,15 @@ def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: 
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "without the rule"])
-def test_a_trainer_that_waits_for_a_rollout_worker_is_not_called_hung(
-    agent_run: MakeRun, tmp_path: Path, waits: bool
-) -> None:
-    """With the negative control: without the rule the trainers are blamed, and started again for nothing."""
+def test_a_trainer_waiting_for_a_rollout_worker_is_not_hung(agent_run: MakeRun, tmp_path: Path, waits: bool) -> None:
+    """With the negative control: without the rule, the trainers are blamed and restarted for nothing."""
     limit_s = 1.0
     run = agent_run(
         rollouts=1,
         train={"num_steps": STEPS},
         supervise={**SUPERVISE, "floor_s": limit_s, "gap_factor": 1.0, "max_restarts": 1},
     )
-    # The second start takes its time, as one that loads a large model does.
+    # The second start is slow, like one that loads a large model.
     run.script(
         {"role": "rollout", "generation": 0, "rank": 0, "step": 20, "do": "kill"},
         {"role": "rollout", "generation": 1, "rank": 0, "step": 0, "do": "await_go"},
@@ -109,13 +107,13 @@ def test_a_trainer_that_waits_for_a_rollout_worker_is_not_called_hung(
 
 
 def longest_silence_s(run: AgentRun) -> float:
-    """Of the trainers, as the agent published it last."""
+    """Longest silence of the trainers, as last published by the agent."""
     status = run.status(0)
     return max((rank.age_s for rank in status.ranks if rank.role is Role.TRAINER), default=0.0) if status else 0.0
 
 
 def blamed(run: AgentRun) -> list[Role | None]:
-    """Roles in which something went wrong, in order; decisions about it need not be there yet."""
+    """Roles of all incidents, in order; their decisions may not exist yet."""
     paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
     found = [incident for path in paths if (incident := read_model(path, Incident)) is not None]
     return [incident.role for incident in found]
@@ -135,12 +133,12 @@ def test_trainers_are_restarted_while_rollout_workers_live_on(agent_run: MakeRun
     assert (incident.role, decision.action) == (Role.TRAINER, Action.RESTART_IN_PLACE)
     assert not any(map(is_alive, pids.values())), "they ended with the phase"
     assert (run.run_dir.root / "evaluated-1").exists()
-    # Beside the evaluator they are started anew, and nothing is written over.
+    # They are restarted for the evaluator, and nothing is overwritten.
     assert [(number, sorted(pids)) for number, pids in run.beside()] == [(0, [0, 1]), (1, [0, 1])]
     assert [folder.restart for folder in run.dir.groups()] == [0, 1]
 
 
-def test_a_rollout_worker_that_fails_every_time_ends_the_attempt(agent_run: MakeRun) -> None:
+def test_a_rollout_worker_that_always_fails_ends_the_attempt(agent_run: MakeRun) -> None:
     run = agent_run(rollouts=1, train={"num_steps": 1000}, supervise=SUPERVISE)
     run.script({"role": "rollout", "rank": 0, "step": 3, "do": "reward"})
     code, output = run.run_through()
@@ -151,8 +149,8 @@ def test_a_rollout_worker_that_fails_every_time_ends_the_attempt(agent_run: Make
     assert (incident.role, decision.action) == (Role.ROLLOUT, Action.STOP)
 
 
-def test_a_worker_is_blamed_for_the_process_it_speaks_for(agent_run: MakeRun) -> None:
-    """A rank of a wrapped trainer does not beat itself: its state and its stack are those that count."""
+def test_a_worker_is_blamed_for_the_process_it_beats_for(agent_run: MakeRun) -> None:
+    """A rank of a wrapped trainer does not beat by itself: the state and stack of its own process count."""
     run = agent_run(rollouts=1, train={"num_steps": STEPS}, supervise=SUPERVISE)
     run.script({"role": "rollout", "generation": 0, "rank": 0, "step": 20, "do": "child_stops"})
     code, output = run.run_through()

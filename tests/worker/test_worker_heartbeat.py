@@ -1,4 +1,4 @@
-"""Slots: what a worker writes is what the agent reads, and only the main thread counts."""
+"""Heartbeat slots: the agent reads exactly what the worker wrote, and only the main thread counts."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
 
 
 def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -> None:
-    """Even if a visit was short, or the agent did not look meanwhile."""
+    """Even if a visit was short, or the agent did not read in the meantime."""
     beat = Beat(slots.path, 0, 0, 0)
     warm = []
     for phase in (Phase.ROLLOUT, Phase.CHECKPOINT, Phase.ROLLOUT, Phase.TRAIN, Phase.CHECKPOINT):
@@ -65,14 +65,14 @@ def test_a_collective_that_raises_has_been_left(slots: SlotFile) -> None:
     assert slots.read(0).left == 1
 
 
-def test_save_is_asked_until_the_checkpoint_and_stop_for_ever(slots: SlotFile) -> None:
+def test_save_is_requested_until_the_checkpoint_and_stop_forever(slots: SlotFile) -> None:
     beat, late = Beat(slots.path, 0, 0, 0), Beat(slots.path, 1, 1, 0)
     assert beat.request() == ""
     slots.ask_to_save()
     assert [beat.request(), beat.request(), late.request()] == ["save", "save", "save"]
     beat.beat(Phase.CHECKPOINT, 5)
     assert beat.request() == ""
-    # The other rank saves at the same step, so it has nothing to ask for either, although it never asked.
+    # The other rank saves at the same step, so its request is met too, although it never saw it.
     late.beat(Phase.CHECKPOINT, 5)
     assert late.request() == ""
     slots.ask_to_save()
@@ -83,7 +83,7 @@ def test_save_is_asked_until_the_checkpoint_and_stop_for_ever(slots: SlotFile) -
     assert Beat(slots.path, 0, 0, 1).request() == "stop"
 
 
-def test_a_restart_finds_no_worker_of_the_one_before(slots: SlotFile) -> None:
+def test_a_restart_finds_no_worker_of_the_previous_one(slots: SlotFile) -> None:
     Beat(slots.path, 0, 4, 0).beat(Phase.TRAIN, 9)
     slots.ask_to_save()
     slots.clear()
@@ -118,7 +118,7 @@ while True:
 
 @pytest.mark.parametrize("way", ["words", "struct"])
 def test_a_reader_never_finds_half_a_beat(slots: SlotFile, way: str) -> None:
-    """The negative control is ``struct.pack_into``: it writes zeros first, and zero is a beat of long ago."""
+    """Negative control: ``struct.pack_into`` writes zeros first, and a zero is read as a very old beat."""
     repository = Path(__file__).parents[2]
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(slots.path), way], cwd=repository, stdout=subprocess.PIPE, text=True
@@ -135,7 +135,7 @@ def test_a_reader_never_finds_half_a_beat(slots: SlotFile, way: str) -> None:
     assert bool(zeros) is (way == "struct")
 
 
-def test_files_that_a_killed_agent_left_go_but_those_of_others_stay() -> None:
+def test_files_of_a_killed_agent_are_removed_and_those_of_others_stay() -> None:
     run = new_run_id("toy")
     killed = SlotFile(run, 1, "here", 1)
     elsewhere = SlotFile(run, 1, "there", 1)
@@ -150,8 +150,8 @@ def test_files_that_a_killed_agent_left_go_but_those_of_others_stay() -> None:
             file.remove()
 
 
-def test_memory_of_a_dead_agent_is_given_back_and_that_of_a_living_one_stays() -> None:
-    """A kill leaves the files; the lock on the slot file goes with the process."""
+def test_memory_of_a_dead_agent_is_freed_and_that_of_a_living_one_is_kept() -> None:
+    """A kill leaves the files behind, but releases the lock on the slot file with the process."""
     living, dead = SlotFile("run-living", 1, "node", 1), SlotFile("run-dead", 1, "node", 1)
     copies = [folder for one in (living, dead) if (folder := memory_folder(one.path)) is not None]
     assert len(copies) == 2, "the tests run where /dev/shm may be written"
@@ -167,7 +167,7 @@ def test_memory_of_a_dead_agent_is_given_back_and_that_of_a_living_one_stays() -
 
 
 def test_all_files_of_a_dead_agent_are_removed_by_the_agent_of_another_run() -> None:
-    """Those of each group of workers, which a kill leaves; a store without its slot file too, after a second kill."""
+    """A kill leaves the files of each group of workers; after a second kill also a store without its slot file."""
     dead = [SlotFile("run-dead", 1, "node", 1, role) for role in ("probe", "trainer", "evaluator")]
     for one in dead:
         one.store(0).write_text("")
@@ -183,14 +183,16 @@ def test_all_files_of_a_dead_agent_are_removed_by_the_agent_of_another_run() -> 
         one.remove()
 
 
-def test_the_next_agent_of_a_run_takes_over_what_was_left_in_memory_and_that_of_another_run_frees_it() -> None:
+def test_left_over_memory_is_reused_by_the_same_run_and_freed_by_another() -> None:
     run = new_run_id("toy")
     for attempt in (1, 2, 3):
-        SlotFile(run, attempt, "here", 1, "probe").remove()  # an agent has several: the first must not free it
+        SlotFile(
+            run, attempt, "here", 1, "probe"
+        ).remove()  # an agent has several slot files: the first must not free the memory
         file = SlotFile(run, attempt, "here", 1, "trainer")
         memory = memory_folder(file.path)
         assert memory is not None, "the tests run where /dev/shm may be written"
-        # The second finds what the first has left, the third does not: another run has freed it.
+        # The second agent finds the memory of the first, the third does not: another run has freed it.
         assert [path.name for path in memory.glob("*")] == (["1"] if attempt == 2 else [])
         (memory / str(attempt)).mkdir(parents=True)
         file._words = memoryview(bytearray(8)).cast("q")  # its process ends, and the lock with it
@@ -231,7 +233,7 @@ def test_a_helper_thread_must_not_beat(slots: SlotFile) -> None:
 def test_a_thread_that_beats_would_hide_an_endless_loop(
     tmp_path: Path, slots: SlotFile, monkeypatch: pytest.MonkeyPatch, beats_from_thread: bool
 ) -> None:
-    """The negative control: with the rule broken, the main thread turns in a loop and the agent does not notice."""
+    """Negative control: if threads may beat, the agent does not notice that the main thread is in an endless loop."""
     limit_s = 0.3
     beat = Beat(slots.path, 0, 0, 0)
     over = threading.Event()
@@ -255,8 +257,8 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     assert bool(suspects) is not beats_from_thread
 
 
-def test_a_worker_speaks_for_other_processes(slots: SlotFile) -> None:
-    """With the controls: none at first, and none any more; more than there is room for are refused."""
+def test_a_worker_names_the_processes_it_beats_for(slots: SlotFile) -> None:
+    """With the controls: none before, none afterwards, and more than the slots hold are refused."""
     beat = Beat(slots.path, local_rank=1, rank=7, restart=3)
     assert slots.read(1).speaks_for == ()
     beat.speak_for(range(100, 100 + MAX_SPOKEN_FOR))
@@ -268,7 +270,7 @@ def test_a_worker_speaks_for_other_processes(slots: SlotFile) -> None:
         beat.speak_for(range(MAX_SPOKEN_FOR + 1))
 
 
-def test_one_worker_is_forgotten_without_the_others(slots: SlotFile) -> None:
+def test_a_single_worker_can_be_reset(slots: SlotFile) -> None:
     for local_rank in (0, 1):
         Beat(slots.path, local_rank, rank=local_rank, restart=0).beat(Phase.TRAIN, 5)
     slots.clear_worker(1)
@@ -276,7 +278,7 @@ def test_one_worker_is_forgotten_without_the_others(slots: SlotFile) -> None:
 
 
 def test_groups_have_slots_of_their_own() -> None:
-    """An agent that is started again removes the file of its own group, and no other."""
+    """A restarted agent removes the file of its own group and no other."""
     run_id = new_run_id("toy")
     first, other = SlotFile(run_id, 1, "here", 1, "trainer"), SlotFile(run_id, 1, "here", 1, "rollout")
     assert first.path != other.path

@@ -1,4 +1,4 @@
-"""Looks at real processes: every way to wait is told apart, and so is what moves."""
+"""Inspections of real processes: every kind of waiting is distinguished, and so is every kind of activity."""
 
 import contextlib
 import ctypes
@@ -75,7 +75,7 @@ WAITS = [
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts Python programs, which get a FIFO or what is given as arguments."""
+    """Start Python programs with a FIFO, or the given values, as arguments."""
     processes: list[subprocess.Popen[bytes]] = []
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -102,7 +102,10 @@ def look(*pids: int, in_collective: bool = False) -> list[Inspection]:
 
 
 def look_until(pid: int, wait: Wait) -> Inspection:
-    """The first look that finds a process waiting so, twice: it may pass by the same call while it starts."""
+    """The first inspection that finds a process in this wait twice.
+
+    During startup, the process may briefly make the same call.
+    """
 
     def settled() -> Inspection | None:
         before = look(pid)[0]
@@ -117,13 +120,13 @@ def look_until(pid: int, wait: Wait) -> Inspection:
 
 
 @pytest.mark.parametrize(("program", "wait"), WAITS)
-def test_what_a_main_thread_waits_for_is_told_apart(start: Start, program: str, wait: Wait) -> None:
+def test_the_kinds_of_waits_of_a_main_thread_are_distinguished(start: Start, program: str, wait: Wait) -> None:
     found = look_until(start(program).pid, wait)
     assert not found.problem
     assert found.detail
 
 
-def test_a_deadlock_moves_in_nothing_and_work_moves_in_something(start: Start) -> None:
+def test_a_deadlock_shows_no_activity_and_work_shows_some(start: Start) -> None:
     """With the controls: a computation, and a child that works while its parent waits."""
     stands, computes, has_child = start(DEADLOCK), start("while True: pass"), start(WORKING_CHILD)
     for process, wait in ((stands, Wait.LOCK), (computes, Wait.RUNNING), (has_child, Wait.OUTSIDE)):
@@ -138,8 +141,8 @@ def test_a_deadlock_moves_in_nothing_and_work_moves_in_something(start: Start) -
     until(lambda: moved() == ["", "processor time", "processor time of child processes"])
 
 
-def test_a_stopped_process_is_told_from_one_that_a_debugger_holds(start: Start) -> None:
-    """A debugger lets go again: gdb reads the symbols of torch for a minute."""
+def test_a_stopped_process_is_distinguished_from_a_debugged_one(start: Start) -> None:
+    """A debugger releases the process again: gdb reads the symbols of torch for a minute."""
     process = start(DEADLOCK)
     look_until(process.pid, Wait.LOCK)
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
@@ -158,21 +161,21 @@ def test_a_stopped_process_is_told_from_one_that_a_debugger_holds(start: Start) 
     [("lambda: time.sleep(60)", Wait.TIME), ("lambda: __import__('os').read(0, 1)", Wait.OUTSIDE)],
 )
 def test_a_thread_that_the_main_thread_waits_for_is_seen(start: Start, helper: str, wait: Wait) -> None:
-    """The main thread waits for a thread of its own, and that one for time, or for the outside."""
+    """The main thread waits for another thread of the process, which waits for a timer or an external event."""
     process = start(HELPED.format(helper.replace("read(0,", "read(__import__('os').pipe()[0],")))
     until(lambda: wait in look(process.pid)[0].others)
     assert look_until(process.pid, Wait.LOCK).others == {wait: 1}
 
 
 def test_a_lock_that_an_alarm_may_end_is_no_deadlock(start: Start) -> None:
-    """``signal.alarm`` around a call is a usual time-out of reward functions; the call itself shows none."""
+    """Reward functions often use ``signal.alarm`` as a timeout; the blocked call itself shows no sign of it."""
     assert look_until(start(DEADLOCK).pid, Wait.LOCK).others == {}
     with_alarm = "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(60); "
     assert look_until(start(with_alarm + DEADLOCK).pid, Wait.LOCK).others == {Wait.TIME: 1}
 
 
 def test_a_thread_that_answers_questions_about_collectives_is_left_out(start: Start) -> None:
-    """With the control: without its name it is a thread that never rests, and nothing can be proven."""
+    """With the control: without its name, it is a thread that never rests, and nothing can be proven."""
     named = start(POLLING_THREAD.format("processes.name_thread(collectives.THREAD_NAME)"))
     found = look_until(named.pid, Wait.LOCK)
     assert found.others == {}
@@ -182,7 +185,7 @@ def test_a_thread_that_answers_questions_about_collectives_is_left_out(start: St
     until(lambda: movement(before, look(plain.pid)[0]) == "context switches")
 
 
-def test_a_peer_and_a_service_are_told_apart_by_the_other_end_of_the_connection(start: Start) -> None:
+def test_a_peer_and_a_service_are_distinguished_by_the_other_end_of_the_connection(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as service:
         port = service.getsockname()[1]
         client, patient = start(RECEIVE, port, 0), start(RECEIVE, port, 60)
@@ -207,8 +210,8 @@ def _listens(port: int) -> bool:
     return any(line.split()[1].endswith(f":{port:04X}") for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
 
 
-def test_data_that_did_not_arrive_yet_is_seen(start: Start) -> None:
-    """A network that stalls: what a peer has sent is on its way."""
+def test_data_in_transit_is_detected(start: Start) -> None:
+    """A stalled network: data sent by a peer is still in transit."""
     program = """
 import socket, sys
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -221,7 +224,7 @@ connection.sendall(bytes(64 << 20))
             until(lambda: look(process.pid)[0].unsent_bytes > 0)
 
 
-def test_a_worker_that_cannot_be_looked_at_says_so() -> None:
+def test_a_worker_that_cannot_be_inspected_is_reported() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     found = look(gone.pid)[0]

@@ -1,4 +1,4 @@
-"""Agent 0: one owner per attempt, orders in their order, a budget that progress renews, an outcome whatever happens."""
+"""Agent 0: one owner per attempt, orders in sequence, a budget renewed by progress, and an outcome in any case."""
 
 import os
 from pathlib import Path
@@ -42,12 +42,12 @@ def test_an_attempt_has_one_owner(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("content", ["", '{"pid": 12', "[]"])
 def test_a_torn_claim_is_a_claim(run_dir: RunDir, content: str) -> None:
-    """The owner was killed between creating the file and filling it: two owners would be worse than none."""
+    """The owner was killed between creating the file and filling it; two owners would be worse than none."""
     write_text(run_dir.attempt(1).claim, content)
     assert "belongs to another agent" in Leader(run_dir, 1).claim()
 
 
-def test_orders_come_once_and_in_the_order_of_their_numbers(run_dir: RunDir) -> None:
+def test_orders_are_delivered_once_and_in_numerical_order(run_dir: RunDir) -> None:
     leader = Leader(run_dir, 1)
     assert leader.new_commands() == []
     commands = run_dir.attempt(1).commands
@@ -70,14 +70,14 @@ def test_a_new_checkpoint_renews_the_budget(run_dir: RunDir) -> None:
     assert choices == [Action.RESTART_IN_PLACE, Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
     _complete(run_dir, 20)
     assert budget.choose(KILLED).action is Action.RESTART_IN_PLACE
-    # An older one that appears late, or one without COMPLETE, is no progress.
+    # An older checkpoint that appears late, or one without COMPLETE, is no progress.
     _complete(run_dir, 15)
     run_dir.checkpoint(30).model.mkdir(parents=True)
     assert [budget.choose(KILLED).action for _ in range(2)] == [Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
     assert budget.restarts == 4
 
 
-def test_a_mismatch_by_words_is_decided_when_it_comes_back(run_dir: RunDir) -> None:
+def test_a_mismatch_found_by_its_message_is_fatal_when_it_returns(run_dir: RunDir) -> None:
     words = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says a log", "f3", is_undecided=True)
     other_words = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says another", "f4", is_undecided=True)
     budget = RestartBudget(run_dir, make_spec(supervise={"max_restarts": 3}).supervise)
@@ -89,7 +89,7 @@ def test_a_mismatch_by_words_is_decided_when_it_comes_back(run_dir: RunDir) -> N
     assert choose(words) == (True, Action.RESTART_IN_PLACE)
     assert choose(other_words) == (False, Action.STOP)
     _complete(run_dir, 10)
-    assert choose(words) == (True, Action.RESTART_IN_PLACE)  # progress between: chance again
+    assert choose(words) == (True, Action.RESTART_IN_PLACE)  # progress in between gives another chance
     proven = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "recorders", "f5")
     _complete(run_dir, 20)
     assert choose(proven) == (False, Action.STOP)
@@ -103,7 +103,7 @@ def test_an_unknown_failure_may_return_after_progress(run_dir: RunDir) -> None:
     assert budget.choose(UNKNOWN).action is Action.STOP
 
 
-def test_the_last_step_is_that_of_the_newest_restart_that_made_one(run_dir: RunDir) -> None:
+def test_the_last_step_comes_from_the_newest_restart_that_made_a_step(run_dir: RunDir) -> None:
     leader = Leader(run_dir, 1)
     assert leader.last_step() == 0
     for restart, steps in ((0, range(1, 200)), (1, range(100, 131))):

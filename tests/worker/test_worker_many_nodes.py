@@ -1,5 +1,7 @@
-"""Several agents on one attempt, each as if on a node of its own: a fault on any node is found by agent 0, named with
-its node, and all go on together."""
+"""Several agents on one attempt, each as if on a node of its own.
+
+Agent 0 detects a fault on any node and names the node, and all agents continue together.
+"""
 
 import os
 import signal
@@ -73,7 +75,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
     assert second.suspect_nodes == ("node2",)
     assert second.detected_after_s is not None
     assert second.detected_after_s > 4.0
-    # Evidence of both nodes was saved before any worker was ended.
+    # Evidence from both nodes was saved before any worker was killed.
     evidence = run.run_dir.root / second.evidence_dir
     assert {path.name for path in evidence.glob("stack-*.txt")} == {
         f"stack-{node}-{local}.txt" for node in ("node1", "node2") for local in (0, 1)
@@ -87,7 +89,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
     assert set(steps) == set(range(1, 61))
 
 
-def test_an_agent_that_is_not_heard_any_more_is_a_lost_node(agent_run: MakeRun) -> None:
+def test_an_agent_that_falls_silent_is_a_lost_node(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(2)
     until(lambda: started(run, 0, 4))
@@ -98,14 +100,14 @@ def test_an_agent_that_is_not_heard_any_more_is_a_lost_node(agent_run: MakeRun) 
     assert (outcome.state, outcome.failure_kind) == (AttemptState.FAILED, FailureKind.NODE_LOST)
     assert run.incident(0).suspect_nodes == ("node2",)
     assert run.decision(0).action is Action.NEW_ATTEMPT
-    # Awake again, it finds agent 0 gone and leaves nothing behind.
+    # After waking up, it finds agent 0 gone and leaves nothing behind.
     run.agents[1].send_signal(signal.SIGCONT)
     assert run.agents[1].wait(60) == 1
     assert not any(map(is_alive, workers.values()))
 
 
 def test_a_killed_agent_takes_its_workers_along_and_the_others_end(agent_run: MakeRun) -> None:
-    """Slurm would end the rest at once; without it agent 0 finds out by itself."""
+    """Slurm would end the other agents at once; without it, agent 0 notices by itself."""
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(2)
     until(lambda: started(run, 0, 4))
@@ -133,7 +135,7 @@ def test_orders_and_signals_reach_all_nodes(agent_run: MakeRun) -> None:
     until(lambda: started(run, 0, 4))
     run.order("save")
     until(lambda: run.run_dir.checkpoints())
-    # As Slurm does when the time limit is near; here only one of them gets it.
+    # Slurm sends this signal near the time limit; here only one agent receives it.
     run.agents[1].send_signal(signal.SIGUSR2)
     assert run.finish_all() == [0, 0], run.printed(0)
     outcome = run.outcome()
@@ -152,7 +154,7 @@ def test_cancel_ends_all_nodes(agent_run: MakeRun) -> None:
     assert not any(map(is_alive, workers.values()))
 
 
-def test_a_node_that_never_comes_is_named(agent_run: MakeRun) -> None:
+def test_a_node_that_never_arrives_is_named(agent_run: MakeRun) -> None:
     run = agent_run(num_nodes=2, supervise={"join_s": 1.0})
     run.start(0, 2)
     assert run.finish_all() == [1]
@@ -172,8 +174,8 @@ def test_a_job_with_fewer_nodes_than_planned_is_refused_with_both_numbers(agent_
     assert "planned for 3 nodes, but RLHF_NODES names 2 (node1, node2)" in outcome.message
 
 
-def test_an_agent_that_cannot_go_on_is_heard(agent_run: MakeRun) -> None:
-    """Only node 2 sees another placement, as with a shared folder that is not shared."""
+def test_an_agent_that_cannot_continue_is_reported(agent_run: MakeRun) -> None:
+    """Only node 2 sees a different placement, as with a shared folder that is not actually shared."""
     run = agent_run(num_nodes=2, train={"num_steps": 5000})
     run.start(0, 2)
     time.sleep(0.5)
@@ -192,8 +194,8 @@ def test_an_agent_that_cannot_go_on_is_heard(agent_run: MakeRun) -> None:
     assert [(one.id, one.node) for one in report.results if one.status == "blocked"] == [("node.identity", "node2")]
 
 
-def test_what_an_older_attempt_left_on_the_node_is_ended(agent_run: MakeRun) -> None:
-    """Slurm leaves the tasks of a node whose slurmd died. With the control: another run's are not touched."""
+def test_remaining_processes_of_an_older_attempt_are_killed(agent_run: MakeRun) -> None:
+    """Slurm leaves the tasks of a node whose slurmd died. With the control: those of another run are not touched."""
     run = agent_run()
     marked = [
         subprocess.Popen(["sleep", "120"], env={**os.environ, JOB_VARIABLE: marker})

@@ -1,4 +1,4 @@
-"""Facts about a node: hashes that change with the content, secrets that stay secret, plug-ins that may fail."""
+"""Facts about a node: hashes that change with the content, secrets that stay secret, and plug-ins that may fail."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from rlhf_core.worker.nodes.membership import Nodes
 ALONE = Nodes(("n1",), ("127.0.0.1",), 0)
 
 
-def test_a_healthy_node_has_nothing_to_complain_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_node_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of this file."""
     monkeypatch.delenv("MASTER_PORT", raising=False)
     run_dir = make_run(tmp_path / "runs")
@@ -42,7 +42,7 @@ def test_a_file_that_differs_has_another_hash(size: int, tmp_path: Path, monkeyp
     assert fingerprints.fingerprint(file) != before
 
 
-def test_a_folder_counts_with_the_names_in_it(tmp_path: Path) -> None:
+def test_a_folder_is_hashed_with_its_file_names(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     before = fingerprints.fingerprint(tmp_path)
     (tmp_path / "a").rename(tmp_path / "b")
@@ -50,7 +50,7 @@ def test_a_folder_counts_with_the_names_in_it(tmp_path: Path) -> None:
     assert fingerprints.fingerprint(tmp_path / "a") == "not there"
 
 
-def test_a_port_in_use_and_an_address_of_nobody_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_port_and_an_unassigned_address_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -63,7 +63,7 @@ def test_a_port_in_use_and_an_address_of_nobody_are_named(tmp_path: Path, monkey
 
 
 def plug_in(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package with one check of nodes."""
+    """Install a package with one node check."""
     info = folder / "site_checks-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: site-checks\nVersion: 1.0\n")

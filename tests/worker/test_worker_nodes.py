@@ -1,4 +1,4 @@
-"""The node of an agent, as the environment names it; contradictions are named."""
+"""The node of an agent, determined from the environment; contradictions are reported."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from rlhf_core.worker.nodes.membership import Nodes, NodesError, interface_of
 THREE = "a=10.0.0.1,b=10.0.0.2,c=10.0.0.3"
 
 
-def test_without_a_list_there_is_one_node() -> None:
+def test_without_a_node_list_there_is_one_node() -> None:
     nodes = Nodes.of({"SLURMD_NODENAME": "n7"})
     assert (nodes.name, nodes.num, nodes.is_first, nodes.address) == ("n7", 1, True, "127.0.0.1")
 
@@ -48,5 +48,5 @@ def test_the_interface_of_an_address() -> None:
         (("127.0.0.1", "192.0.2.2"), ""),  # a hosts file that gives the node its loopback address
     ],
 )
-def test_a_store_listens_where_the_other_nodes_reach_it(addresses: tuple[str, ...], listens_at: str) -> None:
+def test_a_store_listens_on_an_address_that_the_other_nodes_reach(addresses: tuple[str, ...], listens_at: str) -> None:
     assert Nodes(("a", "b"), addresses, 0).listening_address == listens_at

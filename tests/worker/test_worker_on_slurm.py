@@ -1,4 +1,4 @@
-"""Agents on a real Slurm: what it does to the others when one of them ends is not taken for a preemption."""
+"""Agents on a real Slurm: its signals to the remaining agents after one has ended are not taken for a preemption."""
 
 import os
 import signal
@@ -88,9 +88,9 @@ if "agent" in sys.orig_argv:
 
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One for each test: a job of which a task was killed keeps its nodes for a while.
+    """A cluster for each test, because a job with a killed task keeps its nodes for a while.
 
-    KillWait is long enough for agents to say something, true or not (Slurm's own default is 30 s).
+    KillWait is long enough for agents to report something, true or not (Slurm's default is 30 s).
     """
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, kill_wait_s=20)
     cluster.up()
@@ -100,7 +100,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Submit:
-    """Submits the agents of a toy run, with some code of the test's own in every Python on the nodes."""
+    """Submit the agents of a toy run, with code of the test in every Python on the nodes."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -135,7 +135,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def at_the_end(watcher: Watcher, run: AgentRun) -> tuple[AttemptSnapshot, AttemptFailure]:
-    """The attempt as the controller sees it when it has ended, and its diagnosis."""
+    """The ended attempt as the controller sees it, and its diagnosis."""
     last = at_its_end(watcher)
     return last, explain(run.run_dir, last, run.run_dir.read_spec().spec, first_attempt=1)
 
@@ -149,7 +149,7 @@ def kill_agent(run: AgentRun, node: str) -> None:
     raise AssertionError(f"no agent of {node}")
 
 
-def test_an_agent_that_could_not_start_is_no_preemption(agent_run: MakeRun, submit: Submit) -> None:
+def test_an_agent_that_fails_to_start_is_no_preemption(agent_run: MakeRun, submit: Submit) -> None:
     run = agent_run(num_nodes=3)
     look, failure = at_the_end(submit(run, ONE_CANNOT_START), run)
     assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.IMPORT_ERROR)
@@ -157,8 +157,8 @@ def test_an_agent_that_could_not_start_is_no_preemption(agent_run: MakeRun, subm
     assert failure.decision.action is Action.STOP
 
 
-def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: Submit) -> None:
-    """Negative control. What Slurm says of the job keeps at least the kind right; the reason is lost."""
+def test_without_the_fix_it_would_be_taken_for_a_preemption(agent_run: MakeRun, submit: Submit) -> None:
+    """Negative control. Slurm's state of the job at least keeps the kind correct; the reason is lost."""
     run = agent_run(num_nodes=3)
     look, failure = at_the_end(submit(run, ONE_CANNOT_START + AS_IT_WAS), run)
     assert look.outcome is not None
@@ -169,7 +169,7 @@ def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: 
 
 @pytest.mark.parametrize("absent", ["node1", "node3"])
 def test_a_node_whose_agent_does_not_start_in_time_is_blamed(agent_run: MakeRun, submit: Submit, absent: str) -> None:
-    """Not the node whose agent gives up first, which ends the job and is the only one that srun names."""
+    """Not the node whose agent gives up first, although it ends the job and is the only one named by srun."""
     run = agent_run(num_nodes=3, supervise={"join_s": 20.0})
     _, failure = at_the_end(submit(run, ONE_STARTS_TOO_LATE.replace("node3", absent)), run)
     assert failure.incident is not None
@@ -179,7 +179,7 @@ def test_a_node_whose_agent_does_not_start_in_time_is_blamed(agent_run: MakeRun,
 
 
 @pytest.mark.parametrize("when", ["between two starts", "while they train"])
-def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Submit, when: str) -> None:
+def test_a_killed_agent_is_no_preemption(agent_run: MakeRun, submit: Submit, when: str) -> None:
     run = agent_run(num_nodes=3, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     own = ONE_CANNOT_START if when == "between two starts" else ""
     watcher = submit(run, own.replace("2.0", "300.0"))
@@ -192,7 +192,7 @@ def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Su
     assert failure.decision.action is Action.NEW_ATTEMPT
 
 
-def test_a_preemption_is_one(agent_run: MakeRun, submit: Submit, cluster: Cluster) -> None:
+def test_a_real_preemption_is_recognised(agent_run: MakeRun, submit: Submit, cluster: Cluster) -> None:
     run = agent_run(num_nodes=3, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
     watcher = submit(run)
     until(lambda: len(run.pids(0)) == 6 and run.reached(0, 3))
@@ -203,8 +203,10 @@ def test_a_preemption_is_one(agent_run: MakeRun, submit: Submit, cluster: Cluste
 
 
 def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: MakeRun, submit: Submit) -> None:
-    """One is killed, one stopped, one hangs; then a trainer is killed. With the control: each fault is found once, in
-    its own group, and nothing is found before the first."""
+    """One rollout worker is killed, one stopped, one hangs; then a trainer is killed.
+
+    With the control: each fault is found once, in its own group, and nothing is found before the first.
+    """
     run = agent_run(
         num_nodes=3,
         rollouts=1,
@@ -235,14 +237,16 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
     decisions = [one for restart in run.dir.restarts() for one in agent_decisions_of(restart)]
     assert [one.action for one in decisions] == [*[Action.RESTART_WORKERS] * 3, Action.RESTART_IN_PLACE]
     assert [(number, sorted(pids)) for number, pids in run.beside()[3:]] == [(1, [0]), (2, [1]), (3, [2])]
-    # The trainers had one start until one of them was killed, and made every step of it once.
+    # The trainers had a single start until one of them was killed, and made each of its steps once.
     assert len(run.pids(0)) == 6
     assert [line.step for line in read_models(run.restart(0).metrics, MetricsLine)] == [*range(1, 40)]
 
 
 def test_an_engine_that_is_killed_is_restarted_beside_real_training(agent_run: MakeRun, submit: Submit) -> None:
-    """Two trainers and two engines on two nodes. The trainers have one start and make every step once, the engine comes
-    back with the weights of the day."""
+    """Two trainers and two engines on two nodes.
+
+    The trainers have one start and make every step once; the engine comes back with the current weights.
+    """
     run = agent_run(num_nodes=2, **NATIVE)
     on_each = [GroupPlan.on_all_nodes(role, 1, 2) for role in (Role.TRAINER, Role.ROLLOUT)]
     engines = on_each[1].model_copy(update={"restart": "alone"})
@@ -313,12 +317,12 @@ NATIVE: dict[str, Any] = {
 
 
 def engine_of(run: AgentRun, rank: int) -> EngineAddress | None:
-    """Place at which an engine has registered last."""
+    """Address under which an engine registered last."""
     return read_model(run.dir.engine(rank), EngineAddress)
 
 
 def at_its_end(watcher: Watcher) -> AttemptSnapshot:
-    """The attempt as the controller sees it when it has ended."""
+    """The ended attempt as the controller sees it."""
 
     def look() -> AttemptSnapshot | None:
         one = watcher.poll()

@@ -1,4 +1,4 @@
-"""Orders that both threads of agent 0 change at the same time: none is lost."""
+"""Orders changed concurrently by both threads of agent 0: no change is lost."""
 
 import threading
 
@@ -32,14 +32,14 @@ def change_from_two_threads(book: OrderBook) -> GroupOrders:
     return book.group(Role.ROLLOUT)
 
 
-def test_orders_of_both_threads_hold(book: OrderBook) -> None:
+def test_no_order_of_either_thread_is_lost(book: OrderBook) -> None:
     found = change_from_two_threads(book)
     assert [one.generation for one in found.start_workers] == [*range(NUM_CHANGES)]
     assert found.inspect.number == NUM_CHANGES - 1
 
 
-def test_a_change_in_two_halves_loses_one(book: OrderBook) -> None:
-    """Negative control: read, then written, an older inspection comes back."""
+def test_a_change_that_is_not_atomic_loses_an_order(book: OrderBook) -> None:
+    """Negative control: with a separate read and write, an older inspection reappears."""
     before = book.group(Role.ROLLOUT)
     book.change_group(Role.ROLLOUT, inspect=InspectionOrder(number=7))
     book.set_group(Role.ROLLOUT, before)

@@ -1,4 +1,4 @@
-"""The clock of an agent that may be stopped, at any moment, and woken up again."""
+"""The pause clock: an agent may be stopped at any moment and woken up again."""
 
 import pytest
 
@@ -19,8 +19,8 @@ def test_a_pause_of_the_watcher_itself_is_not_held_against_the_workers() -> None
     assert PauseClock().age_s(99.0, 160.5) == pytest.approx(61.5)
 
 
-def test_a_pause_is_seen_by_whoever_asks_first() -> None:
-    """In the middle of a round too, before the thread that ticks has come round again."""
+def test_a_pause_is_noticed_at_the_first_query() -> None:
+    """Even in the middle of a round, before the ticking thread has run again."""
     clock = PauseClock(tolerance_s=2.0)
     clock.tick(100.0)
     assert clock.age_s(99.0, 117.0) == 0.0

@@ -1,4 +1,4 @@
-"""The start of the probe's processes: forked from a server that has imported torch, or new ones without a server."""
+"""Start of the probe's processes: forked from a server that has imported torch, or new ones without a server."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ NUM_RANKS = 2
 
 
 def make_probe(folder: Path, probe_s: float = 60.0) -> tuple[RunDir, Probe]:
-    """A probe of one node that has two ranks."""
+    """A probe of one node with two ranks."""
     run_dir = RunDir.of(folder, new_run_id("toy"))
     spec = make_spec(preflight={"probe_s": probe_s}, resources={"ranks_per_node": NUM_RANKS})
     write_model(run_dir.spec, stored_spec(run_dir.run_id, spec))
@@ -37,7 +37,7 @@ def make_probe(folder: Path, probe_s: float = 60.0) -> tuple[RunDir, Probe]:
 
 
 class Starter:
-    """Starts programs of the test after some time."""
+    """Starter of the test's programs that becomes ready after some time."""
 
     def __init__(self, program: str, importing_s: float = 0.0) -> None:
         self._program = program
@@ -71,7 +71,7 @@ def never() -> bool:
     return False
 
 
-def test_ranks_start_after_the_imports_and_are_heard(tmp_path: Path) -> None:
+def test_ranks_start_after_the_imports_and_report(tmp_path: Path) -> None:
     run_dir, probe = make_probe(tmp_path)
     starter = Starter(SAYS_ITS_SPEED, importing_s=0.3)
     speed = probe.measure(1, starter, never)
@@ -87,7 +87,7 @@ def test_ranks_start_after_the_imports_and_are_heard(tmp_path: Path) -> None:
     ("importing_s", "is_over"), [(60.0, never), (0.0, never), (60.0, lambda: True)], ids=["imports", "hangs", "ended"]
 )
 def test_a_measurement_ends_in_time(tmp_path: Path, importing_s: float, is_over: Callable[[], bool]) -> None:
-    """Imports that last as well as ranks that hang. Nothing is left behind."""
+    """Endless imports as well as hanging ranks are cut off, and nothing is left behind."""
     _, probe = make_probe(tmp_path, probe_s=0.5)
     starter = Starter("import time; time.sleep(600)", importing_s)
     speed = probe.measure(1, starter, is_over)
@@ -97,7 +97,7 @@ def test_a_measurement_ends_in_time(tmp_path: Path, importing_s: float, is_over:
 
 
 def test_forked_ranks_measure_like_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real imports: they compute, and their collectives are right."""
+    """With the real imports: forked ranks compute, and their collectives are correct."""
     monkeypatch.setenv(AGENT_VARIABLE, str(os.getpid()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     processes.adopt_orphans()

@@ -1,5 +1,7 @@
-"""Nothing survives its agent, and the agent loses sight of nothing. Each with the control that shows why it is
-needed."""
+"""Processes of an agent: nothing survives the agent, and the agent keeps track of everything.
+
+Each test has the control that shows why the mechanism is needed.
+"""
 
 import os
 import signal
@@ -81,7 +83,7 @@ def test_daemons_are_ended_because_they_were_adopted(tmp_path: Path, adopts: boo
             os.kill(daemon, signal.SIGKILL)
 
 
-def test_an_exit_is_seen_without_being_taken_away() -> None:
+def test_an_exit_is_observed_without_reaping() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
     assert until(lambda: processes.peek_exit(child.pid)) == 3
     assert processes.process_state(child.pid) == "Z"
@@ -98,7 +100,7 @@ def test_a_signal_is_a_negative_exit_and_a_stopped_group_can_be_killed() -> None
     processes.kill_group(child.pid)
     assert until(lambda: processes.peek_exit(child.pid)) == -signal.SIGKILL
     child.wait()
-    processes.kill_group(child.pid)  # harmless when it is gone
+    processes.kill_group(child.pid)  # harmless after the group has ended
 
 
 def test_owned_children_are_not_reaped() -> None:
@@ -111,5 +113,5 @@ def test_owned_children_are_not_reaped() -> None:
     assert adopted.wait() == 0
 
 
-def test_the_kernel_counts_processes_it_killed_for_memory() -> None:
+def test_the_kernel_counts_out_of_memory_kills() -> None:
     assert processes.oom_kills() >= 0

@@ -1,5 +1,4 @@
-"""Real agents with real workers: what dies or hangs is found, explained and started again, and nothing is left
-behind."""
+"""Restarts with real agents and workers: deaths and hangs are detected, explained and repaired without leftovers."""
 
 import os
 import signal
@@ -22,8 +21,8 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 MakeRun = Callable[..., AgentRun]
 
 
-def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_run: MakeRun) -> None:
-    """One long story: rank 1 is killed, then rank 0 is stopped, then training ends and the evaluator runs."""
+def test_killed_and_stopped_ranks_are_restarted_until_the_run_is_done(agent_run: MakeRun) -> None:
+    """One long scenario: rank 1 is killed, then rank 0 is stopped, then training ends and the evaluator runs."""
     floor_s = 2.0
     run = agent_run(
         evaluator=True,
@@ -55,12 +54,12 @@ def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_
     assert floor_s < stopped.detected_after_s < floor_s + 2.0
     evidence = run.run_dir.root / stopped.evidence_dir
     stacks = [path.read_text(encoding="utf-8") for path in sorted(evidence.glob("stack-*.txt"))]
-    assert any("_do (" in stack for stack in stacks), stacks  # the line that stopped itself
+    assert any("_do (" in stack for stack in stacks), stacks  # the rank that stopped itself
     assert any("sum (" in stack for stack in stacks), stacks  # its peer, waiting in the collective
-    # The budget is 1: the second restart was possible because checkpoints 5 and 10 had come between.
+    # The budget is 1: the second restart was possible because checkpoints 5 and 10 were made in between.
     assert run.decision(1).action is Action.RESTART_IN_PLACE
 
-    # Restarts are counted on over the roles, and the evaluator ran in the last one.
+    # Restart numbers continue across roles, and the evaluator ran in the last one.
     assert [restart.restart for restart in run.dir.restarts()] == [0, 1, 2, 3]
     assert (run.run_dir.root / "evaluated-1").read_text(encoding="utf-8") == "3"
     roles = [event.role for number in range(4) for event in run.events(number, "role_started")]
@@ -70,7 +69,7 @@ def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_
     steps = [line.step for number in range(3) for line in read_models(run.restart(number).metrics, MetricsLine)]
     assert steps == [*range(1, 8), *range(6, 13), *range(11, 21)]
 
-    # What a worker of the first restart left behind ended with it, although it had made itself a daemon.
+    # The leftover of a worker of the first restart ended with it, although it had daemonised itself.
     for name in ("child", "daemon"):
         assert not is_alive(int((run.run_dir.root / name).read_text(encoding="utf-8")))
     log = run.restart(0).log("trainer", run.events(0)[0].node, 0)
@@ -82,7 +81,7 @@ def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_
     assert not run.dir.reserve.exists()
 
 
-def test_a_rank_that_is_killed_again_and_again_spends_the_budget(agent_run: MakeRun) -> None:
+def test_a_rank_that_is_killed_repeatedly_exhausts_the_budget(agent_run: MakeRun) -> None:
     run = agent_run(supervise={"floor_s": 60.0, "max_restarts": 1}, checkpoint={"every_num_steps": 100})
     run.script({"rank": 0, "step": 2, "do": "kill"})
     code, _ = run.run_through()
@@ -98,11 +97,11 @@ def test_a_rank_that_is_killed_again_and_again_spends_the_budget(agent_run: Make
     ("fault", "kind", "words", "action"),
     [
         ("reward", FailureKind.REWARD_FUNCTION, "always answered 'x', expected a number", Action.STOP),
-        # What could be done differently is for the controller to say.
+        # Changes for a new attempt are decided by the controller.
         ("nan", FailureKind.NON_FINITE, "loss is nan at step 3", Action.NEW_ATTEMPT),
     ],
 )
-def test_an_error_that_would_come_back_ends_the_attempt_at_once_with_its_message(
+def test_a_permanent_error_ends_the_attempt_at_once_with_its_message(
     agent_run: MakeRun, fault: str, kind: FailureKind, words: str, action: Action
 ) -> None:
     run = agent_run()
@@ -118,7 +117,7 @@ def test_an_error_that_would_come_back_ends_the_attempt_at_once_with_its_message
 
 @pytest.mark.usefixtures("tiny_disk")
 def test_a_full_disk_ends_the_attempt_and_still_leaves_incident_and_outcome(agent_run: MakeRun) -> None:
-    """Nothing more fits on the disk, not even the worker's own outcome: that comes over the node's memory."""
+    """Nothing more fits on the disk, not even the worker's own outcome, which is passed through the node's memory."""
     run = agent_run()
     run.script({"rank": 1, "step": 3, "do": "full_disk"})
     code, _ = run.run_through()
@@ -130,8 +129,8 @@ def test_a_full_disk_ends_the_attempt_and_still_leaves_incident_and_outcome(agen
     assert not list(slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"))
 
 
-def test_an_unknown_error_is_tried_once_more_and_stops_when_it_returns(agent_run: MakeRun) -> None:
-    """The number in the message differs from restart to restart; the fingerprint does not."""
+def test_an_unknown_error_is_retried_once_and_ends_the_attempt_when_it_returns(agent_run: MakeRun) -> None:
+    """The number in the message differs between restarts; the fingerprint does not."""
     run = agent_run(supervise={"max_restarts": 5})
     run.script({"rank": 0, "step": 1, "do": "value"})
     run.start()
@@ -141,8 +140,8 @@ def test_an_unknown_error_is_tried_once_more_and_stops_when_it_returns(agent_run
     assert run.outcome().failure_kind is FailureKind.UNKNOWN
 
 
-def test_a_worker_that_leaves_without_a_word_has_not_done_its_work(agent_run: MakeRun) -> None:
-    """Exit code 0 alone is no success: the outcome file is."""
+def test_a_worker_that_exits_without_an_outcome_has_failed(agent_run: MakeRun) -> None:
+    """Exit code 0 alone is no success: the outcome file is required."""
     run = agent_run(supervise={"max_restarts": 0})
     run.script({"rank": 0, "step": 20, "do": "exit"}, {"rank": 1, "step": 20, "do": "exit"})
     code, _ = run.run_through()
@@ -152,7 +151,7 @@ def test_a_worker_that_leaves_without_a_word_has_not_done_its_work(agent_run: Ma
 
 
 def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_run: MakeRun) -> None:
-    """The negative control of the hang: the same fault, the floor set out of reach. Then the order to cancel."""
+    """Negative control of the hang: the same fault with an unreachable floor; then the run is cancelled."""
     run = agent_run(supervise={"floor_s": 1e6, "setup_floor_s": 1e6, "suspect_s": 1e6})
     run.script({"rank": 0, "step": 3, "do": "children"}, {"rank": 1, "step": 5, "do": "stop"})
     agent = run.start()
@@ -172,7 +171,7 @@ def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_r
 
 
 def test_long_before_its_floor_a_deadlock_is_proven_and_a_sleep_is_left_alone(agent_run: MakeRun) -> None:
-    """The floors are the default ones, of two minutes and more; only the first look comes sooner than by default."""
+    """The floors have their defaults of two minutes and more; only the first inspection is earlier than by default."""
     run = agent_run(supervise=SuperviseSpec(suspect_s=1.0).model_dump(), train={"num_steps": 24})
     run.script(
         {"restart": 0, "rank": 0, "step": 5, "do": "sleep"}, {"restart": 0, "rank": 1, "step": 21, "do": "deadlock"}
@@ -189,7 +188,10 @@ def test_long_before_its_floor_a_deadlock_is_proven_and_a_sleep_is_left_alone(ag
 
 @pytest.mark.parametrize("fault", ["loop", "hold_interpreter"])
 def test_endless_work_outside_a_collective_is_a_hang_of_that_rank(agent_run: MakeRun, fault: str) -> None:
-    """An endless loop, and C code that never gives the interpreter back: a helper thread could not even run then."""
+    """An endless loop, and C code that never releases the interpreter lock.
+
+    In the second case not even a helper thread could run.
+    """
     run = agent_run(supervise={"floor_s": 1.0, "setup_floor_s": 60.0, "max_restarts": 0})
     run.script({"rank": 1, "step": 5, "do": fault})
     code, _ = run.run_through()
@@ -204,7 +206,9 @@ def test_save_goes_on_and_stop_saves_and_ends_as_preempted(agent_run: MakeRun) -
     run.start()
     until(lambda: run.reached(0, 3))
     for pid in run.pids(0).values():
-        os.kill(pid, signal.SIGUSR2)  # some clusters send it to every process of a job; workers leave it to the agent
+        os.kill(
+            pid, signal.SIGUSR2
+        )  # some clusters send it to every process of a job; workers ignore it in favour of the agent
     run.order("save", 0)
     until(lambda: run.run_dir.checkpoints())
     saved = run.run_dir.checkpoints()[-1].step
@@ -217,7 +221,7 @@ def test_save_goes_on_and_stop_saves_and_ends_as_preempted(agent_run: MakeRun) -
     assert not (run.run_dir.root / "evaluated-0").exists()
 
 
-def test_a_second_agent_leaves_and_a_killed_agent_takes_its_workers_along(agent_run: MakeRun) -> None:
+def test_a_second_agent_exits_and_a_killed_agent_takes_its_workers_along(agent_run: MakeRun) -> None:
     run = agent_run(train={"num_steps": 2000})
     first = run.start()
     until(lambda: run.reached(0, 2))

@@ -1,4 +1,4 @@
-"""The process of one worker, without an agent: what it imports, what it writes, how it ends."""
+"""The process of one worker, without an agent: its imports, its files, and its exit."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def work(run_dir: RunDir, body: str, slots: Path | None = None) -> tuple[int, WorkerOutcome | None, str]:
-    """Run a role whose code lies in the run's snapshot; exit code, outcome and log."""
+    """Run a role whose code is in the run's snapshot; returns exit code, outcome and log."""
     write_text(
         run_dir.code / "snapshot" / "user_role.py", HEAD + "".join(f"    {line}\n" for line in body.splitlines())
     )
@@ -47,7 +47,7 @@ def work(run_dir: RunDir, body: str, slots: Path | None = None) -> tuple[int, Wo
     return process.returncode, outcome, restart_dir.log("trainer", "here", 1).read_text(encoding="utf-8")
 
 
-def test_a_role_knows_its_place_and_its_output_is_kept(run_dir: RunDir) -> None:
+def test_a_role_knows_its_rank_and_its_output_is_kept(run_dir: RunDir) -> None:
     body = (
         "import subprocess, sys\nprint(context.rank, context.local_rank, context.num_ranks, context.restart)\n"
         "subprocess.run([sys.executable, '-c', 'import user_role; print(user_role.__file__)'], check=True)\n"
@@ -58,11 +58,11 @@ def test_a_role_knows_its_place_and_its_output_is_kept(run_dir: RunDir) -> None:
     assert outcome is not None
     assert (outcome.ok, outcome.stopped_early, outcome.rank) == (True, True, 3)
     assert "3 1 4 2" in log.splitlines()
-    # The snapshot is importable for what the role starts, too.
+    # The snapshot is importable for child processes of the role, too.
     assert str(run_dir.code / "snapshot" / "user_role.py") in log
 
 
-def test_an_error_crosses_as_text_with_its_step_and_phase(run_dir: RunDir) -> None:
+def test_an_error_is_passed_on_as_text_with_its_step_and_phase(run_dir: RunDir) -> None:
     slots = SlotFile(run_dir.run_id, 1, "here", 2)
     try:
         body = (
@@ -90,7 +90,7 @@ def test_an_error_crosses_as_text_with_its_step_and_phase(run_dir: RunDir) -> No
         ("class Own(Exception): pass\nraise Own", "user_role.run.<locals>.Own"),
     ],
 )
-def test_only_a_return_is_a_good_end(run_dir: RunDir, body: str, error_type: str) -> None:
+def test_only_a_return_is_a_success(run_dir: RunDir, body: str, error_type: str) -> None:
     code, outcome, _ = work(run_dir, body)
     assert code == 1
     assert outcome is not None
@@ -98,12 +98,12 @@ def test_only_a_return_is_a_good_end(run_dir: RunDir, body: str, error_type: str
 
 
 def test_after_an_error_no_thread_keeps_the_process_alive(run_dir: RunDir) -> None:
-    """Peers notice only when the connections close; what was printed is in the log nevertheless."""
+    """Peers notice only when the connections close; all output is in the log nevertheless."""
     body = (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
         "print('said before', end='')\nraise ValueError('boom')"
     )
-    code, _, log = work(run_dir, body)  # `work` would run into its time limit
+    code, _, log = work(run_dir, body)  # otherwise `work` would time out
     assert code == 1
     assert "said before" in log
 

@@ -1,4 +1,4 @@
-"""Environment that a node shows: listed names, with credentials masked; of all others only a keyed hash."""
+"""Environment shown by a node: listed names with masked credentials; of all other variables only a keyed hash."""
 
 import json
 from pathlib import Path
@@ -38,17 +38,17 @@ def test_no_secret_leaves_the_node_under_any_usual_name(name: str, value: str) -
     ("name", "value"),
     [("NCCL_ALGO", "Ring"), ("OMP_NUM_THREADS", "8"), ("SLURM_JOB_ID", "7"), ("HF_HOME", "/data/hf"), ("NNODES", "2")],
 )
-def test_what_explains_why_nodes_train_apart_is_shown(name: str, value: str) -> None:
+def test_variables_that_explain_separate_training_are_shown(name: str, value: str) -> None:
     assert shown(name, value, KEY) == value
 
 
-def test_credentials_in_a_value_that_is_shown_are_masked() -> None:
+def test_credentials_in_shown_values_are_masked() -> None:
     text = shown("HF_ENDPOINT", f"https://anna:{CANARY}@mirror.example/hf", KEY)
     assert text.startswith("https://***@mirror.example/hf (hidden, hash ")
     assert text != shown("HF_ENDPOINT", f"https://anna:{CANARY}x@mirror.example/hf", KEY)
 
 
-def test_what_was_handed_over_as_a_secret_is_hidden_whatever_its_name() -> None:
+def test_a_passed_secret_is_hidden_whatever_its_name() -> None:
     given = {"VLLM_LICENCE": CANARY, "NCCL_DEBUG": "WARN", PASSED_VARIABLE: "OTHER,VLLM_LICENCE"}
     assert CANARY not in str(shown_variables(given, KEY))
     assert shown_variables({**given, PASSED_VARIABLE: ""}, KEY)["VLLM_LICENCE"] == CANARY, "the control"
@@ -67,7 +67,7 @@ def test_without_a_run_directory_nothing_is_compared_and_nothing_shown(tmp_path:
     assert shown("OPENAI_KEY", CANARY, key) == shown("OPENAI_KEY", "other", key) == HIDDEN
 
 
-def test_nodes_that_differ_in_a_hidden_variable_are_still_told_apart(tmp_path: Path) -> None:
+def test_nodes_that_differ_in_a_hidden_variable_are_still_distinguished(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "runs")
     facts = {}
     for index, value in enumerate((CANARY, f"{CANARY}-of-another-team", CANARY)):
@@ -81,7 +81,9 @@ def test_nodes_that_differ_in_a_hidden_variable_are_still_told_apart(tmp_path: P
     assert CANARY not in json.dumps([one.model_dump(mode="json") for one in facts.values()])
 
 
-def test_what_a_node_says_is_for_the_owner_of_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_node_is_readable_only_by_the_owner_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_KEY", CANARY)
     monkeypatch.setenv("HTTPS_PROXY", f"http://anna:{CANARY}@proxy:3128")
     monkeypatch.setenv("NCCL_NOTE", "in the open")

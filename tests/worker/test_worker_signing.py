@@ -1,4 +1,4 @@
-"""Signed messages: what an agent sent is believed, once; nothing else is."""
+"""Signed messages: a message of an agent is accepted once, and nothing else is."""
 
 import stat
 from pathlib import Path
@@ -11,13 +11,13 @@ from rlhf_core.worker.channel.signing import MAX_MESSAGE_BYTES, MessageRefused, 
 SECRET, OTHER = b"0" * 64, b"1" * 64
 
 
-def test_a_message_is_read_by_the_others_and_newer_ones_after_it() -> None:
+def test_messages_are_read_by_the_other_agents_in_order() -> None:
     sender, reader = MessageSigner(SECRET, "toy/1", 1), MessageSigner(SECRET, "toy/1", 0)
     for text in ("", "{}", "two\nlines é \ud800"):
         assert reader.verify("state/1", 1, sender.sign("state/1", text)) == text
 
 
-def test_an_agent_that_is_started_again_goes_on_above_the_one_before() -> None:
+def test_a_restarted_agent_continues_with_higher_numbers() -> None:
     reader = MessageSigner(SECRET, "toy/1", 0)
     for _ in range(2):
         sender = MessageSigner(SECRET, "toy/1", 1)
@@ -41,13 +41,13 @@ def test_everything_else_is_refused() -> None:
     for message, words in cases.items():
         with pytest.raises(MessageRefused, match=words):
             reader.verify("state/1", 1, message)
-    # Negative control: none of them has spoiled the genuine one, which counts once.
+    # Negative control: none of them has invalidated the genuine message, which counts once.
     assert reader.verify("state/1", 1, genuine) == '{"restart": 0}'
     with pytest.raises(MessageRefused, match="copy of an older message"):
         reader.verify("state/1", 1, genuine)
 
 
-def test_the_key_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+def test_the_key_is_created_once_and_readable_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "attempts" / "1" / "key"
     assert shared_secret(path) == shared_secret(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,5 +1,7 @@
-"""An agent that is stopped, as if its node were frozen: the others come to an end without it, and it must do no harm
-when it wakes up. Real agents and real workers, each node as Slurm would start it."""
+"""A stopped agent, as on a frozen node: the others end without it, and it must do no harm when it wakes up.
+
+Real agents and real workers, with each node as Slurm would start it.
+"""
 
 import signal
 import time
@@ -30,19 +32,19 @@ def training(agent_run: MakeRun, num_nodes: int = 2) -> AgentRun:
 
 
 def whole_node(run: AgentRun, index: int) -> list[psutil.Process]:
-    """The agent of a node and all that it has started."""
+    """The agent of a node and all processes that it has started."""
     agent = psutil.Process(run.agents[index].pid)
     return [agent, *agent.children(recursive=True)]
 
 
 def written(run: AgentRun) -> dict[Path, int]:
-    """Time at which each file of a run was written last."""
+    """Time of the last write to each file of a run."""
     files = [path for path in run.run_dir.root.rglob("*") if path.is_file() and path.parent != run.run_dir.root]
     return {path: path.stat().st_mtime_ns for path in files}
 
 
 def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alone(agent_run: MakeRun) -> None:
-    """Its store is theirs too: their main threads wait in torch elastic for an answer that never comes."""
+    """The others use its store: their main threads wait in torch elastic for an answer that never comes."""
     run = training(agent_run)
     workers = run.pids(0)
     frozen = whole_node(run, 0)
@@ -53,7 +55,7 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     assert (said.node, said.message) == ("node2", "agent 0 no longer responds; ending everything")
     assert not any(is_alive(pid) for rank, pid in workers.items() if run.nodes(0)[rank] == "node2")
 
-    # The controller has gone on without it.
+    # The controller has continued without it.
     placement = Placement(attempt=2, num_nodes=2, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 2)))
     write_model(run.run_dir.attempt(2).placement, placement)
     before = written(run)
@@ -63,13 +65,13 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     assert not any(map(is_alive, workers.values()))
     assert not run.dir.outcome.exists()
     assert not run.restart(0).incident_files()
-    # Workers that wake up may still say how they ended, where no other process writes.
+    # Workers that wake up may still write their own outcome files, which no other process writes.
     changed = {path for path, time_ns in written(run).items() if before.get(path) != time_ns}
     assert all(path.is_relative_to(run.restart(0).root) for path in changed), changed
 
 
-def test_an_agent_0_that_was_stopped_and_wakes_up_blames_its_own_node(agent_run: MakeRun) -> None:
-    """The run has not gone on yet; but the others have ended, and that is not their nodes' fault."""
+def test_a_stopped_agent_0_that_wakes_up_blames_its_own_node(agent_run: MakeRun) -> None:
+    """The run has not continued yet, but the others have ended, which is not the fault of their nodes."""
     run = training(agent_run)
     run.agents[0].send_signal(signal.SIGSTOP)
     assert run.agents[1].wait(60) == 1
@@ -81,8 +83,8 @@ def test_an_agent_0_that_was_stopped_and_wakes_up_blames_its_own_node(agent_run:
     assert "was suspended for" in run.incident(0).message
 
 
-def test_a_job_that_is_suspended_as_a_whole_goes_on(agent_run: MakeRun) -> None:
-    """Control: longer than any silence that is allowed, but no agent was awake to be lost."""
+def test_a_job_that_is_suspended_as_a_whole_continues(agent_run: MakeRun) -> None:
+    """Control: the pause is longer than any allowed silence, but no agent was awake to notice a loss."""
     run = training(agent_run)
     everything = [process for index in range(2) for process in whole_node(run, index)]
     for process in everything:

@@ -1,4 +1,4 @@
-"""The supervising thread keeps supervising: on a full disk, after a stumble, and over a pause of its own."""
+"""The supervising thread keeps working on a full disk, after an error, and over a pause of its own."""
 
 import os
 import signal
@@ -91,7 +91,7 @@ def test_a_hang_is_found_although_nothing_can_be_written(
     assert silent_worker.wait() == -signal.SIGKILL
 
 
-def test_one_stumble_does_not_end_supervision(
+def test_one_error_does_not_end_supervision(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox, silent_worker: "subprocess.Popen[bytes]"
 ) -> None:
     supervisor = _supervise(tmp_path, slots, inbox, 0.5)
@@ -111,19 +111,19 @@ def test_one_stumble_does_not_end_supervision(
     assert (tmp_path / "restarts" / "0" / "agents" / "here.json").exists()
 
 
-def test_a_worker_that_goes_on_while_evidence_is_collected_is_left_alone(
+def test_a_worker_that_resumes_while_evidence_is_collected_is_left_alone(
     tmp_path: Path,
     slots: SlotFile,
     inbox: SignalInbox,
     silent_worker: "subprocess.Popen[bytes]",
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Suspect, collect, read again: the second reading decides."""
+    """Suspect, collect evidence, read again: the second reading decides."""
     supervisor = _supervise(tmp_path, slots, inbox, 0.5)
     watch = _watch(supervisor, tmp_path, slots, silent_worker.pid)
 
     def collect(*_: object) -> list[str]:
-        # It wakes up just now: as if its slot had been written.
+        # The worker wakes up now, as if its slot had been written.
         watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns())
         return []
 
@@ -151,11 +151,13 @@ def test_signals_become_orders_while_the_main_thread_is_busy(
 
 
 @pytest.mark.parametrize("counts", [True, False], ids=["missing", "control: as its agent has said last"])
-def test_an_engine_whose_agent_is_not_heard_is_at_fault_for_those_who_wait(
+def test_an_engine_with_a_silent_agent_is_blamed_for_waiting_trainers(
     tmp_path: Path, slots: SlotFile, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
-    """Its node lost power. A trainer that is silent meanwhile is not hung; taken by its last word, the engine is well,
-    and the trainer is blamed."""
+    """The node of the engine lost power: a trainer that is silent meanwhile is not hung.
+
+    By its last status the engine would be healthy, and the trainer would be blamed.
+    """
     if not counts:
         monkeypatch.setattr(supervisor_module, "UNHEARD_TIMEOUT_S", float("inf"))
     names, key, store = ("here", "there"), b"0" * 64, MemoryAgentStore()

@@ -1,4 +1,4 @@
-"""Figures of a node: this machine's own, and a driver made of exactly the names that NVML has."""
+"""Telemetry of a node: figures of this machine, and a fake driver with exactly the names that NVML has."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def reader() -> Iterator[Telemetry]:
     found.stop()
 
 
-def test_every_figure_of_the_node_is_there_and_a_number(reader: Telemetry) -> None:
+def test_every_figure_of_the_node_is_a_number(reader: Telemetry) -> None:
     found = reader.read([os.getpid()])
     assert {
         "cpu_percent",
@@ -56,7 +56,7 @@ def test_a_worker_that_has_ended_counts_nothing(reader: Telemetry) -> None:
     assert (found["workers_rss_gb"], found["workers_cpu_percent"]) == (0.0, 0.0)
 
 
-def test_the_processor_use_of_workers_is_theirs_and_not_the_machines(reader: Telemetry) -> None:
+def test_the_processor_use_of_workers_excludes_the_rest_of_the_machine(reader: Telemetry) -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     quiet = Telemetry()
@@ -77,7 +77,7 @@ def counts(received: int, sent: int) -> SimpleNamespace:
 
 
 def at_rates(monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """A reading two seconds after another, with these interfaces."""
+    """A reading two seconds after a first one, with these interfaces."""
     clock = [100.0]
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(telemetry.psutil, "net_io_counters", lambda pernic: before)
@@ -87,7 +87,7 @@ def at_rates(monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], after: dic
     return found._rates()
 
 
-def test_rates_are_sums_over_the_interfaces_and_loopback_stands_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_sums_over_the_interfaces_with_loopback_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {"lo": counts(0, 0), "eth0": counts(1_000_000, 0), "ib0": counts(0, 0)}
     after = {"lo": counts(8_000_000, 8_000_000), "eth0": counts(3_000_000, 500_000), "ib0": counts(0, 1_500_000)}
     found = at_rates(monkeypatch, before, after)
@@ -103,7 +103,7 @@ def test_a_counter_that_was_reset_is_no_negative_rate(monkeypatch: pytest.Monkey
 
 
 def test_rdma_is_counted_where_there_is_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Counters are in words of four bytes; those of all adapters are summed; one that says nothing is left out."""
+    """Counters are in four-byte words and summed over all adapters; an adapter without counters is left out."""
     monkeypatch.setattr(telemetry, "INFINIBAND", tmp_path)
     assert telemetry._infiniband() == {}, "no adapter, no reading"
     for adapter, received in (("mlx5_0", "250000"), ("mlx5_1", "50000")):
@@ -124,7 +124,7 @@ def test_hidden_disks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Nvml:
-    """A driver with two GPUs. A name that the real library lacks cannot be asked for."""
+    """A driver with two GPUs. Names that the real library lacks raise an error."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Callable[..., Any]] = {
@@ -174,7 +174,7 @@ def refuses(code: int) -> Callable[..., Any]:
     return refuse
 
 
-def test_every_figure_of_a_gpu_is_there_in_its_unit(nvml: Nvml) -> None:
+def test_every_figure_of_a_gpu_has_the_right_unit(nvml: Nvml) -> None:
     found = GpuTelemetry().read()
     assert {name: value for name, value in found.items() if name.startswith("gpu1_")} == {
         "gpu1_util_percent": 91.0,
@@ -194,7 +194,7 @@ def test_every_figure_of_a_gpu_is_there_in_its_unit(nvml: Nvml) -> None:
 
 
 def test_the_real_library_has_every_name_that_is_used(nvml: Nvml) -> None:
-    """The mock refuses any other name; here, that all of them were used, so that none of the mock's is made up."""
+    """The mock refuses unknown names; this test checks that all its names are used, so that none is made up."""
     GpuTelemetry().read()
     nvml.answers["nvmlDeviceGetPowerUsage"] = refuses(pynvml.NVML_ERROR_GPU_IS_LOST)
     GpuTelemetry().read()
@@ -213,7 +213,7 @@ def test_only_the_devices_of_the_job_are_read(nvml: Nvml, monkeypatch: pytest.Mo
     assert GpuTelemetry().read()["gpu0_util_percent"] == 90.0
 
 
-def test_throttling_by_heat_is_told_from_the_power_cap(nvml: Nvml) -> None:
+def test_thermal_throttling_is_distinguished_from_the_power_cap(nvml: Nvml) -> None:
     reads = GpuTelemetry()
     for reasons, heat, brake in ((0x4, 0, 0), (0x20, 1, 0), (0x48, 1, 0), (0x88, 0, 1)):
         nvml.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = lambda handle, reasons=reasons: reasons
@@ -221,7 +221,7 @@ def test_throttling_by_heat_is_told_from_the_power_cap(nvml: Nvml) -> None:
         assert (found["gpu0_throttle_thermal"], found["gpu0_throttle_power_brake"]) == (heat, brake), hex(reasons)
 
 
-def test_an_xid_is_kept_and_there_is_none_before_it(nvml: Nvml) -> None:
+def test_an_xid_is_kept_from_its_occurrence_on(nvml: Nvml) -> None:
     events: list[int] = []
     nvml.answers["nvmlEventSetCreate"] = lambda: events
     reads = GpuTelemetry()
@@ -231,7 +231,7 @@ def test_an_xid_is_kept_and_there_is_none_before_it(nvml: Nvml) -> None:
     assert reads.read()["gpu0_xid"] == 79.0
 
 
-def test_what_a_device_does_not_offer_is_left_out_and_the_rest_is_read(nvml: Nvml) -> None:
+def test_figures_that_a_device_lacks_are_left_out_and_the_rest_is_read(nvml: Nvml) -> None:
     for name in ("nvmlDeviceGetUtilizationRates", "nvmlEventSetCreate", "nvmlDeviceGetTotalEccErrors"):
         nvml.answers[name] = refuses(pynvml.NVML_ERROR_NOT_SUPPORTED)
     found = GpuTelemetry().read()
@@ -248,7 +248,7 @@ def test_a_gpu_off_the_bus_is_lost(nvml: Nvml) -> None:
     assert reads.read() == {"gpu0_lost": 1.0, "gpu1_lost": 1.0}
 
 
-def test_without_a_driver_there_are_no_gpu_figures_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_are_no_gpu_figures_and_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Nvml()
     driver.answers["nvmlInit"] = refuses(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
@@ -262,14 +262,14 @@ def test_without_a_driver_there_are_no_gpu_figures_and_it_is_said_once(monkeypat
         reads.stop()
 
 
-def test_without_the_package_it_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(OSError, match="nvidia-ml-py is not installed"):
         GpuTelemetry()
 
 
-def test_a_driver_that_hangs_does_not_hold_supervision(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken GPU can hold every call into its driver; the node's own figures still come, and the age is told."""
+def test_a_hanging_driver_does_not_block_supervision(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken GPU can block every driver call; the node's own figures still arrive, and the age is reported."""
     freed = threading.Event()
     monkeypatch.setattr(telemetry, "STALE_S", 0.2)
     nvml.answers["nvmlDeviceGetPowerUsage"] = lambda handle: freed.wait() and 512_500
@@ -278,7 +278,7 @@ def test_a_driver_that_hangs_does_not_hold_supervision(nvml: Nvml, monkeypatch: 
         assert "cpu_percent" in reads.read([])
         assert until(lambda: reads.read([]).get("slow_reading_age_s", 0.0) > 0.2)
         freed.set()
-        assert until(lambda: reads.read([]).get("gpu1_power_w") == 512.5), "control: it goes on when the driver does"
+        assert until(lambda: reads.read([]).get("gpu1_power_w") == 512.5), "control: it continues with the driver"
     finally:
         freed.set()
         reads.stop()

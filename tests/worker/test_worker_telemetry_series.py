@@ -1,4 +1,4 @@
-"""The figures of a node over time: what is written when, and that no thread waits for it."""
+"""Telemetry of a node over time: the written lines and their times; no thread waits for the file system."""
 
 import json
 import threading
@@ -17,26 +17,26 @@ from rlhf_core.worker.telemetry.series import TelemetrySeries
 
 @pytest.fixture
 def place(tmp_path: Path) -> RestartDir:
-    """A restart."""
+    """The folder of a restart."""
     return RunDir(tmp_path / "run").attempt(1).restart(0)
 
 
 @pytest.fixture
-def said() -> list[str]:
-    """Output of the agent."""
+def messages() -> list[str]:
+    """Messages of the agent."""
     return []
 
 
 @pytest.fixture
-def series(said: list[str]) -> Iterator[TelemetrySeries]:
+def series(messages: list[str]) -> Iterator[TelemetrySeries]:
     """A series of node n1."""
-    made = TelemetrySeries("n1", said.append)
+    made = TelemetrySeries("n1", messages.append)
     yield made
     made.stop(0.0)
 
 
 def lines(place: RestartDir) -> list[TelemetryLine]:
-    """Lines that were written."""
+    """The written lines."""
     return read_models(place.telemetry("n1"), TelemetryLine)
 
 
@@ -49,14 +49,14 @@ def test_a_line_holds_the_means_of_its_period(series: TelemetrySeries, place: Re
     assert (rest.seconds, rest.figures) == (4.0, {"cpu_percent": 120.0})
 
 
-def test_a_figure_that_is_no_number_does_not_spoil_the_others(series: TelemetrySeries, place: RestartDir) -> None:
+def test_a_figure_that_is_not_a_number_does_not_affect_the_others(series: TelemetrySeries, place: RestartDir) -> None:
     series.add(place, {"a": float("nan"), "b": 1.0}, 0.0)
     series.add(place, {"a": 3.0, "b": 2.0}, 10.0)
     series.stop(10.0)
     assert [line.figures for line in lines(place)] == [{"a": 3.0, "b": 1.5}]
 
 
-def test_another_restart_gets_what_is_its_own(series: TelemetrySeries, place: RestartDir) -> None:
+def test_each_restart_gets_its_own_lines(series: TelemetrySeries, place: RestartDir) -> None:
     later = RunDir(place.root.parents[3]).attempt(1).restart(1)
     series.add(place, {"a": 1.0}, 0.0)
     series.add(later, {"a": 9.0}, 4.0)
@@ -66,7 +66,7 @@ def test_another_restart_gets_what_is_its_own(series: TelemetrySeries, place: Re
 
 
 def test_a_week_is_small(series: TelemetrySeries, place: RestartDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of lines and the size of one, with the figures that a node with eight GPUs has."""
+    """Estimated from the number of lines and the size of one with the figures of a node with eight GPUs."""
     monkeypatch.setattr(series, "_lines", written := _Collected())
     names = ("util_percent", "memory_used_gb", "power_w", "temperature_c", "sm_clock_mhz", "ecc_corrected", "xid")
     figures = {f"gpu{gpu}_{name}": 1234.5678 for gpu in range(8) for name in names}
@@ -79,7 +79,7 @@ def test_a_week_is_small(series: TelemetrySeries, place: RestartDir, monkeypatch
 
 
 class _Collected:
-    """In place of the queue."""
+    """Stand-in for the queue that collects its items."""
 
     def __init__(self) -> None:
         self.items: list[tuple[RestartDir, TelemetryLine]] = []
@@ -89,8 +89,8 @@ class _Collected:
             self.items.append(item)
 
 
-def test_a_file_system_that_does_not_answer_holds_nobody(
-    said: list[str], place: RestartDir, monkeypatch: pytest.MonkeyPatch
+def test_an_unresponsive_file_system_blocks_no_thread(
+    messages: list[str], place: RestartDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = threading.Event()
     original = telemetry_series.LineWriter
@@ -100,7 +100,7 @@ def test_a_file_system_that_does_not_answer_holds_nobody(
         return original(path, say)
 
     monkeypatch.setattr(telemetry_series, "LineWriter", stuck)
-    series = TelemetrySeries("n1", said.append)
+    series = TelemetrySeries("n1", messages.append)
     for reading in range(3 * telemetry_series._MOST_WAITING):  # hangs here if anything waits
         series.add(place, {"a": 1.0}, reading * 10.0)
     away.set()
@@ -109,18 +109,18 @@ def test_a_file_system_that_does_not_answer_holds_nobody(
     assert telemetry_series._MOST_WAITING <= len(lines(place)) < 2 * telemetry_series._MOST_WAITING
 
 
-def test_what_cannot_be_written_is_said_once_and_the_rest_follows(
-    series: TelemetrySeries, said: list[str], place: RestartDir
+def test_a_failed_write_is_reported_once_and_later_lines_are_written(
+    series: TelemetrySeries, messages: list[str], place: RestartDir
 ) -> None:
     place.root.parent.mkdir(parents=True)
     place.root.write_text("a file where the folder should be")
     for now_s in (0.0, 10.0, 20.0):
         series.add(place, {"a": 1.0}, now_s)
-    while not said:
+    while not messages:
         series._thread.join(0.01)
     series.stop(20.0)
-    assert len(said) == 1
-    assert "failed to write telemetry" in said[0]
+    assert len(messages) == 1
+    assert "failed to write telemetry" in messages[0]
 
 
 def test_a_torn_line_is_closed_off(series: TelemetrySeries, place: RestartDir) -> None:

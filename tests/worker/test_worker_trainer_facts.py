@@ -1,4 +1,4 @@
-"""Facts of a node about another program: versions of its environment, files of its launch line, what is missing."""
+"""Facts of a node about another program: versions in its environment, files of its launch line, missing parts."""
 
 import shutil
 import sys
@@ -46,7 +46,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def on_nodes(run_dir: RunDir, *specs: RunSpec) -> dict[int, NodeFacts]:
-    """Facts of as many nodes, each with what its own file system holds."""
+    """Facts of several nodes, each with the content of its own file system."""
     names = tuple(f"n{index}" for index in range(len(specs)))
     return {
         index: node_facts.gather(run_dir, 1, Nodes(names, ("127.0.0.1",) * len(specs), index), spec, gpus=0)
@@ -69,13 +69,13 @@ def test_nodes_with_the_same_environment_agree(run_dir: RunDir, tmp_path: Path) 
 
 
 def test_a_node_whose_environment_differs_is_found(run_dir: RunDir, tmp_path: Path) -> None:
-    """Each environment stands for the disk of a node: the folder has one name on all of them."""
+    """Each environment represents the disk of a node: the folder has the same name on all of them."""
     same = spec_of(["trl", "grpo"], environment=str(make_environment(tmp_path / "same", "1.16.0")))
     other = spec_of(["trl", "grpo"], environment=str(make_environment(tmp_path / "other", "0.16.1")))
     assert troubles(on_nodes(run_dir, same, other, same)) == [("node.versions", "n1")]
 
 
-def test_a_node_without_the_environment_says_so(run_dir: RunDir, tmp_path: Path) -> None:
+def test_a_node_without_the_environment_is_reported(run_dir: RunDir, tmp_path: Path) -> None:
     folder = make_environment(tmp_path / "venv", "1.16.0")
     assert trainer_facts.gather(run_dir, spec_of(["trl"], environment=str(folder))).complaints == ()
     (missing,) = trainer_facts.gather(run_dir, spec_of(["swift", "rlhf"], environment=str(folder))).complaints
@@ -86,14 +86,14 @@ def test_a_node_without_the_environment_says_so(run_dir: RunDir, tmp_path: Path)
     assert "without bin/python" in gone.found
 
 
-def test_the_shell_lines_before_it_decide_what_is_found(run_dir: RunDir, tmp_path: Path) -> None:
+def test_the_environment_is_read_after_the_shell_lines(run_dir: RunDir, tmp_path: Path) -> None:
     folder = make_environment(tmp_path / "venv", "1.16.0")
     setup = ("echo loading modules", f"export PATH={folder}/bin:$PATH")
     assert trainer_facts.gather(run_dir, spec_of(["trl", "grpo"], setup=setup)).versions["trl"] == "1.16.0"
     assert trainer_facts.gather(run_dir, spec_of(["trl", "grpo"])).complaints != ()
 
 
-def test_an_interpreter_that_never_answers_is_given_up(
+def test_an_interpreter_that_never_answers_is_abandoned(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_environment(tmp_path / "venv", "1.16.0")
@@ -126,7 +126,7 @@ def test_files_of_the_launch_line_are_compared(run_dir: RunDir, tmp_path: Path) 
     assert differ == {f"trainer.argv {shared}/ds.json"}
 
 
-def test_files_of_the_run_and_relative_names_are_no_files_of_the_line(run_dir: RunDir, tmp_path: Path) -> None:
+def test_files_of_the_run_and_relative_names_are_not_compared(run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a").mkdir()
     line = [sys.executable, "{run_dir}/trainer/x.json", "--model", "Qwen/Qwen3-0.6B", "--data", "a/b"]
@@ -137,7 +137,7 @@ def test_files_of_the_run_and_relative_names_are_no_files_of_the_line(run_dir: R
     assert found["trainer.argv a/b"] == tmp_path / "work" / "a" / "b"
 
 
-def test_of_a_folder_with_very_many_files_names_and_sizes_count(tmp_path: Path) -> None:
+def test_very_large_folders_are_compared_by_names_and_sizes(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text("1")
     before = fingerprints.fingerprint(tmp_path, 2)

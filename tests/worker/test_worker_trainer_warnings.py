@@ -1,4 +1,4 @@
-"""Warnings of trainer ranks become incidents that leave the run going, each once, whichever rank tells them."""
+"""Warnings of trainer ranks become incidents that do not stop the run, one per warning, from whichever rank."""
 
 from pathlib import Path
 

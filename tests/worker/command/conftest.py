@@ -1,4 +1,4 @@
-"""Fixtures of the tests of programs that a worker starts and follows."""
+"""Fixtures for the tests of programs that a worker starts and follows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from watched_programs import Program, Start, started
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts small real programs; what is left of them is killed with the test."""
+    """Start small real programs; those still running are killed after the test."""
     with ExitStack() as programs:
 
         def begin(code: str, *arguments: object) -> Program:

@@ -20,7 +20,7 @@ MINIMAL: Mapping[str, Any] = {"kind": "command", "argv": ["program", "{output_di
 def context_of(
     folder: Path, *, rank: int = 0, num_nodes: int = 1, restart: int = 0, resume: str = "", **trainer: Any
 ) -> WorkerContext:
-    """The context of one worker; two ranks on every node."""
+    """The context of one worker, with two ranks on every node."""
     run_dir = RunDir.of(folder, new_run_id("toy"))
     spec = make_spec(trainer={**MINIMAL, **trainer}, checkpoint={"every_num_steps": 10, "keep_last": 2})
     phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes))

@@ -1,4 +1,4 @@
-"""The callback for trainers around transformers: beats, phases, and saves at one step for all ranks."""
+"""The callback for trainers based on transformers: beats, phases, and checkpoints at the same step on all ranks."""
 
 import importlib
 import sys
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.training
 
 @pytest.fixture
 def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module as a program of a run imports it."""
+    """The module, imported as a program of a run imports it."""
     monkeypatch.syspath_prepend(str(IN_RANK))
     sys.modules.pop("rlhf_core.callback", None)
     yield importlib.import_module("rlhf_core.callback")
@@ -66,7 +66,7 @@ Ranks = Callable[[int], Any]
 
 @pytest.fixture
 def ranks(callback: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Makes the callback of a rank; all ranks share a store."""
+    """Factory for the callback of a rank; all ranks share a store."""
     store = HashStore()
 
     def make(rank: int) -> Any:
@@ -86,14 +86,14 @@ def control(*, stop: bool = False) -> SimpleNamespace:
 
 
 def ask(tmp_path: Path, rank: int, *, stop: bool = False) -> None:
-    """A request, as the worker of that rank hands it on."""
+    """Send a request, as the worker of that rank forwards it."""
     status = words.RankFile(words.rank_path(str(tmp_path / "ranks"), rank))
     status.set(words.STOP, int(stop))
     status.set(words.SAVE, status.get(words.SAVE) + 1)
 
 
 def saves(one: Any, *steps: int) -> list[tuple[int, bool]]:
-    """Steps at which it saves, and whether it stops there."""
+    """Steps at which the callback saves, and whether it stops there."""
     found = []
     for step in steps:
         asked = one.on_step_end(None, at(step), control())
@@ -103,11 +103,11 @@ def saves(one: Any, *steps: int) -> list[tuple[int, bool]]:
 
 
 def test_all_ranks_save_at_the_step_that_the_first_one_announces(ranks: Ranks, tmp_path: Path) -> None:
-    """Neither the lengths of steps nor the workers of the other ranks matter."""
+    """Neither the step durations nor the workers of the other ranks matter."""
     first, second = ranks(0), ranks(1)
     ask(tmp_path, 0)
     assert saves(first, 7, 8, 9, 9, 10) == [(9, False)]
-    assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has not said anything"
+    assert saves(second, 7, 8, 9, 9, 10) == [(9, False)], "its own worker has sent nothing"
     ask(tmp_path, 1, stop=True)
     assert saves(second, 11, 12, 13) == [], "a rank does not save alone"
     ask(tmp_path, 0, stop=True)
@@ -122,8 +122,8 @@ def test_a_stop_follows_a_save_that_is_under_way(ranks: Ranks, tmp_path: Path) -
     assert found + saves(first, 8, 9, 10) == saves(second, 7, 8, 9, 10) == [(9, False), (10, True)]
 
 
-def test_a_rank_that_hears_of_a_save_too_late_fails(ranks: Ranks, tmp_path: Path) -> None:
-    """The others wait for its part of the checkpoint."""
+def test_a_rank_that_receives_a_save_request_too_late_fails(ranks: Ranks, tmp_path: Path) -> None:
+    """The others wait for the rank's part of the checkpoint."""
     first, second = ranks(0), ranks(1)
     ask(tmp_path, 0)
     saves(first, 7)

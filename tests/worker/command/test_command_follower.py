@@ -1,4 +1,4 @@
-"""Programs of other projects under a real agent: followed, blamed, started again from their own checkpoints."""
+"""Programs of other projects under a real agent: followed, blamed, and restarted from their own checkpoints."""
 
 import signal
 import sys
@@ -22,7 +22,7 @@ STEPS = 20
 
 
 def stranger(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any]:
-    """Settings of a trainer that is a script, started for each rank."""
+    """Settings of a trainer that is a script, started once for each rank."""
     script = str(TARGETS / "stranger.py")
     return {
         "kind": "command",
@@ -75,13 +75,13 @@ def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
     assert [line.step for line in lines] == list(range(1, STEPS + 1))
     assert {line.loop for line in lines} == {"grpo"}
     assert lines[3].metrics["train/loss"] == 0.25
-    # Its own removal of checkpoints, and ours, do not touch each other.
+    # The program's removal of checkpoints and ours do not interfere.
     assert saved(run) == [5, 15, 20]
     newest = run.run_dir.newest_checkpoint()
     assert newest is not None
     assert newest.damage() == []
     assert (newest.root / "checkpoint-20" / "weights.bin").stat().st_nlink == 2, "a link, not a copy"
-    assert not is_alive(int((output_dir(run) / "daemon").read_text())), "what it has left behind was ended"
+    assert not is_alive(int((output_dir(run) / "daemon").read_text())), "its leftover processes were killed"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
     agent_run: MakeRun, fault: str, kind: FailureKind, said: str
 ) -> None:
     supervise = {"floor_s": 3.0, "suspect_s": 1.0, "setup_floor_s": 20.0}
-    # The ranks of this program do not wait for each other: the other one must not be through when the agent looks.
-    # Where one hangs, checkpoints of the other would show progress of the job.
+    # The ranks of this program do not wait for each other: the other must not have finished when the agent polls.
+    # While one hangs, checkpoints of the other would count as progress of the job.
     steps, every = (120, "1000") if kind is FailureKind.HANG else (80, "5")
     trainer = stranger("--fault", fault, "--every", every, steps=steps)
     run = agent_run(trainer=trainer, checkpoint={"every_num_steps": 5}, supervise=supervise)
@@ -125,8 +125,8 @@ def test_a_program_that_ends_well_too_early_has_failed(agent_run: MakeRun) -> No
     assert run.decision(0).action is Action.STOP
 
 
-def test_a_program_that_begins_anew_has_failed(agent_run: MakeRun) -> None:
-    """verl #5725: a resume that silently starts at step 0 costs all that was trained, and nothing fails."""
+def test_a_program_that_starts_over_has_failed(agent_run: MakeRun) -> None:
+    """verl #5725: a resume that silently starts at step 0 discards all training without an error."""
     run = agent_run(
         trainer=stranger("--fault", "1:14:kill", "--forgets", "--pause", "0.3"), checkpoint={"every_num_steps": 5}
     )
@@ -136,10 +136,10 @@ def test_a_program_that_begins_anew_has_failed(agent_run: MakeRun) -> None:
     incident = run.incident(1)
     assert incident.failure_kind is FailureKind.INCOMPLETE
     assert "started over" in incident.message
-    assert saved(run)[-1] >= 5, "what was trained is untouched"
+    assert saved(run)[-1] >= 5, "the training so far is untouched"
 
 
-def test_a_program_that_evaluates_before_it_resumes_has_not_begun_anew(agent_run: MakeRun) -> None:
+def test_a_program_that_evaluates_before_it_resumes_has_not_started_over(agent_run: MakeRun) -> None:
     """``trainer.evaluate()`` before ``trainer.train(resume_from_checkpoint=...)`` logs step 0."""
     run = agent_run(
         trainer=stranger("--fault", "1:14:kill", "--evaluates", "--pause", "0.3"), checkpoint={"every_num_steps": 5}
@@ -158,8 +158,8 @@ def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("save_signal", ["SIGUSR1", ""])
-def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_signal: str) -> None:
-    """With a signal it saves at once; without one, its next own checkpoint is waited for."""
+def test_a_program_is_asked_to_save_and_then_ended(agent_run: MakeRun, save_signal: str) -> None:
+    """With a signal the program saves at once; without one, its next own checkpoint is awaited."""
     every = 1_000 if save_signal else 15
     run = agent_run(trainer=stranger("--every", str(every), steps=2_000, save_signal=save_signal))
     run.start(native=True)
@@ -173,7 +173,7 @@ def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_sign
 
 
 def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeRun) -> None:
-    """As with the callback: it exits before its last checkpoint has been quiet for long enough to be published."""
+    """The program exits before its last checkpoint is stable enough to be published, as with the callback."""
     run = agent_run(trainer=stranger("--every", "1000", "--leaves", steps=2_000, save_signal="SIGUSR1"))
     run.start(native=True)
     until(lambda: run.reached(0, 3))
@@ -184,7 +184,7 @@ def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeR
 
 
 def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoint(agent_run: MakeRun) -> None:
-    """The ranks die before all their workers have seen the checkpoint."""
+    """The ranks exit before all their workers have seen the checkpoint."""
     options = ["{output_dir}", "2000", "--every", "15"]
     patterns = [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
     run = agent_run(trainer=with_torchrun(*options, script="stranger.py", stdout_patterns=patterns, num_steps=2_000))
@@ -226,7 +226,10 @@ def test_ranks_that_torchrun_started_are_blamed_one_by_one(agent_run: MakeRun) -
 
 
 def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
-    """Accelerate without GPUs and without ACCELERATE_USE_CPU: two ranks, two worlds of one, and nothing fails."""
+    """Two ranks form two worlds of one without any error.
+
+    Accelerate does this without GPUs and without ACCELERATE_USE_CPU.
+    """
     trainer = with_torchrun("40", "0", "alone", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
     run.start(native=True)
@@ -237,7 +240,7 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
     assert run.decision(0).action is Action.STOP
 
 
-def test_a_program_that_leaves_its_group_at_its_end_has_not_trained_alone(agent_run: MakeRun) -> None:
+def test_a_program_that_destroys_its_group_at_the_end_has_not_trained_alone(agent_run: MakeRun) -> None:
     trainer = with_torchrun("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
     run = agent_run(trainer=trainer)
     code, output = run.run_through(native=True)
@@ -254,9 +257,9 @@ def test_a_program_that_leaves_its_group_at_its_end_has_not_trained_alone(agent_
 def test_a_hang_that_only_collectives_show_is_found(
     agent_run: MakeRun, kind: str, failure: FailureKind, said: str
 ) -> None:
-    """The program prints nothing and saves nothing; without the flight recorder there is nothing to blame a rank by.
+    """The program prints and saves nothing; only the flight recorder shows which rank is to blame.
 
-    A busy machine takes half a minute to import torch, in which the program is as silent.
+    A busy machine takes half a minute to import torch, and the program is equally silent during that time.
     """
     run = agent_run(
         trainer=with_torchrun("2000", "100", kind),
@@ -270,7 +273,7 @@ def test_a_hang_that_only_collectives_show_is_found(
 
 
 def rank_of(run: AgentRun, local_rank: int) -> int | None:
-    """A descriptor of the process of a rank; None while it does nothing yet."""
+    """A descriptor of the process of a rank; None while the process is not at work yet."""
     import os
 
     import psutil

@@ -1,4 +1,4 @@
-"""Checkpoints of another program: their names, their files, and when they are complete."""
+"""Checkpoints of another program: names, files, and completeness."""
 
 import time
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_names(tmp_path: Path, name: str, folder: str, step: int | None) -> None
     )
 
 
-def test_a_file_may_be_a_checkpoint_and_a_link_is_none(tmp_path: Path) -> None:
+def test_a_file_may_be_a_checkpoint_and_a_link_may_not(tmp_path: Path) -> None:
     append(tmp_path / "checkpoint-1", "a file")
     (tmp_path / "checkpoint-2").symlink_to(save(tmp_path / "elsewhere"))
     (tmp_path / "checkpoint-3").symlink_to(tmp_path / "checkpoint-1")
@@ -72,14 +72,14 @@ def test_in_the_order_of_steps_the_newest_of_the_same_step_last(tmp_path: Path) 
     ],
 )
 def test_a_file_for_every_pattern(tmp_path: Path, patterns: list[str], lacks: list[str]) -> None:
-    """A star stands for no slash: a file of the same name further down is another one."""
+    """A star does not match a slash: a file of the same name deeper in the tree is a different one."""
     save(tmp_path / "checkpoint-8")
     save(tmp_path / "checkpoint-8" / "global_step8", "mp_rank_00_model_states.pt")
     (found,) = find_checkpoints(trainer(checkpoint_complete=patterns), tmp_path, has_ended=True)
     assert (found.complete, found.lacks) == (not lacks, tuple(lacks))
 
 
-def test_what_was_just_written_is_complete_only_if_the_program_has_ended(tmp_path: Path) -> None:
+def test_a_fresh_checkpoint_is_complete_only_after_the_program_has_ended(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoint-8")
     assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [False]
     assert [one.complete for one in find_checkpoints(trainer(), tmp_path, has_ended=True)] == [True]
@@ -89,7 +89,7 @@ def test_what_was_just_written_is_complete_only_if_the_program_has_ended(tmp_pat
 
 
 def test_another_rank_still_writes(tmp_path: Path) -> None:
-    """The last file of the first rank is there, the optimizer of the second one grows."""
+    """The last file of the first rank exists, while the optimizer file of the second one is still growing."""
     checkpoints = WatchedCheckpoints(trainer(), tmp_path)
     folder = save(tmp_path / "checkpoint-8")
     completes = []
@@ -100,8 +100,11 @@ def test_another_rank_still_writes(tmp_path: Path) -> None:
     assert completes == [False, False, False, False, True, True]
 
 
-def test_times_of_a_file_server_that_is_behind_do_not_count(tmp_path: Path) -> None:
-    """By its clock the files are old while they are being written; the single look is taken in, the watch is not."""
+def test_timestamps_of_a_file_server_with_a_late_clock_are_ignored(tmp_path: Path) -> None:
+    """Files look old by the server's clock while they are written.
+
+    A single look is misled by this, repeated looks are not.
+    """
     checkpoints = WatchedCheckpoints(trainer(), tmp_path)
     folder = save(tmp_path / "checkpoint-8")
     for path in (*folder.iterdir(), folder):
@@ -112,19 +115,19 @@ def test_times_of_a_file_server_that_is_behind_do_not_count(tmp_path: Path) -> N
     assert [one.complete for one in checkpoints.find(0.0, has_ended=True)] == [True]
 
 
-def test_one_that_is_written_over_is_not_complete_meanwhile(tmp_path: Path) -> None:
+def test_a_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
     checkpoints = WatchedCheckpoints(trainer(), tmp_path)
     folder = save(tmp_path / "checkpoint-8")
     checkpoints.find(0.0)
     assert checkpoints.find(5.0)[0].complete
     time.sleep(0.01)
-    (folder / "model.safetensors").write_text("y")  # as long as before
+    (folder / "model.safetensors").write_text("y")  # same length as before
     assert not checkpoints.find(6.0)[0].complete
     assert checkpoints.find(9.0)[0].complete
 
 
-def test_files_of_older_complete_checkpoints_are_seldom_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank reads them, and a shared file system answers all of them."""
+def test_files_of_older_complete_checkpoints_are_rarely_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reads them, and a shared file system has to serve all of them."""
     checkpoints = WatchedCheckpoints(trainer(), tmp_path)
     for step in (4, 8, 12):
         save(tmp_path / f"checkpoint-{step}")
@@ -133,7 +136,7 @@ def test_files_of_older_complete_checkpoints_are_seldom_read(tmp_path: Path, mon
     inspect = found_checkpoints._inspect
     monkeypatch.setattr(found_checkpoints, "_inspect", lambda *given: read.append(given[2].name) or inspect(*given))
     assert all(one.complete for one in checkpoints.find(QUIET_S + 1))
-    assert read == ["checkpoint-12"], "the newest may be written over"
+    assert read == ["checkpoint-12"], "the newest may be overwritten"
     checkpoints.find(QUIET_S + REREAD_S)
     assert sorted(read[1:]) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
     assert len(checkpoints.find(QUIET_S + REREAD_S, has_ended=True)) == 3

@@ -1,4 +1,7 @@
-"""Health from metrics alone: steps made by hand, logs of other trainers, and the recorded runs of the native one."""
+"""Health judged from metrics alone.
+
+The metrics are hand-made steps, logs of other trainers, and recorded runs of the native trainer.
+"""
 
 import json
 import math
@@ -35,7 +38,7 @@ def test_its_measures_are_those_of_the_native_judge() -> None:
 
 
 def judged(steps: int, changes: dict[str, float], *, every: int = 1, **spec: object) -> list[MetricWarning]:
-    """Ten healthy steps, then as many others."""
+    """Ten healthy steps, followed by as many others."""
     judge = MetricHealth(HealthSpec.model_validate(spec))
     for step in range(every, 10 * every + 1, every):
         reward = 0.1 * math.sin(step)
@@ -74,14 +77,14 @@ def test_healthy_steps_warn_of_nothing() -> None:
     assert judged(200, {}) == []
 
 
-def test_a_warning_comes_again_after_it_has_been_well() -> None:
+def test_a_warning_is_repeated_after_a_recovery() -> None:
     judge = MetricHealth(HealthSpec())
     bad = {**WELL, "train/loss": NAN}
     told = [[one.rule for one in judge.judge(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
     assert told == [[], [], ["non_finite"], [], [], ["non_finite"], []]
 
 
-def test_a_good_step_between_begins_the_row_anew() -> None:
+def test_a_good_step_in_between_restarts_the_count() -> None:
     judge = MetricHealth(HealthSpec())
     for step in range(1, 100):
         changes = {} if step % 15 == 0 else {"policy/kl": 50.0}
@@ -94,7 +97,7 @@ def test_a_rule_that_is_off_is_not_applied() -> None:
 
 
 def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> None:
-    """With logging_steps = 10, two lines with a gradient of 0 would be twenty steps, but only two gradients."""
+    """With logging_steps = 10, two lines with zero gradients would be twenty steps, but are only two measurements."""
     found = judged(20, {"train/grad_norm": 0.0}, every=10)
     assert [(one.since_step, one.step) for one in found] == [(110, 130)]
     found = judged(20, NO_SPREAD, every=10)
@@ -102,18 +105,18 @@ def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> No
 
 
 def test_a_step_in_parts_counts_once() -> None:
-    """The log and TensorBoard tell the same step."""
+    """The log and TensorBoard report the same step."""
     judge = MetricHealth(HealthSpec())
     told = [one for step in (10, 20) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
     assert told == []
     assert [one.rule for one in judge.judge(30, {"train/grad_norm": 0.0})] == ["frozen"]
 
 
-def test_no_gradient_without_spread_is_told_as_no_spread_alone() -> None:
+def test_a_zero_gradient_without_spread_is_reported_as_no_spread_only() -> None:
     assert [one.rule for one in judged(60, {**NO_SPREAD, "train/grad_norm": 0.0})] == ["no_spread"]
 
 
-def test_the_deviation_tells_where_groups_are_not_logged() -> None:
+def test_the_deviation_is_used_if_groups_are_not_logged() -> None:
     def rules(spread: float) -> list[str]:
         judge = MetricHealth(HealthSpec())
         steps = (judge.judge(step, {"reward/mean": 0.0, "reward/std": spread}) for step in range(1, 60))
@@ -124,25 +127,25 @@ def test_the_deviation_tells_where_groups_are_not_logged() -> None:
     assert rules(NAN) == []  # of a single completion
 
 
-def test_a_solved_task_is_well() -> None:
+def test_a_solved_task_is_healthy() -> None:
     assert judged(60, {**NO_SPREAD, "reward/mean": 1.0, "train/grad_norm": 0.0}) == []
     assert judged(60, {"rollout/truncated_share": 1.0, "reward/mean": 1.0}) == []
 
 
-def test_a_reward_that_has_risen_is_well_and_one_that_has_fallen_is_not() -> None:
+def test_a_risen_reward_is_healthy_and_a_fallen_one_is_not() -> None:
     assert judged(60, {**NO_SPREAD, "reward/mean": 0.9, "reward/max": 2.0}) == []
     assert [one.rule for one in judged(60, {**NO_SPREAD, "reward/mean": 0.2})] == ["no_spread"]
 
 
-def test_what_is_not_logged_is_no_sign() -> None:
-    """DPO and CPO log no groups, no lengths and no KL; an evaluation has a line of its own."""
+def test_missing_metrics_are_no_finding() -> None:
+    """DPO and CPO log no groups, no lengths and no KL; an evaluation is logged in a line of its own."""
     judge = MetricHealth(HealthSpec())
     told = [judge.judge(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
     told += [judge.judge(100, {"eval/loss": NAN})]
     assert not any(told)
 
 
-def test_a_program_that_has_begun_again_is_judged_anew() -> None:
+def test_a_restarted_program_is_judged_from_scratch() -> None:
     judge = MetricHealth(HealthSpec(), first_step=50)
     for step in range(51, 70):
         assert judge.judge(step, {**WELL, **NO_SPREAD}) == []
@@ -152,7 +155,10 @@ def test_a_program_that_has_begun_again_is_judged_anew() -> None:
 
 
 def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None:
-    """ms-swift with a random model: all completions are cut off at 8 tokens. Six steps are too few for the default."""
+    """ms-swift with a random model: all completions are cut off at 8 tokens.
+
+    Six steps are too few for the default limits.
+    """
     lines = (FIXTURES / "swift-grpo-logging.jsonl").read_text().splitlines()[:6]
     names = MetricNames(trainer())
 
@@ -180,7 +186,7 @@ def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None
     ],
 )
 def test_recorded_runs_of_the_native_trainer(recorded: str, rules: set[str]) -> None:
-    """The same runs that its own judge is held against."""
+    """The same recorded runs serve as reference for the native judge."""
     judge, found = MetricHealth(HealthSpec()), set()
     for line in (NATIVE / f"{recorded}.jsonl").read_text().splitlines():
         step = json.loads(line)

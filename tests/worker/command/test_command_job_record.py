@@ -1,4 +1,4 @@
-"""Metrics and checkpoints of a program that is started again: none is lost, and none is taken twice."""
+"""Metrics and checkpoints of a restarted program: none is lost, and none is recorded twice."""
 
 import errno
 import json
@@ -37,9 +37,12 @@ def state(folder: Path, steps: int) -> Path:
     return folder
 
 
-def test_steps_that_were_made_and_not_recorded_come_from_the_checkpoint(tmp_path: Path) -> None:
-    """The step of a checkpoint waits for more of its figures while the checkpoint is being published; a start that is
-    ended in between has the one and not the other."""
+def test_unrecorded_steps_are_recovered_from_the_checkpoint(tmp_path: Path) -> None:
+    """Unrecorded steps are recovered from the checkpoint after a restart.
+
+    The step of a checkpoint waits for more of its metrics while the checkpoint is being published; a program that is
+    ended in between leaves the checkpoint without the metrics.
+    """
     file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=8)
     file.recover(history_of(state(tmp_path / "checkpoint-8", 8)), recorded=set(range(1, 7)))
     file.add(
@@ -50,7 +53,7 @@ def test_steps_that_were_made_and_not_recorded_come_from_the_checkpoint(tmp_path
     assert [(line.step, line.metrics["train/loss"]) for line in lines] == [(7, 0.7), (8, 0.8), (9, 0.9)]
 
 
-def test_nothing_is_recovered_that_is_recorded_or_lies_ahead(tmp_path: Path) -> None:
+def test_recorded_and_later_steps_are_not_recovered(tmp_path: Path) -> None:
     file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=4)
     file.recover(history_of(state(tmp_path / "checkpoint-8", 8)), recorded=set(range(1, 5)))
     assert file.write(1.0, all_of_them=True) == []
@@ -62,7 +65,7 @@ def test_a_checkpoint_without_a_state_has_no_history(tmp_path: Path) -> None:
     assert history_of(tmp_path) == []
 
 
-def test_a_start_looks_at_what_all_starts_before_it_have_recorded(tmp_path: Path) -> None:
+def test_a_start_considers_the_records_of_all_earlier_starts(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     first, second = (run.attempt(1).restart(number) for number in (0, 1))
     for one in (first, second):
@@ -90,7 +93,7 @@ def test_a_problem_of_a_source_is_printed_once(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_metrics_of_trl_come_with_every_step_and_not_with_every_checkpoint(tmp_path: Path) -> None:
-    """TRL writes no log of its own: its state file tells of steps when a checkpoint is saved; TensorBoard at once."""
+    """TRL writes no log of its own, and its state file is written only with a checkpoint; TensorBoard is immediate."""
     file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=0)
     file.add(ProgressSource.TENSORBOARD, [StepFigures(1, {"train/loss": 0.1})], 1.0)
     file.add(ProgressSource.TRAINER_LOG, [StepFigures(1, {"loss": 0.1}), StepFigures(2, {"loss": 0.2})], 2.0)
@@ -100,10 +103,10 @@ def test_metrics_of_trl_come_with_every_step_and_not_with_every_checkpoint(tmp_p
     assert [line.step for line in file.write(2.0, all_of_them=True)] == [1, 2, 3]
 
 
-def test_checkpoints_of_the_start_before_are_not_published_again(
+def test_checkpoints_of_the_previous_start_are_not_published_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may still lie in the program's folder; publishing one again removes the one that is there for a moment."""
+    """They may still be in the program's folder; publishing one again briefly removes the existing one."""
     begun: list[int] = []
     monkeypatch.setattr(published, "publish", lambda context, trainer, folder, found: begun.append(found.step))
     for steps in (4, 8, 12):
@@ -128,7 +131,7 @@ def closed_record(tmp_path: Path, last_step: int) -> tuple[JobRecord, RunDir]:
     return record, context.run_dir
 
 
-def test_a_last_checkpoint_is_published_when_the_disk_answers_again(
+def test_the_last_checkpoint_is_published_when_the_disk_responds_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, failures = os.link, iter([True])

@@ -1,4 +1,4 @@
-"""Launch lines and environments of other programs, filled from the place of a worker."""
+"""Launch lines and environments of other programs, filled in from the rank and node of a worker."""
 
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:
     assert line[4:] == ["run", "a b"]
 
 
-def test_a_launcher_does_not_inherit_the_place_of_its_worker(tmp_path: Path) -> None:
-    """With RANK and TORCHELASTIC_USE_AGENT_STORE torchrun's ranks would wait for a store that none of them opens."""
+def test_a_launcher_does_not_inherit_the_rank_of_its_worker(tmp_path: Path) -> None:
+    """With RANK and TORCHELASTIC_USE_AGENT_STORE, torchrun's ranks would wait for a store that no process opens."""
     base = {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -55,14 +55,14 @@ def test_a_launcher_does_not_inherit_the_place_of_its_worker(tmp_path: Path) -> 
     assert "RLHF_SLOTS" not in per_rank
 
 
-def test_programs_of_the_environment_come_before_a_path_of_the_trainers_own(tmp_path: Path) -> None:
+def test_programs_of_the_environment_precede_the_path_of_the_trainer(tmp_path: Path) -> None:
     place = place_of(context_of(tmp_path, variables={"PATH": "/opt/bin:/usr/bin"}))
     with_folder = place.environment("/s", {"PATH": "/bin"}, Path("/venv"), Path("/logs"))
     assert with_folder["PATH"] == "/venv/bin:/opt/bin:/usr/bin"
     assert place.environment("/s", {"PATH": "/bin"}, None, Path("/logs"))["PATH"] == "/opt/bin:/usr/bin"
 
 
-def test_a_path_of_the_users_own_does_not_hide_the_recorder(tmp_path: Path) -> None:
+def test_a_path_of_the_user_does_not_hide_the_recorder(tmp_path: Path) -> None:
     variables = {"PYTHONPATH": "{code}", "MINE": "{seed}"}
     found = place_of(context_of(tmp_path, variables=variables)).environment("/s", {}, None, Path("/logs"))
     first, code = found["PYTHONPATH"].split(":")

@@ -1,4 +1,4 @@
-"""Names of other trainers' metrics: those of real logs, and hostile ones."""
+"""Metric names of other trainers: those of real logs, and hostile ones."""
 
 import json
 import re
@@ -78,7 +78,7 @@ def test_the_name_of_the_user_wins() -> None:
     }  # fmt: skip
 
 
-def test_two_that_mean_the_same_are_both_kept() -> None:
+def test_two_names_of_the_same_metric_are_both_kept() -> None:
     assert MetricNames(trainer()).rename({"train_speed(s/it)": 2.0, "step_time": 1.0}) == {
         "time/step_s": 1.0,
         "time/train_speed(s/it)": 2.0,
@@ -98,16 +98,16 @@ def test_two_that_mean_the_same_are_both_kept() -> None:
         ("percentage", None),
     ],
 )
-def test_names_that_are_in_no_table(raw: str, name: str | None) -> None:
+def test_unknown_names(raw: str, name: str | None) -> None:
     assert list(MetricNames(trainer()).rename({raw: 1.0})) == ([] if name is None else [name])
 
 
-def test_hostile_names_become_a_line_that_can_be_stored() -> None:
+def test_hostile_names_are_escaped_to_a_line_that_can_be_stored() -> None:
     values = {"a\nb": 1.0, "a\\nb": 2.0, "\x1b[31mred": 3.0, "": 4.0, "x" * 5_000: 5.0, "x" * 5_001: 6.0, "\ud800": 7.0}
     values |= {f"many{number}": 0.0 for number in range(3_000)} | {"loss": 8.0}
     found = MetricNames(trainer(metrics={"y": "b\x00" * 500})).rename({**values, "y": 9.0})
     assert len(found) == MAX_NAMES
-    assert found["train/loss"] == 8.0  # what has a name is not crowded out
+    assert found["train/loss"] == 8.0  # known metrics are not crowded out
     line = MetricsLine(step=1, time=utc_now(), loop="grpo", metrics=found)
     assert MetricsLine.model_validate_json(line.model_dump_json()).metrics == found
     assert {1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 9.0} <= set(found.values())

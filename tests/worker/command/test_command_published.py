@@ -1,4 +1,4 @@
-"""Checkpoints of other programs in the run directory: links, checksums, resume, restore."""
+"""Checkpoints of other programs in the run directory: links, checksums, resume, and restore."""
 
 import dataclasses
 import errno
@@ -37,7 +37,7 @@ def publish(context: WorkerContext, step: int) -> CheckpointDir:
     return context.run_dir.checkpoint(step)
 
 
-def test_a_checkpoint_is_linked_checked_and_outlives_the_programs_own(tmp_path: Path) -> None:
+def test_a_checkpoint_is_linked_checked_and_outlives_its_original(tmp_path: Path) -> None:
     context = context_of(tmp_path)
     checkpoint = publish(context, 10)
     own = output_dir(context) / "checkpoint-10" / "model.safetensors"
@@ -73,7 +73,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in context.run_dir.checkpoints_dir.iterdir()] == ["step-000010"]
 
 
-def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_attempt_publishes_nothing(tmp_path: Path) -> None:
     context = context_of(tmp_path)
     write_model(context.run_dir.attempt(2).placement, context.placement)
     with pytest.raises(WorkerError, match="newer attempt"):
@@ -81,7 +81,7 @@ def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
     assert context.run_dir.saved_checkpoints() == []
 
 
-def test_a_restart_goes_on_from_the_newest_and_refuses_a_damaged_one(tmp_path: Path) -> None:
+def test_a_restart_resumes_from_the_newest_and_refuses_a_damaged_one(tmp_path: Path) -> None:
     context = context_of(tmp_path, restart=1)
     assert published.resume_point(context) is None
     publish(context, 10)
@@ -102,7 +102,7 @@ def test_a_restart_goes_on_from_the_newest_and_refuses_a_damaged_one(tmp_path: P
     assert chosen.step == 10
 
 
-def test_an_attempt_goes_on_from_what_its_placement_names(tmp_path: Path) -> None:
+def test_an_attempt_resumes_from_the_checkpoint_in_its_placement(tmp_path: Path) -> None:
     context = context_of(tmp_path, resume="step-000010")
     with pytest.raises(CheckpointCorrupt, match="not in"):
         published.resume_point(context)
@@ -114,7 +114,7 @@ def test_an_attempt_goes_on_from_what_its_placement_names(tmp_path: Path) -> Non
 
 
 def test_later_checkpoints_are_moved_away_before_the_program_starts(tmp_path: Path) -> None:
-    """They belong to a branch that was given up, or are torn; the program would take them for its own."""
+    """They belong to an abandoned branch or are torn, and the program would resume from them."""
     context = context_of(tmp_path)
     checkpoint = publish(context, 10)
     save(context, 20)
@@ -124,7 +124,7 @@ def test_later_checkpoints_are_moved_away_before_the_program_starts(tmp_path: Pa
     assert [path.name for path in aside.iterdir()] == ["checkpoint-20"]
 
 
-def test_checkpoints_of_the_same_last_name_are_moved_away_side_by_side(tmp_path: Path) -> None:
+def test_checkpoints_with_the_same_base_name_are_moved_away_side_by_side(tmp_path: Path) -> None:
     context = context_of(tmp_path, checkpoint_name="global_step_{step}/actor")
     for step in (20, 30):
         save(context, step, "global_step_{step}/actor")
@@ -134,7 +134,7 @@ def test_checkpoints_of_the_same_last_name_are_moved_away_side_by_side(tmp_path:
     assert kept == ["config.json of 20", "config.json of 30"]
 
 
-def test_a_program_that_finds_its_checkpoint_by_itself_has_it_put_back(tmp_path: Path) -> None:
+def test_the_checkpoint_is_restored_for_a_program_that_finds_it_by_itself(tmp_path: Path) -> None:
     in_place = context_of(tmp_path)
     trainer = trainer_of(in_place).model_copy(update={"resume": "in_place"})
     checkpoint = publish(in_place, 10)
@@ -164,9 +164,7 @@ def consider(publisher: published.CheckpointPublisher) -> None:
     until(lambda: not publisher.is_busy)
 
 
-def test_a_checkpoint_that_could_not_be_published_for_a_moment_is_published_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publishing_is_retried_after_a_temporary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: object, target: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -195,7 +193,7 @@ def test_a_last_checkpoint_that_is_incomplete_is_named(tmp_path: Path) -> None:
         publisher.require_newest()
 
 
-def test_a_step_that_is_saved_again_is_published_again(tmp_path: Path) -> None:
+def test_a_step_saved_again_is_published_again(tmp_path: Path) -> None:
     context = context_of(tmp_path)
     publisher = publisher_of(context)
     folder = save(context, 40).path

@@ -1,4 +1,4 @@
-"""Processes of ranks that are no children of the worker: found, and followed to their ends."""
+"""Rank processes that are not children of the worker: found, and followed until they exit."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ PARENT = (
 """A launcher that starts one process and does not collect its exit."""
 
 
-def test_the_exit_of_a_process_that_is_no_child_is_known() -> None:
+def test_the_exit_code_of_a_process_that_is_not_a_child_is_known() -> None:
     for code, expected in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("pass", 0)):
         command = [sys.executable, "-c", PARENT, sys.executable, "-c", f"import time; time.sleep(0.5); {code}"]
         parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -35,18 +35,18 @@ def test_the_exit_of_a_process_that_is_no_child_is_known() -> None:
             parent.wait()
 
 
-def test_the_exit_of_one_that_was_collected_before_is_unknown() -> None:
+def test_the_exit_code_of_a_process_reaped_earlier_is_unknown() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
     rank = RankProcess(child.pid)
     child.wait()
     assert rank.poll()
-    assert rank.code is None, "and not 0, which would be a good end"
+    assert rank.code is None, "and not 0, which would be a success"
     rank.send(signal.SIGTERM)  # harmless
     rank.close()
 
 
-def test_a_rank_that_is_watched_has_its_exit_read_before_its_launcher_collects_it() -> None:
-    """The launcher collects it soon, and the worker polls later, as one does that reads large logs."""
+def test_the_exit_code_of_a_watched_rank_is_read_before_its_launcher_reaps_it() -> None:
+    """The launcher reaps the rank soon, and the worker polls later, as a worker does that reads large logs."""
     collects = PARENT.replace("time.sleep(60)", "child.poll() or time.sleep(1.2); child.wait(); time.sleep(60)")
     command = [
         sys.executable,
@@ -66,7 +66,7 @@ def test_a_rank_that_is_watched_has_its_exit_read_before_its_launcher_collects_i
         assert watched.poll()
         assert unwatched.poll()
         assert (watched.code, watched.has_failed) == (-9, True)
-        assert unwatched.code is None, "negative control: a later look does not know"
+        assert unwatched.code is None, "negative control: a later poll cannot tell"
     finally:
         parent.kill()
         parent.wait()
@@ -79,7 +79,7 @@ def test_a_process_that_is_gone_cannot_be_followed() -> None:
         RankProcess(child.pid)
 
 
-def test_a_rank_is_found_by_its_environment_or_by_what_it_says(tmp_path: Path) -> None:
+def test_a_rank_is_found_by_its_environment_or_its_own_report(tmp_path: Path) -> None:
     prefix = str(tmp_path / "ranks")
     status = RankFile(rank_path(prefix, 1), create=True)
     assert find_rank(status, prefix, 1) is None

@@ -1,4 +1,4 @@
-"""Sights of the sources of progress: what `rlhf check` prints is what their modules say."""
+"""Detection abilities of the progress sources: `rlhf check` prints what their modules declare."""
 
 import inspect
 import subprocess
@@ -28,12 +28,12 @@ FROM_OUTSIDE: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("make", FROM_OUTSIDE)
-def test_a_module_says_what_its_source_detects(make: Any) -> None:
+def test_a_module_declares_what_its_source_detects(make: Any) -> None:
     text = " ".join((inspect.getmodule(make).__doc__ or "").split())
     assert f"Detects {SIGHTS[make.kind].sees}" in text
 
 
-def test_each_reads_an_output_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_each_source_accepts_an_output_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     for make in FROM_OUTSIDE:
         reading = make(watched(tmp_path / "missing", logs=[tmp_path / "missing.log"])).poll(0.0)
         assert (reading.moved, reading.step, reading.problem) == (False, None, "")
@@ -48,7 +48,7 @@ def test_the_kinds_differ() -> None:
 
 
 def test_none_of_them_loads_torch() -> None:
-    """A worker for each rank would otherwise hold half a GiB and begin seconds later."""
+    """Otherwise each rank's worker would hold half a GiB and start seconds later."""
     names = [inspect.getmodule(make).__name__ for make in FROM_OUTSIDE]
     names += ["rlhf_core.worker.command.health", "rlhf_core.worker.command.metric_names"]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"

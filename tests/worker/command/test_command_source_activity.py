@@ -38,24 +38,24 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples(tmp_path: Path, pids: Sequence[int], num: int = 3) -> list[bool]:
-    """The processes are waited for until they are at work, then sampled."""
+    """Wait until the processes are at work, then sample them."""
     time.sleep(0.7)
     source = Activity(watched(tmp_path, pids=pids))
     found = [source.poll(time.monotonic()).moved]
     for _ in range(num):
         time.sleep(0.6)
         found.append(source.poll(time.monotonic()).moved)
-    assert not found[0]  # there is nothing to compare with
+    assert not found[0]  # there is no earlier sample to compare with
     return found[1:]
 
 
-def test_it_sees_a_stopped_rank(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(LOOP)
     program.stop()
     assert samples(tmp_path, [program.pid]) == [False] * 3
 
 
-def test_it_sees_a_rank_that_waits(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_waiting_rank(tmp_path: Path, start: Start) -> None:
     assert samples(tmp_path, [start(WAIT).pid]) == [False] * 3
 
 
@@ -63,25 +63,25 @@ def test_it_is_blind_to_an_endless_loop(tmp_path: Path, start: Start) -> None:
     assert samples(tmp_path, [start(LOOP).pid]) == [True] * 3
 
 
-def test_work_of_a_child_is_life(tmp_path: Path, start: Start) -> None:
+def test_work_of_a_child_is_a_sign_of_life(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
     until((tmp_path / "child").exists)
     assert samples(tmp_path, [program.pid]) == [True] * 3
 
 
-def test_work_of_a_child_is_no_life_of_a_stopped_rank(tmp_path: Path, start: Start) -> None:
+def test_work_of_a_child_is_no_sign_of_life_of_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(WITH_CHILD, LOOP, tmp_path / "child")
     until((tmp_path / "child").exists)
     program.stop()
     assert samples(tmp_path, [program.pid]) == [False] * 3
 
 
-def test_writing_is_life(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_is_a_sign_of_life(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "MIN_CPU_SHARE", 100.0)
     assert samples(tmp_path, [start(WRITE, tmp_path / "file").pid]) == [True] * 3
 
 
-def test_a_process_that_joins_late_does_not_count_with_all_that_it_has_used(tmp_path: Path, start: Start) -> None:
+def test_earlier_usage_of_a_process_that_joins_late_is_not_counted(tmp_path: Path, start: Start) -> None:
     waiting = start(WAIT)
     used = start(
         "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\ntime.sleep(1000)"
@@ -95,7 +95,7 @@ def test_a_process_that_joins_late_does_not_count_with_all_that_it_has_used(tmp_
     assert not source.poll(time.monotonic()).moved
 
 
-def test_processes_that_are_gone_are_no_news(tmp_path: Path, start: Start) -> None:
+def test_ended_processes_are_no_progress(tmp_path: Path, start: Start) -> None:
     program = start("pass")
     program.process.wait()
     source = Activity(watched(tmp_path, pids=[program.pid]))
@@ -138,7 +138,7 @@ def test_a_busy_gpu_counts_for_the_ranks_that_use_it(
     assert samples(tmp_path, [program.pid], num=1) == [moved]
 
 
-def test_a_driver_without_its_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "_DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     source = Activity(watched(tmp_path))

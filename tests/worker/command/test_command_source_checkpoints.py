@@ -1,4 +1,4 @@
-"""Checkpoints that appear as a source of progress."""
+"""New checkpoints as a source of progress."""
 
 import shutil
 from pathlib import Path
@@ -23,8 +23,8 @@ def test_a_checkpoint_is_a_phase_while_it_grows_and_a_step_once_it_is_complete(t
     assert (still.moved, still.step) == (False, 8)
 
 
-def test_checkpoints_of_the_start_before_are_no_news(tmp_path: Path) -> None:
-    """Gone on from step 8, because 12 is damaged: 12 is not the step of this start."""
+def test_checkpoints_of_the_previous_start_are_no_progress(tmp_path: Path) -> None:
+    """Resumed from step 8, because the checkpoint of step 12 is damaged: 12 is not a step of this start."""
     for step in (8, 12):
         append(tmp_path / f"checkpoint-{step}" / "trainer_state.json", "{}")
         make_old(tmp_path / f"checkpoint-{step}" / "trainer_state.json")
@@ -35,7 +35,7 @@ def test_checkpoints_of_the_start_before_are_no_news(tmp_path: Path) -> None:
     assert polls.poll().step == 12
 
 
-def test_one_that_the_trainer_removes_is_no_progress(tmp_path: Path) -> None:
+def test_a_removed_checkpoint_is_no_progress(tmp_path: Path) -> None:
     append(tmp_path / "checkpoint-4" / "trainer_state.json", "{}")
     polls = Polls(Checkpoints(watched(tmp_path, started_at_s=0)))
     append(tmp_path / "checkpoint-8" / "trainer_state.json", "{}")
@@ -46,20 +46,20 @@ def test_one_that_the_trainer_removes_is_no_progress(tmp_path: Path) -> None:
     assert (found.moved, found.step) == (False, 8)
 
 
-def test_a_step_below_those_before_tells_of_a_trainer_that_has_begun_again(tmp_path: Path) -> None:
+def test_a_step_below_earlier_ones_reveals_a_trainer_that_started_over(tmp_path: Path) -> None:
     polls = Polls(Checkpoints(watched(tmp_path, first_step=100)))
     append(tmp_path / "checkpoint-4" / "trainer_state.json", "{}")
     assert [one.step for one in polls.polls(2, wait_s=0)] == [None, 4]
 
 
-def test_an_output_folder_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_output_folder_is_reported(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     reading = Polls(Checkpoints(watched(loop))).poll()
     assert "expected an output folder that the job can read" in reading.problem
 
 
-def test_it_sees_a_program_that_saves_no_more(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_program_that_stops_saving(tmp_path: Path, start: Start) -> None:
     polls = Polls(Checkpoints(watched(tmp_path)))
     program = start(STEPS, tmp_path, "checkpoints")
     polls.until_moved_again()

@@ -1,4 +1,4 @@
-"""Python stacks as a sign of life: real dumps of py-spy of real processes."""
+"""Python stacks as a sign of life: real py-spy dumps of real processes."""
 
 import os
 import time
@@ -31,7 +31,7 @@ collective()
 
 
 def samples(source: Stacks, num: int) -> list[Reading]:
-    """Readings with the clock of samples: every look begins one and, a little later, collects it."""
+    """Readings at sample intervals: every poll starts a dump and collects it a little later."""
     polls, found = Polls(source), []
     for _ in range(num):
         polls.poll()
@@ -43,14 +43,14 @@ def samples(source: Stacks, num: int) -> list[Reading]:
     return found
 
 
-def test_it_sees_a_rank_that_stands_still(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_rank_that_stands_still(tmp_path: Path, start: Start) -> None:
     program = start(WAIT)
     time.sleep(1)
     found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 4)
     assert [(one.moved, one.problem) for one in found] == [(False, "")] * 4
 
 
-def test_it_sees_a_stopped_rank(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program = start(LOOP)
     time.sleep(1)
     program.stop()
@@ -73,8 +73,8 @@ def test_it_is_blind_to_a_thread_that_goes_on_beside_a_hang(tmp_path: Path, star
     assert any(one.moved for one in samples(Stacks(watched(tmp_path, pids=[program.pid])), 12))
 
 
-def test_a_poll_waits_for_nothing(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """py-spy that never answers is ended after its time, and told of."""
+def test_a_poll_does_not_block(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A py-spy that never responds is killed after its timeout, and reported."""
     slow = tmp_path / "py-spy"
     slow.write_text("#!/bin/sh\nexec sleep 1000\n")
     slow.chmod(0o755)
@@ -105,13 +105,13 @@ def test_samples_are_five_seconds_apart(tmp_path: Path, start: Start) -> None:
     assert len(source._dumps) == 1
 
 
-def test_a_process_that_ends_is_no_news(tmp_path: Path, start: Start) -> None:
+def test_an_ended_process_is_no_progress(tmp_path: Path, start: Start) -> None:
     program = start("pass")
     program.process.wait()
     assert samples(Stacks(watched(tmp_path, pids=[program.pid])), 2) == [Reading()] * 2
 
 
-def test_a_process_that_is_no_python_is_told(tmp_path: Path, start: Start) -> None:
+def test_a_process_that_is_not_python_is_reported(tmp_path: Path, start: Start) -> None:
     program = start("import os; os.execvp('sleep', ['sleep', '1000'])")
     time.sleep(1)
     found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 2)
@@ -119,7 +119,7 @@ def test_a_process_that_is_no_python_is_told(tmp_path: Path, start: Start) -> No
     assert not any(one.moved for one in found)
 
 
-def test_without_py_spy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_py_spy_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     source = Stacks(watched(tmp_path, pids=[os.getpid()]))
     reading = source.poll(0.0)

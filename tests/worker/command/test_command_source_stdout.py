@@ -28,7 +28,7 @@ def test_groups_give_the_step_and_metrics(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_printed_again_shows_no_progress(tmp_path: Path) -> None:
-    """tqdm draws its bar again with a longer time when it was not updated for a while."""
+    """tqdm redraws its bar with a longer time if it was not updated for a while."""
     polls = stdout(tmp_path, BAR)
     append(tmp_path / "log", "\r 3/8 [00:01<00:02]\r 3/8 [00:31<00:52]\n")
     assert polls.poll().moved
@@ -38,7 +38,7 @@ def test_a_step_that_is_printed_again_shows_no_progress(tmp_path: Path) -> None:
     assert polls.poll().moved
 
 
-def test_a_bar_without_an_end_counts_once_it_stays(tmp_path: Path) -> None:
+def test_a_bar_without_a_line_end_counts_once_it_is_stable(tmp_path: Path) -> None:
     polls = stdout(tmp_path, BAR)
     append(tmp_path / "log", "\r 1/80 [00:01]\r 2")
     assert polls.poll().step == 1
@@ -48,7 +48,7 @@ def test_a_bar_without_an_end_counts_once_it_stays(tmp_path: Path) -> None:
     assert [reading.step for reading in polls.polls(2, wait_s=0)] == [25, 26]
 
 
-def test_output_of_the_start_before_is_no_news(tmp_path: Path) -> None:
+def test_output_of_the_previous_start_is_no_progress(tmp_path: Path) -> None:
     append(tmp_path / "log", "step 7\n")
     make_old(tmp_path / "log")
     polls = stdout(tmp_path)
@@ -57,7 +57,7 @@ def test_output_of_the_start_before_is_no_news(tmp_path: Path) -> None:
     assert polls.poll().moved
 
 
-def test_a_log_that_is_emptied_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_truncated_log_is_read_from_its_beginning(tmp_path: Path) -> None:
     polls = stdout(tmp_path)
     append(tmp_path / "log", "step 7\nstep 8\n")
     assert polls.poll().step == 8
@@ -66,13 +66,13 @@ def test_a_log_that_is_emptied_is_read_from_its_beginning(tmp_path: Path) -> Non
     assert polls.poll().step == 1
 
 
-def test_more_than_is_read_at_once_follows_at_the_next_look(tmp_path: Path) -> None:
+def test_output_beyond_the_read_limit_follows_at_the_next_poll(tmp_path: Path) -> None:
     polls = stdout(tmp_path)
     append(tmp_path / "log", "x" * (MAX_BYTES_PER_POLL + 10) + "\nstep 2\n" + "\0" * 100 + "\nstep 3\n")
     assert [reading.step for reading in polls.polls(3, wait_s=0)] == [None, 3, 3]
 
 
-def test_it_sees_a_program_that_prints_no_more(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_program_that_stops_printing(tmp_path: Path, start: Start) -> None:
     polls = stdout(tmp_path)
     program = start(STEPS, tmp_path / "log", "lines", "step STEP loss 1.0\n")
     polls.until_moved()
@@ -83,7 +83,7 @@ def test_it_sees_a_program_that_prints_no_more(tmp_path: Path, start: Start) -> 
 
 
 def test_it_is_blind_to_output_in_a_buffer(tmp_path: Path, start: Start) -> None:
-    """It works and prints, and nothing of it comes out."""
+    """The program works and prints, but the output stays in its buffer."""
     code = f"import sys, time\nsys.stdout = open({str(tmp_path / 'log')!r}, 'w')\n"
     code += f"for step in range(10**9):\n print('step', step)\n open({str(tmp_path / 'at')!r}, 'w').write(str(step))\n"
     code += " time.sleep(0.02)\n"

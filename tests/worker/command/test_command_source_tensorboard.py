@@ -1,4 +1,4 @@
-"""TensorBoard's event files as a source of progress: files that torch has written, whole, torn and damaged."""
+"""TensorBoard event files as a source of progress: files written by torch, whole, torn and damaged."""
 
 import struct
 import sys
@@ -33,7 +33,7 @@ def event(step: int, *, wall_time: float | None = None, **values: float) -> Even
 
 
 def write(folder: Path, *events: Event) -> Path:
-    """A new event file; returns its path."""
+    """Write a new event file and return its path."""
     before = set(folder.glob("events*"))
     writer = EventFileWriter(str(folder))
     for one in events:
@@ -53,7 +53,7 @@ def test_scalars_of_torch_come_by_step(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path / "runs" / "Nov22")) as writer:
         writer.add_text("args", "{}")
         writer.flush()
-        assert not polls.poll().moved  # no step was made yet
+        assert not polls.poll().moved  # no step has been made yet
         for step in (1, 2):
             writer.add_scalar("train/loss", step / 2, step)
             writer.add_scalar("train/grad_norm", float("nan"), step)
@@ -83,16 +83,16 @@ def test_a_torn_last_record_waits_for_its_end(tmp_path: Path) -> None:
     assert steps == [1, 2]
 
 
-def test_events_of_the_start_before_are_no_news(tmp_path: Path) -> None:
+def test_events_of_the_previous_start_are_no_progress(tmp_path: Path) -> None:
     make_old(write(tmp_path, event(1, wall_time=time.time() - 1000, loss=1.0)))
-    # Its writer ended after this start, a minute late.
+    # The previous writer ended a minute after this start.
     write(tmp_path, event(2, wall_time=time.time() - 1000, loss=1.0), event(3, loss=1.0))
     polls = Polls(TensorBoard(watched(tmp_path)))
     found = polls.poll()
     assert [one.step for one in found.metrics] == [3]
 
 
-def test_a_new_file_is_found_while_old_ones_lie_there(tmp_path: Path) -> None:
+def test_a_new_file_is_found_among_old_ones(tmp_path: Path) -> None:
     polls = Polls(TensorBoard(watched(tmp_path)))
     write(tmp_path / "a", event(1, loss=1.0))
     assert polls.poll().step == 1
@@ -106,7 +106,7 @@ def test_folders_of_checkpoints_are_not_searched(tmp_path: Path) -> None:
 
 
 def test_scalars_as_tensors(tmp_path: Path) -> None:
-    """TensorFlow 2 and JAX write them so."""
+    """TensorFlow 2 and JAX write scalars as tensors."""
 
     def tensor(**content: object) -> Event:
         return Event(
@@ -126,13 +126,13 @@ def test_scalars_as_tensors(tmp_path: Path) -> None:
     assert found == [StepFigures(4, {"loss": value}) for value in (0.5, 0.25, 0.125)]
 
 
-def test_a_record_too_large_to_be_a_scalar_is_passed_over(tmp_path: Path) -> None:
+def test_a_record_too_large_for_a_scalar_is_skipped(tmp_path: Path) -> None:
     image = Event(step=1, wall_time=time.time(), file_version="x" * (MAX_RECORD_BYTES + 1))
     write(tmp_path, image, event(2, loss=1.0))
     assert Polls(TensorBoard(watched(tmp_path))).poll().step == 2
 
 
-def test_a_damaged_file_is_told_and_the_others_are_read(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_the_others_are_read(tmp_path: Path) -> None:
     damaged = write(tmp_path / "a", event(1, loss=1.0))
     content = bytearray(damaged.read_bytes())
     content += b"\xff" * 100
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_told_and_the_others_are_read(tmp_path: Path) -> None:
     assert (second.step, second.problem) == (2, first.problem)
 
 
-def test_a_record_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
+def test_a_record_that_is_not_an_event_is_skipped(tmp_path: Path) -> None:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     length = struct.pack("<Q", 4)
@@ -157,7 +157,7 @@ def test_a_record_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
     assert Polls(TensorBoard(watched(tmp_path))).poll().step == 2
 
 
-def test_without_tensorboard_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, event(1, loss=1.0))
     monkeypatch.setitem(sys.modules, "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", None)
     reading = Polls(TensorBoard(watched(tmp_path))).poll()
@@ -165,7 +165,7 @@ def test_without_tensorboard_it_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.training
-def test_it_sees_a_program_that_makes_no_more_steps(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_program_that_stops_making_steps(tmp_path: Path, start: Start) -> None:
     polls = Polls(TensorBoard(watched(tmp_path)))
     program = start(WRITER, tmp_path / "runs")
     polls.until_moved_again()

@@ -1,4 +1,4 @@
-"""The trainer's log as a source of progress: logs that ms-swift 4.6.0 and TRL 1.16.0 have written, and torn ones."""
+"""The trainer's log as a source of progress: logs written by ms-swift 4.6.0 and TRL 1.16.0, and torn ones."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_steps_of_a_swift_run_come_with_their_metrics(tmp_path: Path) -> None:
     assert "global_step/max_steps" not in first.metrics[0].values
     assert "elapsed_time" not in first.metrics[0].values
     assert (rest.step, [one.step for one in rest.metrics]) == (6, [2, 3, 4, 5, 6])
-    # The line at the end sums up the run: the run time belongs to the last step, the history to none.
+    # The last line summarizes the run: the run time belongs to the last step, the history to none.
     assert rest.metrics[-1].values["train_runtime"] == 0.5672
     assert "log_history" not in rest.metrics[-1].values
     assert not polls.poll().moved
@@ -50,7 +50,7 @@ def test_lines_of_llama_factory(tmp_path: Path) -> None:
     assert polls.poll().metrics == [StepFigures(5, {"loss": 0.7, "lr": 1e-5, "percentage": 5.0})]
 
 
-def test_what_was_there_before_is_no_news(tmp_path: Path) -> None:
+def test_existing_lines_are_no_progress(tmp_path: Path) -> None:
     log = tmp_path / "logging.jsonl"
     append(log, line(1) + line(2))
     make_old(log)
@@ -70,7 +70,7 @@ def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
     assert polls.poll().metrics == [StepFigures(2, {"loss": 0.2})]
 
 
-def test_a_line_that_a_killed_trainer_left_is_passed_over(tmp_path: Path) -> None:
+def test_a_torn_line_of_a_killed_trainer_is_skipped(tmp_path: Path) -> None:
     polls = Polls(TrainerLog(watched(tmp_path)))
     append(tmp_path / "logging.jsonl", '{"loss": 0.' + line(7) + "[1, 2]\n" + line(8))
     found = polls.poll()
@@ -78,7 +78,7 @@ def test_a_line_that_a_killed_trainer_left_is_passed_over(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("first", [line(1), line(1, reward=0.5)], ids=["the same first line", "another"])
-def test_a_log_that_is_written_anew_is_read_from_its_beginning(tmp_path: Path, first: str) -> None:
+def test_a_rewritten_log_is_read_from_its_beginning(tmp_path: Path, first: str) -> None:
     log = tmp_path / "trainer_log.jsonl"
     polls = Polls(TrainerLog(watched(tmp_path)))
     append(log, "".join(line(step) for step in range(1, 9)))
@@ -89,14 +89,14 @@ def test_a_log_that_is_written_anew_is_read_from_its_beginning(tmp_path: Path, f
     assert (found.moved, found.step) == (True, 1)
 
 
-def test_figures_that_are_not_finite_stay(tmp_path: Path) -> None:
+def test_non_finite_values_are_kept(tmp_path: Path) -> None:
     polls = Polls(TrainerLog(watched(tmp_path)))
     append(tmp_path / "logging.jsonl", '{"loss": NaN, "grad_norm": Infinity, "ok": true, "step": 3}\n')
     values = polls.poll().metrics[0].values
     assert str(values) == "{'loss': nan, 'grad_norm': inf}"
 
 
-def test_the_state_in_checkpoints_serves_where_there_is_no_log(tmp_path: Path) -> None:
+def test_the_state_in_checkpoints_is_used_without_a_log(tmp_path: Path) -> None:
     polls = Polls(TrainerLog(watched(tmp_path, first_step=0)))
     whole = (FIXTURES / "trl-grpo-trainer_state.json").read_text()
     append(
@@ -118,12 +118,12 @@ def test_evaluations_belong_to_their_step(tmp_path: Path) -> None:
     polls = Polls(TrainerLog(watched(tmp_path, first_step=2)))
     append(tmp_path / "checkpoint-4" / "trainer_state.json", (FIXTURES / "trl-cpo-trainer_state.json").read_text())
     found = polls.poll()
-    assert [one.step for one in found.metrics] == [3, 4]  # 1 and 2 were made by the start before
+    assert [one.step for one in found.metrics] == [3, 4]  # steps 1 and 2 were made by the previous start
     assert {"loss", "eval_loss", "nll_loss"} <= set(found.metrics[1].values)
 
 
-def test_a_trainer_that_has_begun_again_is_seen_by_its_steps(tmp_path: Path) -> None:
-    """Resumed at step 100, and told to go on from there, it makes steps 1 to 3."""
+def test_a_trainer_that_started_over_is_detected_by_its_steps(tmp_path: Path) -> None:
+    """Resumed at step 100, with the instruction to continue from there, the trainer makes steps 1 to 3."""
     polls = Polls(TrainerLog(watched(tmp_path, first_step=100)))
     append(
         tmp_path / "checkpoint-3" / "trainer_state.json", (FIXTURES / "trl-grpo-step-3-trainer_state.json").read_text()
@@ -131,14 +131,14 @@ def test_a_trainer_that_has_begun_again_is_seen_by_its_steps(tmp_path: Path) -> 
     assert polls.poll().step == 3
 
 
-def test_an_output_folder_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_output_folder_is_reported(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     reading = Polls(TrainerLog(watched(loop))).poll()
     assert (reading.moved, "expected an output folder that the job can read" in reading.problem) == (False, True)
 
 
-def test_it_looks_once_a_second(tmp_path: Path) -> None:
+def test_it_reads_once_a_second(tmp_path: Path) -> None:
     source = TrainerLog(watched(tmp_path))
     source.poll(0.0)
     append(tmp_path / "logging.jsonl", line(1))
@@ -146,13 +146,13 @@ def test_it_looks_once_a_second(tmp_path: Path) -> None:
     assert source.poll(trainer_log.POLL_S).moved
 
 
-def test_it_sees_a_program_that_makes_no_more_steps(tmp_path: Path, start: Start) -> None:
+def test_it_detects_a_program_that_stops_making_steps(tmp_path: Path, start: Start) -> None:
     polls = Polls(TrainerLog(watched(tmp_path)))
     program = start(STEPS, tmp_path / "logging.jsonl", "lines", '{"loss": 1.0, "global_step/max_steps": "STEP/9"}\n')
     polls.until_moved()
     polls.until_moved_again()
     program.stop()
-    polls.poll()  # what was written before
+    polls.poll()  # lines written earlier
     assert not any(reading.moved for reading in polls.polls(3))
 
 

@@ -18,7 +18,7 @@ def file_of(tmp_path: Path, first_step: int = 0) -> tuple[StepMetricsFile, Path]
     return StepMetricsFile(path, trainer_of(context_of(tmp_path, framework="trl", algorithm="cpo")), first_step), path
 
 
-def test_figures_of_a_step_that_come_one_by_one_make_one_line(tmp_path: Path) -> None:
+def test_metrics_of_a_step_that_arrive_one_by_one_make_one_line(tmp_path: Path) -> None:
     metrics, path = file_of(tmp_path)
     metrics.add(EVENTS, [StepFigures(1, {"loss": 2.0})], 0.0)
     assert metrics.write(0.1) == [], "the newest step waits for more"
@@ -40,8 +40,8 @@ def test_the_first_source_of_the_trainer_counts(tmp_path: Path) -> None:
     assert line.metrics == {"train/loss": 2.0}
 
 
-def test_steps_of_the_past_are_left_out(tmp_path: Path) -> None:
-    """A history that is written anew at every checkpoint holds the steps before the one that was gone on from."""
+def test_steps_before_the_resumed_one_are_left_out(tmp_path: Path) -> None:
+    """A history that is rewritten at every checkpoint includes the steps before the resumed one."""
     metrics, path = file_of(tmp_path, first_step=10)
     metrics.add(LOG, [StepFigures(step, {"loss": 1.0}) for step in (9, 10, 11)], 0.0)
     metrics.write(0.0, all_of_them=True)
@@ -50,7 +50,7 @@ def test_steps_of_the_past_are_left_out(tmp_path: Path) -> None:
     assert [(line.step, line.metrics["train/loss"]) for line in read_models(path, MetricsLine)] == [(11, 1.0)]
 
 
-def test_an_evaluation_that_takes_longer_than_the_step_is_held_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_an_evaluation_longer_than_the_hold_time_gets_its_own_line(tmp_path: Path) -> None:
     """transformers logs the loss, evaluates, and logs the results at the same step."""
     metrics, path = file_of(tmp_path)
     metrics.add(EVENTS, [StepFigures(4, {"loss": 2.0})], 0.0)

@@ -1,8 +1,7 @@
-"""A tiny chat model and data sets that ms-swift and TRL train on processor cores in seconds.
+"""A tiny chat model and data sets on which ms-swift and TRL train on CPUs in seconds.
 
-Runs with the Python of a trainer's environment, so it imports nothing of this project:
-
-    <environment>/bin/python tests/worker/command/tiny_model.py FOLDER
+It runs with the Python of a trainer's environment, so it imports nothing from this project: ``<environment>/bin/python
+tests/worker/command/tiny_model.py FOLDER``.
 """
 
 import json
@@ -40,8 +39,11 @@ else:
 
 
 def write_all(folder: Path, *, num_rows: int = 256, seed: int = 0) -> None:
-    """Write ``Qwen3-0.6B/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl``,
-    ``rewards.py``."""
+    """Write the model, the data sets and the rewards.
+
+    These are ``Qwen3-0.6B/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl`` and
+    ``rewards.py``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / MODEL, seed=seed)
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Real programs that make steps, and sources that look at them, for the tests of the sources of progress."""
+"""Real programs that make steps, and sources that read them, for the tests of the sources of progress."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ for step in itertools.count(1):
 
 @dataclass(frozen=True)
 class Program:
-    """A program at work."""
+    """A running program."""
 
     process: "subprocess.Popen[bytes]"
 
@@ -47,7 +47,7 @@ class Program:
         return self.process.pid
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
+        """Send SIGSTOP and wait until the program is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
@@ -79,13 +79,13 @@ def watched(
     pids: Sequence[int] = (),
     **changes: Any,
 ) -> Watched:
-    """A program whose output folder this is; by default it was started a little ago."""
+    """A program with this output folder; started shortly before by default."""
     at_s = time.time() - 1 if started_at_s is None else started_at_s
     return Watched(trainer(**changes), folder, at_s, first_step, logs, lambda: pids)
 
 
 class Polls:
-    """A source, looked at with a clock that is as far ahead at every look as it likes to have it."""
+    """A source that is polled with a fake clock, which advances far enough for a new reading at every poll."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -113,7 +113,7 @@ class Polls:
         return found[-1]
 
     def until_moved_again(self, times: int = 3) -> None:
-        """It goes on to move."""
+        """Poll until the source moves again."""
         for _ in range(times):
             self.until_moved()
 
@@ -125,6 +125,6 @@ def append(path: Path, text: str) -> None:
 
 
 def make_old(path: Path, age_s: float = 1000.0) -> None:
-    """Give a file the times of one that was written before the program was started."""
+    """Give a file the timestamps of one that was written before the program started."""
     then = time.time() - age_s
     os.utime(path, (then, then))

@@ -1,7 +1,7 @@
-"""Small roles without torch: real processes, real beats, a collective over a Unix socket that breaks as gloo's does.
+"""Small roles without torch: real processes, real beats, and a collective over a Unix socket that breaks like gloo's.
 
-What a role does is told by ``script.json`` in the run directory: a list of ``{"restart": r, "rank": k, "step": s,
-"do": what}``.
+``script.json`` in the run directory defines the behaviour of each role: a list of ``{"restart": r, "rank": k, "step":
+s, "do": what}``.
 """
 
 import ctypes
@@ -30,13 +30,13 @@ SLEEP_S = 8.0
 
 
 class Ring:
-    """A sum over the ranks: all send to rank 0, rank 0 answers. A peer that dies closes its connection."""
+    """A sum over the ranks: all send to rank 0, which replies. A peer that dies closes its connection."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._peers: list[socket.socket] = []
         path = context.restart_dir.root / f"ring-{context.role}"
-        # Paths of Unix sockets are short: the run directory may be deep, so the socket is opened from within.
+        # Unix socket paths are limited in length and the run directory may be deep: the socket is opened from within.
         os.chdir(path.parent)
         if context.rank == 0:
             server = socket.socket(socket.AF_UNIX)
@@ -67,7 +67,7 @@ class Ring:
 
 
 def train(context: WorkerContext) -> RoleResult:
-    """Steps with a rollout, a sum and now and then a checkpoint."""
+    """Make steps with a rollout, a sum, and an occasional checkpoint."""
     step = _whole_checkpoint(context)
     ring = Ring(context)
     metrics = LineWriter(context.restart_dir.metrics) if context.rank == 0 else None
@@ -95,7 +95,7 @@ def train(context: WorkerContext) -> RoleResult:
 
 
 def serve(context: WorkerContext) -> RoleResult:
-    """A rollout worker: beats, and counts in a file for the trainers that wait for it. It is at their step."""
+    """Act as a rollout worker at the trainers' step: beat, and count in a file for the trainers that wait for it."""
     wanted = context.run_dir.root / "wanted"
     step = 0
     _obey_script(context, step)
@@ -116,7 +116,7 @@ def _served(context: WorkerContext, rank: int) -> Path:
 
 
 def _await_rollouts(context: WorkerContext, step: int) -> None:
-    """Wait for something new from every rollout worker, where there are any; without a beat, as a request would."""
+    """Wait for news from every rollout worker, if there are any; without a beat, as a request would."""
     groups = context.placement.groups
     files = [_served(context, k) for one in groups if one.role is Role.ROLLOUT for k in range(one.num_workers)]
     if files:
@@ -128,7 +128,7 @@ def _await_rollouts(context: WorkerContext, step: int) -> None:
 
 
 def evaluate(context: WorkerContext) -> RoleResult:
-    """A few beats, and a note that it ran."""
+    """Make a few beats, and write a note that the role ran."""
     _obey_script(context, 0)
     _whole_checkpoint(context)
     for _ in range(3):
@@ -139,7 +139,7 @@ def evaluate(context: WorkerContext) -> RoleResult:
 
 
 def _whole_checkpoint(context: WorkerContext) -> int:
-    """Step of the newest checkpoint that is not known as damaged, checked as the native trainer does; 0 without."""
+    """Step of the newest checkpoint not known to be damaged, verified like the native trainer; 0 if there is none."""
     saved = [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
     if not saved:
         return 0
@@ -171,7 +171,7 @@ def _obey_script(context: WorkerContext, step: int) -> None:
     if not path.exists():
         return
     for line in json.loads(path.read_bytes()):
-        # Lines without a role are for the groups whose restarts are counted.
+        # Lines without a role apply to the groups whose restarts are counted.
         if line.get("role", "" if context.generation is not None else context.role.value) != context.role.value:
             continue
         if line.get("restart", context.restart) != context.restart or line["rank"] != context.rank:
@@ -250,7 +250,7 @@ time.sleep(120)
 
 
 def _leave_children(context: WorkerContext) -> None:
-    """A child, and a daemon that has left its session and its parent: what reward functions may leave behind."""
+    """Leave a child, and a daemon detached from session and parent, as reward functions may do."""
     folder = context.run_dir.root
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     subprocess.run([sys.executable, "-c", DAEMON], cwd=folder, check=True)

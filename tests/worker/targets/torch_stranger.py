@@ -20,7 +20,7 @@ rank = dist.get_rank()
 for step in range(1, steps + 1):
     value = torch.ones(4)
     if step == struck_at and kind == "loop" and rank == 1:
-        # A tenth of a core is as busy to the agent as a whole one, which other tests would lack.
+        # To the agent, a tenth of a core looks as busy as a whole one, which other tests would lack.
         while True:
             until_s = time.process_time() + 0.01
             while time.process_time() < until_s:

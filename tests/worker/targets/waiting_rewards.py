@@ -1,4 +1,4 @@
-"""A reward function that keeps training from ending before the test says so."""
+"""A reward function that blocks training until the test releases it."""
 
 import os
 import time
@@ -10,7 +10,7 @@ _num_calls = 0
 
 
 def until_go(*, completions: list[str], **columns: Any) -> list[float]:
-    """Share of different characters; from the tenth call on, once the file of ``TOY_GO`` is there."""
+    """Share of distinct characters; from the tenth call on, waits for the file in ``TOY_GO``."""
     global _num_calls
     _num_calls += 1
     while _num_calls >= WAITS_FROM_CALL and not Path(os.environ["TOY_GO"]).exists():
