@@ -214,7 +214,7 @@ def test_rows_of_a_step_have_uids_of_their_own(num_rows: int, start: int, count:
         for index, number in zip(indices, occurrences_before(indices), strict=True)
     ]
     assert len(set(uids)) == count
-    assert {f"{index}-0" for index in indices} <= set(uids), "seeds of rows that do not recur stay as they are"
+    assert {f"{index}-0" for index in indices} <= set(uids), "seeds of rows that do not recur stay the same"
 
 
 # --- tokens ---

@@ -1,4 +1,4 @@
-"""Reward functions in a process of their own: what would hang or kill a trainer costs one answer, and is named."""
+"""Reward functions in a separate process: a call that would hang or kill a trainer costs one answer, and is named."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def scorer(*functions: str, **reward: Any) -> Iterator[RewardScorer]:
 
 
 def left_behind() -> list[str]:
-    """Living processes that reward functions of this process have started."""
+    """Running processes that were started by reward functions of this process."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -142,7 +142,7 @@ def test_rewards_are_summed_with_weights_and_kept_apart(timeout_s: float) -> Non
 
 def test_a_function_that_draws_at_random_draws_the_same_when_a_step_is_made_again() -> None:
     drawn = []
-    for steps in ((1, 2), (2,)):  # the second is a start from a checkpoint after step 1
+    for steps in ((1, 2), (2,)):  # the second run starts from a checkpoint after step 1
         with scorer("noisy", timeout_s=30.0) as one:
             drawn.append([one.score(rows(2), ["a", "b"], step, lambda: None).total for step in steps])
     assert drawn[0][1] == drawn[1][0]

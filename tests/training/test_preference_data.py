@@ -1,4 +1,4 @@
-"""Pairs of completions: as texts and as conversations, with what is wrong with them named."""
+"""Pairs of completions, as texts and as conversations; errors in them are named."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_preflight_counts_pairs_that_teach_nothing(tmp_path: Path) -> None:
     found = scan(path, spec_of(train="x").data, kinds=frozenset({"pair"}))
     assert [problem.line for problem in found.malformed] == [4, 5]
     assert (found.num_duplicates, found.duplicates) == (1, (3,))
-    assert not found.num_contradictions, "several pairs of one prompt are no contradiction"
+    assert not found.num_contradictions, "several pairs with one prompt are no contradiction"
 
 
 def test_completions_end_once_and_only_they_are_learned() -> None:
@@ -112,7 +112,7 @@ def test_completions_end_once_and_only_they_are_learned() -> None:
     assert [len(tokens) for tokens in examples[0].completions] == [2, 2], "the end token is not added twice"
     batch, made = make_batch(examples, DPO, tokenizer.pad_token_id)
     learned = [tokenizer.decode(batch.input_ids[at, 1:][made.mask[at]]) for at in range(4)]
-    assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen ones, then all rejected ones"
+    assert learned == [f"{text}<|im_end|>" for text in ("2", "12", "3", "4")], "all chosen, then all rejected"
 
 
 @pytest.mark.parametrize("form", ["explicit", "implicit", "text"])
@@ -128,13 +128,13 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path, form: str) -
     assert (rows[0].chosen, rows[0].rejected) == ("2<|im_end|>\n", "3<|im_end|>\n")
     tokenizer = char_tokenizer()
     whole = tokenizer.apply_chat_template([*ASKED, *said("2")], tokenize=False)
-    assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token beside the template's"
+    assert tokenizer.decode([*example.prompt, *example.completions[0]]) == whole, "no end token besides the template's"
 
 
 def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> None:
     (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
     assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")
-    assert common_beginning("ab", "abc") == 1, "something is left of both"
+    assert common_beginning("ab", "abc") == 1, "some of both completions is left"
     with pytest.raises(BadData, match="no common beginning"):
         load(tmp_path, {"chosen": "a", "rejected": "b"})
 
@@ -205,7 +205,7 @@ def test_labels_may_be_numbers_or_words(tmp_path: Path) -> None:
 
 
 def test_the_script_of_the_page_makes_pairs_of_judged_solutions(tmp_path: Path) -> None:
-    """Problems are divided, not pairs; a problem without a wrong solution makes none."""
+    """The split is by problem, not by pair; a problem without a wrong solution makes no pair."""
     page = (Path(__file__).parents[2] / "docs" / "preferences.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "pairs.py").write_text(script)

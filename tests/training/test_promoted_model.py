@@ -1,4 +1,4 @@
-"""A promoted model is one for the libraries that others use: it loads, says the same, and has a card they can read."""
+"""Promoted models work with the libraries of others: they load, give the same answers, and have a readable card."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +72,7 @@ def origin(run_id: str, spec: RunSpec) -> ModelProvenance:
 
 
 def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
-    """Save a checkpoint as training does, and promote it; the model that was saved."""
+    """Save a checkpoint as training does, and promote it; return the saved model."""
     spec = RunSpec.model_validate(tiny_spec())
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0)

@@ -1,4 +1,4 @@
-"""Tensors in memory that processes share: found where they lie, without a copy."""
+"""Tensors in memory shared between processes, found in place without a copy."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_of_several_rows_the_newest_is_mapped(tmp_path: Path) -> None:
     second = memory.allocate(16)
     second.fill_(7)
     assert mapped.tensor(place_of("a", second)).tolist() == [7] * 16
-    assert len(list(tmp_path.iterdir())) == 1, "memory of the row before is given back"
+    assert len(list(tmp_path.iterdir())) == 1, "memory of the previous row is released"
     with pytest.raises(FileNotFoundError):
         mapped.tensor(before)
 

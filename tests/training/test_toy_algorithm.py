@@ -1,4 +1,4 @@
-"""A new algorithm takes one file with its loss and one entry with its settings; everything else follows."""
+"""A new algorithm takes one file with its loss and one entry with its settings; everything else follows from them."""
 
 import json
 import os
@@ -64,7 +64,7 @@ UNION = "Algorithm = Annotated["
 
 
 def use(folder: str) -> None:
-    """Ask for the toy algorithm in all ways that a user has, in the changed copy of the package."""
+    """Request the toy algorithm in all ways that a user can, in the changed copy of the package."""
     import torch.distributed as dist
     from rank_launcher import make_context, tiny_spec
 

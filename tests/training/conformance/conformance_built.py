@@ -1,4 +1,4 @@
-"""The comparisons for which there is something of ours. Apart from the cases, which TRL's side reads too."""
+"""Comparisons with TRL that our side implements, kept apart from the cases, which TRL's side reads too."""
 
 from collections.abc import Mapping
 

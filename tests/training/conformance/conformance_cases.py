@@ -1,4 +1,4 @@
-"""The losses that are compared with TRL's: its class and options, and the settings of ours that they correspond to."""
+"""Losses that are compared with TRL's: the class and options in TRL, and the corresponding settings of ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
