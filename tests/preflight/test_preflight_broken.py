@@ -33,7 +33,7 @@ UNWANTED = {CheckStatus.BLOCKED, CheckStatus.WARNING}
 
 
 def header(path: Path) -> dict[str, list[str]]:
-    """Parse the comments at the top: keyword and value."""
+    """Parse the comments at the top into keywords and values."""
     found: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         if not line.startswith("# "):

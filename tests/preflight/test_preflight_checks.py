@@ -226,7 +226,7 @@ def looked_at(
 
 
 def generated(**train: Any) -> Facts:
-    """The same for rows from a generator."""
+    """Healthy facts with a report on rows from a generator, with changes."""
     data = {"generator": "my_data:rows", "train": "", "eval": ""}
     return replace(looked_at(train=train, data=data), train=None, eval=None)
 
@@ -694,7 +694,7 @@ def test_the_predicted_duration_has_its_numbers() -> None:
     (finding,) = found(lasts(600.0, time_limit_s=3600), "resources.duration")
     assert "resumes from the newest checkpoint automatically" in finding.advice
     assert "resources.time_limit_s to about 15840" in finding.advice
-    assert found(healthy(), "resources.duration") == [], "without a past nothing is predicted"
+    assert found(healthy(), "resources.duration") == [], "without earlier runs nothing is predicted"
 
 
 def test_a_resumed_run_has_only_its_rest_before_it() -> None:

@@ -135,7 +135,7 @@ def test_disks(tmp_path: Path) -> None:
     good = gather_facts.inspect_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)
     assert good.free_files is None or good.free_files > 0
-    assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "inspection leaves nothing behind"
     file = tmp_path / "file"
     file.write_text("")
     assert gather_facts.inspect_disk(file / "runs").problem
