@@ -25,7 +25,7 @@ def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, .
 @pytest.mark.parametrize(
     ("name", "values", "ranks_per_node"),
     [
-        ("NPROC_PER_NODE", "1 - - -", 1),  # where a launcher takes 1 by itself
+        ("NPROC_PER_NODE", "1 - - -", 1),  # the default of some launchers
         ("PET_NPROC_PER_NODE", "- 1 1 -", 1),
         ("LOCAL_WORLD_SIZE", "1 - 1 1", 1),
         ("NPROC_PER_NODE", "8 8 8 8", 8),
@@ -34,8 +34,8 @@ def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, .
         ("WORLD_SIZE", "32 32 32 32", 8),
         ("WORLD_SIZE", "4 4 4 4", 8),  # Kubernetes
         ("NODE_RANK", "0 1 2 3", 1),
-        ("NODE_RANK", "1 0 3 2", 1),  # a launcher of its own order
-        ("NODE_RANK", "- 1 2 3", 1),  # 0 is what a launcher takes
+        ("NODE_RANK", "1 0 3 2", 1),  # a launcher with an order of its own
+        ("NODE_RANK", "- 1 2 3", 1),  # launchers accept 0
     ],
 )
 def test_what_fits_the_plan_is_well(name: str, values: str, ranks_per_node: int) -> None:

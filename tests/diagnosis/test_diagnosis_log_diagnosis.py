@@ -172,7 +172,7 @@ def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
 @pytest.mark.parametrize(
     "log",
     [
-        # A file that a library could not write, among the progress bars of a prediction that finishes.
+        # A library could not write a file, among the progress bars of a prediction that finishes.
         trace((f"{SITE}/jieba/__init__.py", "initialize", "_replace_file(a, b)"), error="PermissionError: [Errno 1] no")
         + "***** predict metrics *****\n",
         "n1:7:7 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address already in use\n",

@@ -66,7 +66,7 @@ def test_nodes_that_are_alike_are_well(num: int) -> None:
         # Slow with both neighbours: the node.
         ({(1, 2): 1.0, (2, 3): 1.0}, [("probe.bandwidth", "blocked", "n2")]),
         ({(3, 0): 1.0, (0, 1): 1.0}, [("probe.bandwidth", "blocked", "n0")]),
-        # Slow with one neighbour, while both are fast with others: the link.
+        # Slow with one neighbour, while both nodes are fast with others: the link.
         ({(1, 2): 1.0}, [("probe.bandwidth", "warning", "")]),
         # A dead link: one of the two nodes must be excluded.
         ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
@@ -82,10 +82,10 @@ def test_a_slow_node_and_a_slow_link_are_told_apart(
 @pytest.mark.parametrize(
     ("links", "expected"),
     [
-        # Its own link is slow as its processor is.
+        # Its own link is as slow as its processor.
         ({(1, 2): 1.0}, []),
         ({(1, 2): 1.0, (2, 3): 1.0}, [("probe.bandwidth", "blocked", "n2")]),
-        # Controls: what a slow processor does not explain.
+        # Controls: findings that a slow processor does not explain.
         ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
         ({(3, 0): 1.0}, [("probe.bandwidth", "warning", "")]),
     ],
