@@ -30,7 +30,7 @@ from rlhf_core.watchdog.ingest import glance, rebuild, sync
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Interrupt a longer wait: opening a FIFO waits forever."""
+    """Interrupt a wait that takes longer: opening a FIFO waits forever."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"still waiting after {seconds} s")
@@ -169,12 +169,12 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
     run.metrics(1, 0, 1, 10)
     path = run.dir.attempt(1).restart(0).metrics
     os.truncate(path, 500 << 20)
-    sync(run.dir, store)  # what it imports is no memory of the reader's
+    sync(run.dir, store)  # its imports are no memory of the reader
     os.truncate(path, 501 << 20)
     tracemalloc.start()
     try:
         report = sync(run.dir, store)
-        assert report.skipped == [], "it was said before"
+        assert report.skipped == [], "it was reported before"
         assert list(read_blocks(path))
         progress = AttemptProgress(run.dir.attempt(1))
         (run.dir.attempt(1).restart(0).root / "agents").mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
         file.write(b"\n" + GOOD % 2)
     sync(run.dir, store)
     progress.update()
-    assert queries.curve(store, run.run_id, ["a"]) == {"a": [(2, 1.0)]}, "what follows it is read"
+    assert queries.curve(store, run.run_id, ["a"]) == {"a": [(2, 1.0)]}, "the following line is read"
     assert progress.step == 2
 
 
@@ -256,16 +256,16 @@ def test_a_journal_without_an_end_is_damaged_and_is_mended_in_bounded_memory(tmp
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Other files than before
+# Replaced files
 
 
 def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistoryStore) -> None:
-    """Also where all its lines can be read, and none begins in the middle of the one before."""
+    """This holds even if all its lines can be read, and none begins in the middle of the one before."""
     run = synced(whole_run(tmp_path / "runs"), store)
     content = run.dir.control.read_bytes()
     run.dir.control.unlink()
     run.dir.control.write_bytes(content)
-    assert sync(run.dir, store).batches == 0, "a copy that was put back"
+    assert sync(run.dir, store).batches == 0, "a copy was put back"
     run.dir.control.write_bytes(content.replace(b'"token":1', b'"token":2'))
     with pytest.raises(JournalDamaged, match="rlhf db rebuild"):
         sync(run.dir, store)
@@ -274,7 +274,7 @@ def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistorySt
 
 
 def test_a_copy_of_a_run_directory_does_not_hold_the_reader(tmp_path: Path, store: HistoryStore) -> None:
-    """Its spec is that of the run it was copied from: rows of neither could be claimed, and the reader would restart
+    """Its spec is that of the original run: the rows of neither could be claimed, and the reader would restart
     forever."""
     runs = tmp_path / "runs"
     run = whole_run(runs)

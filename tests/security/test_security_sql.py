@@ -1,4 +1,4 @@
-"""SQL queries that never end, or whose answers are too large: refused with a message, on SQLite too."""
+"""SQL queries that never end, or whose results are too large: refused with a message, on SQLite too."""
 
 import itertools
 import json
@@ -56,7 +56,7 @@ def test_a_question_without_an_end_is_given_up(store: HistoryStore, text: str, m
         BadInput, match=r"took longer than 0.3 s of the database's time and was stopped: select fewer runs"
     ):
         queries.run_sql(store, text, limit=10)
-    assert queries.run_sql(store, "SELECT 1").rows == [[1]], "the control: the next one is answered"
+    assert queries.run_sql(store, "SELECT 1").rows == [[1]], "control: the next query is answered"
 
 
 INTERRUPTED = """
@@ -147,7 +147,7 @@ def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, mo
 
 
 def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first rows of an endless answer come at once."""
+    """The first rows of an endless result arrive at once."""
     with queries.stream_sql(store, ENDLESS.format("x, x * x")) as answer:
         assert answer.columns == ["x", "x * x"]
         assert list(itertools.islice(answer.rows, 3)) == [[1, 1], [2, 4], [3, 9]]
