@@ -1,4 +1,4 @@
-"""The page of a report: what it says of runs of every kind, and that it is one safe file."""
+"""The page of a report: its statements about runs of every kind, and its safety as a single file."""
 
 import math
 import re
@@ -27,7 +27,7 @@ VOID = {"meta"}
 
 
 class _Reader(HTMLParser):
-    """Reads a page strictly: every element is closed, in order."""
+    """Strict reader of a page: every element is closed, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_the_report_of_another_program_says_nothing_of_loops_that_it_does_not_ha
 
 
 def test_times_that_another_program_logs_are_drawn() -> None:
-    """Negative control of the one before."""
+    """Negative control of the test above."""
     curves = {"train/loss": [(1, 2.0), (9, 1.0)], "time/step_s": [(1, 3.0), (9, 3.0)]}
     record = records.learned(spec=config.load("trl-grpo", OTHER_PROGRAM), curves=curves)
     text = _text(record)
@@ -297,7 +297,7 @@ def test_completions_are_sorted_by_what_training_did_to_them() -> None:
 
 
 def test_completions_with_scores_that_are_no_shares_are_sorted_by_their_change() -> None:
-    """A penalty of zero is the best there is, and no completion of it is wrong."""
+    """A penalty of zero is the best score, and no completion with it is wrong."""
 
     def lowered(by: float) -> list[EvaluationSample]:
         scored = records.learned().tables["before", "greedy"]
@@ -331,7 +331,7 @@ def test_an_empty_completion_is_named_a_long_one_is_cut_and_control_characters_a
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Small things
+# Details
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -35,7 +35,7 @@ def site() -> site_config.Site:
 
 @pytest.fixture
 def run_dir(site: site_config.Site) -> RunDir:
-    """A run directory with everything."""
+    """A run directory with all files."""
     return whole_run(site.runs_dir).dir
 
 
@@ -89,7 +89,7 @@ def test_the_promotion_is_told(site: site_config.Site, tmp_path: Path) -> None:
     assert "<dt>reason</dt><dd>better than &lt;ours&gt;</dd>" in page
     assert "<code>/models/sort-1</code>" in page
     assert "<dt>promoted at</dt>" in page
-    assert "How it came there" not in page, "asked, approved, written: the facts say it"
+    assert "How it came there" not in page, "requested, approved, written: the facts say so"
     assert "rlhf approve" not in page
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_pa
     remove_tree(run.dir.root)
     with HistoryStore(site.database_url) as store:
         page = write_report(store, run.dir, tmp_path / "report.html").read_text()
-    assert "no room on /models" in page, "the row is enough, where the journal is gone"
+    assert "no room on /models" in page, "the row is enough if the journal is gone"
 
 
 def test_why_nothing_was_promoted_is_told(site: site_config.Site, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_evidence_outside_of_the_run_is_not_opened(site: site_config.Site, run_d
         inside = found.incident.evidence_dir
         (run_dir.root / inside).mkdir(parents=True, exist_ok=True)
         (run_dir.root / inside / "stack-n2-0.txt").write_text("a frame\n")
-        assert inside in _evidence(run_dir, timeline), "the control"
+        assert inside in _evidence(run_dir, timeline), "control"
 
 
 def test_parameters_are_counted_from_the_headers_of_the_weights(site: site_config.Site, run_dir: RunDir) -> None:
