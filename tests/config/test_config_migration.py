@@ -1,4 +1,4 @@
-"""Settings of rlhf-flows 0.1: read with a warning, rewritten with their comments, and the same in every place."""
+"""Settings of rlhf-flows 0.1: read with a warning, rewritten with their comments, and equivalent in every place."""
 
 import json
 import warnings
@@ -177,7 +177,7 @@ def test_a_rewritten_file_means_the_same_and_keeps_its_comments(old: Path) -> No
         "# How completions are made.\n",
     ):
         assert kept in text, text
-    assert migrated_text(new) == text, "and there is nothing to rewrite any more"
+    assert migrated_text(new) == text, "nothing is left to rewrite"
 
 
 def test_the_command_rewrites_the_file_in_place(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +241,7 @@ def test_settings_of_a_checkpoint_of_0_1_are_compared_in_the_form_of_today() -> 
 
 
 def test_a_renamed_setting_of_0_1_is_read_and_its_new_name_shown(old: Path) -> None:
-    """Every stored spec of 0.1 holds it."""
+    """All stored specs of 0.1 contain it."""
     old.write_text(f"{OLD}\n[preflight]\nmeet_s = 90\nprobe_s = 30\n")
     with pytest.warns(OldSettings, match=r"write supervise\.join_s instead of preflight\.meet_s"):
         spec = config.load(old)
