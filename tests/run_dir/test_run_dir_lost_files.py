@@ -1,4 +1,4 @@
-"""Appended files that are deleted, replaced or truncated while they are written and followed."""
+"""Append-only files that are deleted, replaced or truncated while they are written and followed."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def line(step: int) -> MetricsLine:
 
 
 class Pair:
-    """Writer, with a follower that has read everything so far."""
+    """A writer, and a follower that has read everything so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,7 @@ def test_a_file_that_goes_away_is_written_anew_with_all_its_lines(pair: Pair, ac
     pair.write(6)
     pair.follow()
     assert pair.written == [1, 2, 3, 4, 5, 6]
-    assert pair.seen == [1, 2, 3, 4, 5, 6], "nothing is lost for a follower, and nothing comes twice"
+    assert pair.seen == [1, 2, 3, 4, 5, 6], "nothing is lost for a follower, and nothing is duplicated"
     (said,) = pair.said
     assert said.startswith("metrics.jsonl was ")
     assert "bytes were restored" in said
@@ -88,9 +88,9 @@ def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatc
 
 @pytest.mark.parametrize("further", [1, 9])
 def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, further: int) -> None:
-    """Also where it has grown beyond the read part before the next reading."""
+    """This holds even if the file has grown beyond the read part before the next read."""
     os.truncate(pair.path, 0)
-    assert not pair.follow(), "empty: another machine may see it so for a while"
+    assert not pair.follow(), "empty: another machine may see it this way for a while"
     pair.write(*range(4, 4 + further))
     assert pair.follow()
     pair.write(20)
@@ -112,7 +112,7 @@ def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
 def test_lines_that_their_file_system_has_not_kept_are_said_to_be_lost(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleted on another machine, whose file system does not know who has it open here."""
+    """The file is deleted on another machine, whose file system does not know that it is open here."""
     pair.path.unlink()
     own = pair.writer._file
 
@@ -136,7 +136,7 @@ def test_lines_that_their_file_system_has_not_kept_are_said_to_be_lost(
 
 
 def test_an_older_version_of_a_file_is_waited_out(pair: Pair, tmp_path: Path) -> None:
-    """As a network file system shows it to another machine: a reader that began again would have all lines twice."""
+    """A network file system may show such a version to another machine: restarting would read all lines twice."""
     whole = pair.path.read_bytes()
     for size in (0, 30, 100, len(whole) - 1):
         older = tmp_path / "older"
