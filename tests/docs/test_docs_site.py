@@ -1,4 +1,4 @@
-"""The docs site: built without a warning, its pages in an order, nothing in it loaded from the network."""
+"""The docs site: built without warnings, with its pages in order, and without loading anything from the network."""
 
 import re
 import shutil
@@ -17,13 +17,13 @@ LOADED = re.compile(
 
 
 def build_site(docs: Path, site: Path) -> None:
-    """Build a folder of pages with the settings of the project; any warning is an error."""
+    """Build a folder of pages with the project's settings; any warning is an error."""
     build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site), strict=True))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site."""
+    """Built site."""
     folder = tmp_path_factory.mktemp("site")
     build_site(ROOT / "docs", folder)
     return folder
