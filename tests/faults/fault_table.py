@@ -29,7 +29,7 @@ def _at_most_so_many(count: int, trials: int, share: float) -> float:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """One line per kind of fault, one for all controls of a kind, and what it comes to."""
+    """One line per kind of fault, one for all controls of a kind, and a summary."""
     header = (
         "| fault | found | seconds to find (worst) | in time | blame right | class right | recovery | right | "
         "training again after (worst) | in time | steps lost (most) | final parameters equal |"
@@ -103,7 +103,7 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
 
 
 def write_between(page: str, name: str, text: str) -> str:
-    """The page with the text between its two markers of that name."""
+    """The page with its text between the two markers with this name replaced."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
