@@ -92,7 +92,7 @@ MODULES = frozenset(
         "zombies",
     ]
 )
-"""Names of modules and packages that do not tell what is in them."""
+"""Names of modules and packages that do not tell their content."""
 
 
 def sources(package: str) -> list[Path]:

@@ -19,7 +19,7 @@ PROGRAM, TESTS = ("rlhf_core", "flows"), ("tests",)
 OPENINGS = frozenset({"what", "whether", "how", "who", "where", "when", "which", "why"})
 """First words of a docstring that begins with a question instead of a noun phrase or an imperative."""
 LONG = 400
-"""Lines of a file from which it is long."""
+"""Number of lines from which a file counts as long."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Module:
     """One Python file."""
 
     path: Path
-    """Relative to the folder that is measured."""
+    """Path relative to the measured folder."""
     text: str
 
     @cached_property

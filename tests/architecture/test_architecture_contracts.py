@@ -214,7 +214,7 @@ PARTS = {
     "mlflow_skinny": {"mlflow"},
     "tensorboard": {"google"},  # protobuf, to which its events belong
 }
-"""Import names that a declared library brings along: its own, where it has another, and parts of its interface."""
+"""Import names that a declared library provides: its own, if it differs, and parts of its interface."""
 
 
 def _declared(*extras: str) -> set[str]:
@@ -231,7 +231,7 @@ COMPUTE_TOWER = ("rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worke
 
 
 EXPORTS = "rlhf_core.render.exports"
-"""Imports its libraries when they are needed, and says how to install one that is missing."""
+"""Module that imports its libraries when they are needed, and explains how to install a missing one."""
 
 NOT_CONTROL_PLANE = (*COMPUTE_TOWER, "rlhf_core.callback", EXPORTS)
 

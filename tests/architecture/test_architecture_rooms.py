@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ("flows", "rlhf_core")
 
 LIMIT = 21
-"""Modules beside each other in one package."""
+"""Maximum number of modules in one package."""
 ONE_OF_A_KIND = {"rlhf_core/schemas": 37, "rlhf_core/training/algorithms": 23}
-"""Packages whose modules are all alike: a table of the settings each, a loss each."""
+"""Packages of many similar modules: one table of the settings each, one loss each."""
 
 NAME = re.compile(r"(?<![\w./-])(?:flows|rlhf_core)(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"(?<![\w./-])(?:flows|rlhf_core)/[\w/]+\.py\b")
 PLANTED = "tests/architecture/"
-"""Tests that name modules which are not there."""
+"""Tests that name modules which do not exist."""
 
 
 def too_full(files: list[str]) -> dict[str, int]:

@@ -55,7 +55,7 @@ LABELS = {
 }
 """Labels that are not the name of a kind."""
 OF_THE_SCHEDULER = frozenset({FailureKind.PREEMPTION, FailureKind.TIME_LIMIT})
-"""Kinds that are retried within the run's budget for as long as checkpoints advance: that is meant."""
+"""Kinds that are deliberately retried within the run's budget as long as checkpoints advance."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Log:
     kind: str
     source: str
     retry: str
-    """Empty where it is not known."""
+    """Empty if it is unknown."""
 
 
 class Share(NamedTuple):

@@ -30,7 +30,7 @@ from rlhf_core.history.store import HistoryStore  # noqa: E402
 from rlhf_core.schemas.attempts import RunState  # noqa: E402
 
 NUM_KEYS = 30
-"""Metrics of a step, as a GRPO run of this project has."""
+"""Metrics per step, as in a GRPO run of this project."""
 
 
 def new_run(runs: Path, number: int) -> RunFiles:

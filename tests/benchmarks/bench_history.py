@@ -45,13 +45,13 @@ from rlhf_core.watchdog.ingest import sync
 
 NUM_STEPS = 4000
 REPEATS = 3
-"""Of every ingestion; the middle one counts."""
+"""Repetitions of every ingestion; the median counts."""
 
 LIMIT_MS = 100.0
-"""What 95 of 100 questions about a run or a list are to take at most."""
+"""Limit for 95 of 100 queries about a run or a list."""
 
 SAVED_LIMIT_MS = 1000.0
-"""What 95 of 100 saved questions are to take at most: they go over all runs of a month or a quarter."""
+"""Limit for 95 of 100 saved queries: they cover all runs of a month or a quarter."""
 
 Lines = Iterator[str]
 
@@ -63,15 +63,15 @@ class Size:
     name: str
     scale: history_load.Scale
     num_questions: int
-    """Of each kind, on runs taken at random."""
+    """Queries of each kind, on runs chosen at random."""
     num_saved: int
-    """Of each saved question."""
+    """Repetitions of each saved query."""
     large_mb: int
-    """The larger of the two files whose ingestion is to take no more memory."""
+    """Size of the larger of two files, whose ingestion must take no more memory."""
     num_runs: int
-    """That train at once while one process reads them."""
+    """Number of runs that train at once while one process reads them."""
     seconds: float
-    """How long they do."""
+    """Duration of their training."""
 
 
 QUICK = Size("quick", history_load.QUICK, 20, 5, 8, 20, 8.0)
@@ -333,7 +333,7 @@ PARTS: Mapping[str, Callable[[str, Path, Size, str | None], Lines]] = {
     "questions": bench_questions,
     "daemon": bench_daemon,
 }
-"""What there is to measure: database, a folder for files, how much, and the interpreter with MLflow -> lines."""
+"""Parts of the benchmark: database, a folder for files, sizes, and the interpreter with MLflow -> lines."""
 
 
 if __name__ == "__main__":

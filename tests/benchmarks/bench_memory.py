@@ -22,7 +22,7 @@ import bench_memory  # noqa: E402 - the ranks import it by its name
 from rank_launcher import launch, make_context, tiny_spec, values  # noqa: E402
 
 CASES = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "parameters"))
-"""Stage of ZeRO, and what is offloaded."""
+"""Stages of ZeRO, and the offloaded parts."""
 MIB = 1 << 20
 
 

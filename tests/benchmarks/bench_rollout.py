@@ -37,9 +37,9 @@ from rlhf_core.training.rollouts.base import Sampling
 
 GROUP_SIZE = 8
 WINDOW = 32
-"""Completions that an engine makes at once."""
+"""Completions that an engine generates at once."""
 Measure = Callable[[int], Round]
-"""One rollout of the turn with this number."""
+"""Function that makes one rollout of the turn with this number."""
 
 
 def load_of(lengths: Sequence[int], turn: int, max_new_tokens: int, group_size: int = GROUP_SIZE) -> Load:

@@ -63,7 +63,7 @@ class Measured:
     """One training run."""
 
     window_s: float
-    """From the first step that was measured to the last."""
+    """Time from the first measured step to the last."""
     step_s: float
     """Median time from one step to the next, in seconds."""
     rank_cpu_s: float

@@ -59,7 +59,7 @@ FIFTY_MILLION = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-"""A third of the weights is the embedding of 32,000 words, which is the output layer too."""
+"""A third of the weights is the embedding of 32,000 words, which is also the output layer."""
 
 _QUICK = Load("quickstart model, equal lengths", QUICKSTART, 32, 16, 16, 64, False, 128)
 _FIFTY = Load("50 M weights, equal lengths", FIFTY_MILLION, 2, 8, 32, 128, False, 8, steps=2)
@@ -84,7 +84,7 @@ SMALL_LOADS = (
 )
 
 TARGETS = {"equal": ("tokens/s", 1.3), "ragged": ("tokens/s", 2.0), "long": ("peak memory", 0.7)}
-"""Word in the name of a comparison to the figure with a target and the ratio, ours by TRL's, that is wanted."""
+"""Word in the name of a comparison, mapped to the figure with a target and the target ratio of ours to TRL's."""
 
 PARTS = ("rollout", "reward", "forward", "backward")
 """Parts of a step that are timed. The rest is the optimizer, batches and metrics."""

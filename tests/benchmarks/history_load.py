@@ -22,9 +22,9 @@ DENSE_KEYS = (
 KEYS = (*DENSE_KEYS, "eval/greedy")
 """The last one is measured at every tenth step only."""
 DAYS = 100
-"""Over so many days the runs are spread."""
+"""Number of days over which the runs are spread."""
 STEPS = 46
-"""Of a run; every hundredth has ten times as many. Together 1,000 rows a run."""
+"""Steps of a run; every hundredth run has ten times as many. Together 1,000 rows per run."""
 
 
 @dataclass(frozen=True)

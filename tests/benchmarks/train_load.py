@@ -25,18 +25,18 @@ class Load:
     prompts: int
     """Prompts of every step."""
     samples: int
-    """Completions of each."""
+    """Completions per prompt."""
     prompt_tokens: int
     longest: int
     """Tokens of the longest completion."""
     ragged: bool
-    """Lengths with a heavy tail, as those of reasoning; otherwise all are the longest."""
+    """Lengths have a heavy tail, like those of reasoning; otherwise all have the maximum."""
     micro_batch: int
     """Sequences of a forward and backward pass."""
     steps: int = 4
-    """The first is not counted."""
+    """Number of steps; the first is not counted."""
     generate: bool = False
-    """Completions are sampled by the trainer's own generator, all to the longest length; otherwise they are given."""
+    """Completions are sampled by the trainer's own generator, all to the maximum length; otherwise they are given."""
     gradient_checkpointing: bool = False
 
     def lengths(self) -> list[int]:

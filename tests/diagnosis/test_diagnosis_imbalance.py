@@ -13,7 +13,7 @@ STEP_S = 8.0
 
 Figures = dict[str, float]
 Fault = Callable[[str, float, Figures], None]
-"""Change of the figures of a node at a second."""
+"""Function that changes the figures of a node at a given second."""
 
 
 def healthy(chance: random.Random, now_s: float, num_gpus: int = 2) -> Figures:

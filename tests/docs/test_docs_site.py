@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LOADED = re.compile(
     r"""<(?:script|img|iframe|link)[^>]*\s(?:src|href)=["']?(?:https?:)?//[^"'> ]+|url\(["']?(?:https?:)?//"""
 )
-"""An element or a rule of CSS that a browser loads from another host."""
+"""An element or a CSS rule that a browser loads from another host."""
 
 
 def build_site(docs: Path, site: Path) -> None:

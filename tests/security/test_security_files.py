@@ -25,7 +25,7 @@ from rlhf_core.scheduler import slurm_queue
 from rlhf_core.worker.liveness.heartbeat import SlotFile, slots_folder
 
 OTHER = 65534
-"""User and group that nothing else belongs to."""
+"""User and group that own nothing else."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be played by root")
 

@@ -293,7 +293,7 @@ def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypa
 
 
 Answer = tuple[int, int]
-"""Status, and number of bytes that the guarded application has read."""
+"""Status, and number of bytes that the guarded application read."""
 
 
 def answered(guard: Any, *, method: str = "POST", kind: str = "http", body: int = 0, **headers: str) -> Answer:

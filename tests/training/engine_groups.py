@@ -36,9 +36,9 @@ from rlhf_core.weight_sync.receiver import Receiver
 
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 400.0
-"""Limit of the start of engines: two processes of vLLM took over two minutes beside other tests on two cores."""
+"""Time limit for the start of engines: two vLLM processes took over two minutes beside other tests on two cores."""
 STAND_IN = (sys.executable, str(Path(__file__).with_name("sglang_stand_in.py")))
-"""Program in the place of SGLang's server."""
+"""Program in place of SGLang's server."""
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 

@@ -104,7 +104,7 @@ def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextMa
 
 
 SeedFormula = Callable[[int, int, int, str, int], int]
-"""Rank, run seed, step, prompt and sample index to the seed of a completion."""
+"""Function of rank, run seed, step, prompt and sample index that returns the seed of a completion."""
 
 
 def swift_seed(tensor_parallel: int, has_local_rank: bool = True) -> SeedFormula:
@@ -238,9 +238,9 @@ class Case:
     settings: dict[str, Any]
     broken: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext()
     rule: str = ""
-    """Rule that must end it; empty for a healthy run."""
+    """Rule that must end the run; empty for a healthy run."""
     words: str = ""
-    """Words that the message must have."""
+    """Words that the message must contain."""
 
 
 HEALTHY: dict[str, Case] = {
@@ -299,13 +299,13 @@ DEGENERATE: dict[str, Case] = {
     "loss without a gradient": Case({}, detached_loss, "frozen", "the gradient is exactly 0"),
     "weights that do not change": Case({}, frozen_weights, "frozen", "no weight changes"),
 }
-"""Each must be ended, by its rule."""
+"""Broken runs: each must be ended by its rule."""
 
 CASES = HEALTHY | DEGENERATE
 
 
 GROUPS = ((8, 8), (16, 4), (4, 16))
-"""Prompts of a step and samples of each."""
+"""Prompts of a step, and samples of each."""
 FROM_NOTHING = ("sft", "reward_model")
 """Algorithms that need no warm start, or cannot have one."""
 REWARDS = ("rlhf_core.training.rewards:exact_match", "health_runs:dense", "health_runs:from_minus_one")

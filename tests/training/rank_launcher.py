@@ -44,9 +44,9 @@ class RankResult:
 
     exit_code: int
     value: Any
-    """What the scenario returned."""
+    """Return value of the scenario."""
     error: str
-    """``Class: message`` of what it raised."""
+    """Raised error as ``Class: message``."""
     output: str
 
 
@@ -87,7 +87,7 @@ def launch(
 
 
 Started = tuple[Callable[[float], int], Callable[[], None]]
-"""Waits for so many seconds and gives the exit code; kills."""
+"""A function that waits this many seconds and returns the exit code, and a function that kills the rank."""
 
 
 def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:

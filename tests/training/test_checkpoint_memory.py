@@ -26,7 +26,7 @@ from rlhf_core.training.checkpoints.memory.copies import MemoryPart, newest_in_m
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 MOMENTS = {"copy": 2, "write": 4, "complete": 4}
-"""Moment of the save of step 4 at which a rank is killed, and the step that the run goes on from."""
+"""Moment of the save of step 4 at which a rank is killed, and the step from which the run resumes."""
 
 
 def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:

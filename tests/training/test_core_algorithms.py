@@ -156,7 +156,7 @@ LENGTHS = [1, 5, 3, 9, 2, 7, 4, 6]
 """Completion tokens of eight sequences."""
 
 LossOfPart = Callable[[Tensor, list[int], Aggregation], tuple[Tensor, Stats]]
-"""(log-probabilities of some sequences, which, aggregation) -> loss."""
+"""Function (log-probabilities of some sequences, which, aggregation) -> loss."""
 
 
 class ToyModel(nn.Module):

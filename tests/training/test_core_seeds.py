@@ -14,7 +14,7 @@ from rlhf_core.training.rollouts.seeds import sample_seed, uniforms
 pytestmark = pytest.mark.training
 
 SeedFormula = Callable[["Where", int, int, str, int], int]
-"""(where, step, index of the prompt in the local batch, prompt uid, sample index) -> seed."""
+"""Function (where, step, index of the prompt in the local batch, prompt uid, sample index) -> seed."""
 
 UIDS = [f"{number:016x}-0" for number in range(4)] + ["0000000000000000-1"]
 STEPS = (1, 2)

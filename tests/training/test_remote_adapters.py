@@ -29,7 +29,7 @@ from rlhf_core.training.rollouts.weight_probe import TOLERANCE, probe_of
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, batch_size=4)
-"""A prompt at a time: what is sampled together rounds differently."""
+"""One prompt at a time: prompts that are sampled together are rounded differently."""
 STARTS = itertools.count(1)
 
 

@@ -39,7 +39,7 @@ class ScriptedSampler:
     text: Callable[[int], str] = str
     delay_s: float = 0.0
     refused: Collection[int] = ()
-    """Prompts that it does not accept."""
+    """Prompts that the sampler refuses."""
     num_waiting: int = 0
     exit_code: int | None = None
     pids: Sequence[int] = ()

@@ -68,7 +68,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 _STARTED: list[VllmEngine] = []
-"""An engine that nothing refers to ends the process group of all."""
+"""References to engines: an engine without a reference ends the process group of all of them."""
 
 
 def started(folder: Path, lora: LoraSpec | None = None) -> VllmEngine:

@@ -30,7 +30,7 @@ class SenderFault:
     """Fault of a sender that occurs while it sends its share of version 1."""
 
     bucket: int
-    """Number of its buckets before."""
+    """Number of its buckets before the fault."""
     kind: str
     """``kill``, ``stop``, ``raise``, ``damage`` (a bit on the wire) or ``layout`` (weights of another model)."""
 

@@ -21,7 +21,7 @@ from rlhf_core.weight_sync.layout import buckets_of, bytes_of, entries_of
 from rlhf_core.weight_sync.sender import Sender
 
 ANSWER_TIMEOUT_S = 120.0
-"""For a machine that is busy with other things; no test waits for it."""
+"""Timeout for a machine that is busy with other work; no test waits for it to expire."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,23 @@ class Faults:
     """Faults of an engine that occur while it receives version 1."""
 
     die_at_bucket: int | None = None
-    """SIGKILL to itself after so many buckets."""
+    """SIGKILL itself after this many buckets."""
     stop_at_bucket: int | None = None
-    """SIGSTOP to itself after so many buckets."""
+    """SIGSTOP itself after this many buckets."""
     die_before_commit: bool = False
-    """SIGKILL to itself when it is told to commit."""
+    """SIGKILL itself when told to commit."""
     die_after_receipt: bool = False
-    """SIGKILL to itself when it has answered the offer."""
+    """SIGKILL itself after answering the offer."""
     trusts_heads: bool = False
-    """Negative control: takes the sender's checksums for those of what has come."""
+    """Negative control: accepts the sender's checksums as those of the received bytes."""
     keeps_first_share_only: bool = False
-    """Negative control: receives the shares of all senders, and keeps that of the first."""
+    """Negative control: receives the shares of all senders, and keeps only the first one."""
     trusts_deltas: bool = False
-    """Negative control: applies a delta to any base, and believes its digest."""
+    """Negative control: applies a delta to any base, and trusts its digest."""
     leaves_on_gpu: bool = False
-    """Negative control: relays what comes to the GPU, and copies nothing of it to main memory."""
+    """Negative control: relays the bytes that arrive at the GPU, and copies none of them to main memory."""
     has_gpu: bool = False
-    """Has a GPU; otherwise a stand-in for one, where it is offered a link between GPUs."""
+    """Has a GPU; otherwise it has a stand-in for one, if it is offered a link between GPUs."""
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:

@@ -12,4 +12,4 @@ NOT_BUILT: Mapping[str, str] = {
 """Name of a case to the reason why there is nothing to compare yet."""
 
 BUILT = [case for case in CASES if case.name not in NOT_BUILT]
-"""All others."""
+"""Comparisons of all other cases."""

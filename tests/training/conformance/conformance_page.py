@@ -8,7 +8,7 @@ from conformance_cases import CASES, CONTROLS, Case
 from conformance_run import TRL, difference, ours, theirs
 
 NEGLIGIBLE = 1e-12
-"""Differences below are rounding, and not the same on every machine."""
+"""Smaller differences are rounding errors, and vary between machines."""
 
 PAGE = """\
 <!-- Made by docs/generate.py (make docs). Change the code, not this page. -->

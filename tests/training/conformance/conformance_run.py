@@ -28,7 +28,7 @@ from rlhf_core.training.trainers.context import Totals
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TRL: dict[str, Any] = json.loads((FIXTURES / "trl_1_16_0.json").read_text(encoding="utf-8"))
-"""Inputs and results of TRL by name of the case."""
+"""Inputs and results of TRL, by the name of the case."""
 
 ROWS_PER_MICRO_BATCH = 3
 
@@ -48,9 +48,9 @@ class Result:
     gradient: Tensor
     """``[N]`` float64, all parameters in the order of their names."""
     advantages: Tensor | None = None
-    """``[B]`` float64, of an algorithm that samples."""
+    """``[B]`` float64, for an algorithm that samples."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """By the name that they have in TRL."""
+    """Metrics by their names in TRL."""
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ FLOAT32 = {
     "kernels/chunked_logprob.py": (("torch.float32", "torch.float64"), (".float()", ".double()")),
     "experimental/orpo/orpo_trainer.py": (("_logps.float()", "_logps.double()"),),
 }
-"""Files of TRL to what is replaced in them."""
+"""Files of TRL, mapped to the replacements in them."""
 
 METRICS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean")
-"""Metrics that are recorded too, of trainers that sample."""
+"""Metrics that are also recorded, for trainers that sample."""
 
 Recorded = tuple[dict[str, Any], Tensor]
 """Inputs and results of a case, and the gradient."""
