@@ -87,10 +87,12 @@ def _make(names: list[str], keep: Path | None) -> tuple[list[str], float]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         started = time.monotonic()
-        told = values(launch(make_runs, 2, folder / "launch", timeout_s=3600, folder=str(folder / "runs"), names=names))
+        outcomes = values(
+            launch(make_runs, 2, folder / "launch", timeout_s=3600, folder=str(folder / "runs"), names=names)
+        )
         seconds = time.monotonic() - started
         for name in names:
-            good, row = _row(folder / "runs", name, {ranks[name] for ranks in told})
+            good, row = _row(folder / "runs", name, {ranks[name] for ranks in outcomes})
             wrong += [] if good else [name]
             print(row, flush=True)
             if keep:
@@ -99,9 +101,9 @@ def _make(names: list[str], keep: Path | None) -> tuple[list[str], float]:
     return wrong, seconds
 
 
-def _row(folder: Path, name: str, told: set[str]) -> tuple[bool, str]:
+def _row(folder: Path, name: str, outcomes: set[str]) -> tuple[bool, str]:
     """One line of the table, and whether it is as expected. All ranks must agree."""
-    case, result = case_of(name), told.pop() if len(told) == 1 else f"the ranks differ: {sorted(told)}"
+    case, result = case_of(name), outcomes.pop() if len(outcomes) == 1 else f"the ranks differ: {sorted(outcomes)}"
     if case.rule:
         good = result.startswith("DegenerateRl") and f"({case.rule}): " in result and case.words in result
     else:

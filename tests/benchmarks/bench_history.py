@@ -150,10 +150,10 @@ def bench_ingest(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lin
     if mlflow is None:
         yield "MLflow: not compared (--mlflow PYTHON, or make bench-history)"
         return
-    said = [ingest_by_mlflow(kind, folder, mlflow, number) for number in range(REPEATS)]
-    theirs = median(one["rows"] / one["seconds"] for one in said)
+    reports = [ingest_by_mlflow(kind, folder, mlflow, number) for number in range(REPEATS)]
+    theirs = median(one["rows"] / one["seconds"] for one in reports)
     yield (
-        f"MLflow {said[0]['version']}: {said[0]['rows']:,} rows, log_batch of 1,000: {theirs:,.0f} rows/s "
+        f"MLflow {reports[0]['version']}: {reports[0]['rows']:,} rows, log_batch of 1,000: {theirs:,.0f} rows/s "
         f"(the middle of {REPEATS})"
     )
     yield f"ratio: {ours / theirs:.1f}"
@@ -167,8 +167,8 @@ def ingest_by_mlflow(kind: str, folder: Path, mlflow: str, number: int) -> dict[
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"MLflow's half of the comparison failed:\n{done.stderr}")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 def bench_memory(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:

@@ -226,9 +226,9 @@ def start_node(rank: int, folder: Path, env: dict[str, str], program: str) -> "s
 def test_all_nodes_end_with_the_exit_code_of_the_program(tmp_path: Path, ray: dict[str, str], code: int) -> None:
     folder = tmp_path / "ray"
     nodes = [start_node(rank, folder, ray, f"echo at $RAY_ADDRESS; exit {code}") for rank in (0, 1)]
-    said = [node.communicate(timeout=60)[0] for node in nodes]
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [code, code]
-    assert said == ["at 127.0.0.1:6379\n", ""], "the program runs once, when all nodes are present"
+    assert outputs == ["at 127.0.0.1:6379\n", ""], "the program runs once, when all nodes are present"
     calls = (tmp_path / "ray.log").read_text()
     assert "start --head --block --disable-usage-stats --node-ip-address=127.0.0.1 --port=6379 --num-gpus=8" in calls
     assert "start --block --disable-usage-stats --address=127.0.0.1:6379 --num-gpus=8" in calls

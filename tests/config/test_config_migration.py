@@ -85,14 +85,14 @@ def test_a_file_of_0_1_means_what_it_meant(old: Path) -> None:
 def test_a_file_of_0_1_is_read_with_a_warning_that_names_the_new_settings(old: Path) -> None:
     with pytest.warns(OldSettings) as caught:
         config.load(old)
-    said = str(caught[0].message)
-    assert f"`rlhf config migrate {old}`" in said
+    warning = str(caught[0].message)
+    assert f"`rlhf config migrate {old}`" in warning
     for name, new in (
         ("sft.batch_size", "loops.warm_start.algorithm.batch_size"),
         ("train.micro_batch_size", "trainer.micro_batch_size"),
         ("grpo.measure_kl", "loops.main.algorithm.measure_kl"),
     ):
-        assert f"write {new} instead of {name}" in said
+        assert f"write {new} instead of {name}" in warning
 
 
 def test_a_name_that_nobody_would_read_is_cut_in_the_warning(tmp_path: Path) -> None:

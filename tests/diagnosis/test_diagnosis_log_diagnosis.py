@@ -329,8 +329,8 @@ REQUEUED = "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE 
 
 
 def test_a_job_that_saved_and_queued_itself_again_has_not_failed() -> None:
-    for said in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
-        assert read_log("interrupted: got SIGUSR1\n" + said + REQUEUED) is None
+    for notice in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
+        assert read_log("interrupted: got SIGUSR1\n" + notice + REQUEUED) is None
     # The event that ended it still counts, and a job that was requeued without a request was preempted.
     late = read_log("requeueing job 7\n" + REQUEUED.replace("JOB REQUEUE", "TIME LIMIT"))
     alone = read_log(REQUEUED)

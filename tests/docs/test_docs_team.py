@@ -72,10 +72,10 @@ def test_the_page_is_followed(cluster: Cluster, tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        said = f"{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0, said
-        assert "running" in done.stdout, said  # rlhf up --status
-        assert "nightly" in done.stdout, said  # rlhf deploy
+        output = f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, output
+        assert "running" in done.stdout, output  # rlhf up --status
+        assert "nightly" in done.stdout, output  # rlhf deploy
         assert (home / "history.sql").stat().st_size > 10_000
     finally:
         subprocess.run(

@@ -232,10 +232,10 @@ class Campaign:
 
     def _measure_gone(self, scenario: Scenario, place: Place, truth: Truth) -> Row:
         run_id, cluster = place.run.run_id, self.cluster
-        told = place.site.rlhf("show", run_id, "--json").json()
-        jobs = cluster.num_jobs(run_id) if cluster else len(told["attempts"])
+        history_record = place.site.rlhf("show", run_id, "--json").json()
+        jobs = cluster.num_jobs(run_id) if cluster else len(history_record["attempts"])
         left = cluster is not None and cluster.is_at_work(run_id)
-        row = measure_gone(scenario.name, scenario.faults[0], truth, told, jobs, left)
+        row = measure_gone(scenario.name, scenario.faults[0], truth, history_record, jobs, left)
         return replace(row, scheduler="slurm" if cluster else "local")
 
 

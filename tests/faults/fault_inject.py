@@ -197,8 +197,8 @@ def delete_metrics(place: Place) -> Truth:
     truth = place.truth()
     for path in (restart.metrics, *restart.root.glob("events-*.jsonl")):
         path.unlink()
-    told = place.site.wait_for(lambda: list(restart.root.glob("events-*-trainer-0.jsonl")), "an event about it", 60)
-    (event,) = read_models(told[0], AgentEvent)
+    paths = place.site.wait_for(lambda: list(restart.root.glob("events-*-trainer-0.jsonl")), "an event about it", 60)
+    (event,) = read_models(paths[0], AgentEvent)
     found = {line.step for line in read_models(restart.metrics, MetricsLine)}
     if not made < found or "were restored" not in event.message:
         raise Stuck(f"steps {sorted(made - found)} are gone from {restart.metrics}: {event.message}")

@@ -142,19 +142,21 @@ def passed_by(expected: Expected, state: str) -> bool:
     return state == "completed" and "none" in expected.kinds and "" in expected.actions
 
 
-def measure_gone(scenario: str, fault: Fault, truth: Truth, told: dict[str, Any], jobs: int, job_left: bool) -> Row:
+def measure_gone(
+    scenario: str, fault: Fault, truth: Truth, history_record: dict[str, Any], jobs: int, job_left: bool
+) -> Row:
     """Measure the case of a run whose directory is gone: only the history has records of it.
 
     Args:
-        told: output of ``rlhf show --json``.
+        history_record: output of ``rlhf show --json``.
         jobs: Number of the run's jobs known to the scheduler.
         job_left: True if one of them is still active.
     """
-    state, message = told["run"]["state"], told["run"]["message"]
+    state, message = history_record["run"]["state"], history_record["run"]["message"]
     closed = state == "failed" and "the run directory is gone" in message
-    found_s = datetime.fromisoformat(told["run"]["ended_at"]).timestamp() - truth.time if closed else None
-    decision = (told["decisions"] or [{"action": ""}])[-1]
-    incident = (told["incidents"] or [{"failure_kind": ""}])[-1]
+    found_s = datetime.fromisoformat(history_record["run"]["ended_at"]).timestamp() - truth.time if closed else None
+    decision = (history_record["decisions"] or [{"action": ""}])[-1]
+    incident = (history_record["incidents"] or [{"failure_kind": ""}])[-1]
     return Row(
         scenario=scenario,
         number=0,
@@ -175,7 +177,7 @@ def measure_gone(scenario: str, fault: Fault, truth: Truth, told: dict[str, Any]
         again_in_time=None,
         steps_lost=None,
         same_numbers=None,
-        submitted_twice=jobs - len(told["attempts"]),
+        submitted_twice=jobs - len(history_record["attempts"]),
         state="its job is still at work" if job_left else state,
         message=message,
     )
@@ -232,8 +234,8 @@ def _decision(run: RunDir, begin: datetime, end: datetime, incident: Incident | 
 def _first_sign(run: RunDir, begin: datetime, end: datetime) -> tuple[datetime | None, float | None]:
     """Time of the first sign of a fault, and the silence that its suspicion permits."""
     found = [event for _, event in events(run) if event.kind in _SIGNS and begin <= event.time < end]
-    said = [re.search(r"([\d.]+) s are allowed", event.message) for event in found if event.kind == "suspect"]
-    limits = [float(match[1]) for match in said if match is not None]
+    matches = [re.search(r"([\d.]+) s are allowed", event.message) for event in found if event.kind == "suspect"]
+    limits = [float(match[1]) for match in matches if match is not None]
     return (found[0].time if found else None), (limits[0] if limits else None)
 
 

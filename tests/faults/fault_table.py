@@ -39,8 +39,8 @@ def markdown(rows: Sequence[Row]) -> str:
         of_kind = [row for row in rows if row.row == name]
         lines.append("| " + " | ".join(_cells(name, of_kind)) + " |")
     where = ", ".join(sorted({WHERE[row.scheduler] for row in rows}))
-    said = f"{len(rows)} cases in {len({row.scenario for row in rows})} runs, on {where}."
-    return "\n".join([said, "", *lines, "", *_bounds(rows)])
+    summary = f"{len(rows)} cases in {len({row.scenario for row in rows})} runs, on {where}."
+    return "\n".join([summary, "", *lines, "", *_bounds(rows)])
 
 
 def _cells(name: str, rows: Sequence[Row]) -> list[str]:
@@ -62,8 +62,8 @@ def _cells(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _share(rows: Sequence[Row], answer: Callable[[Row], bool | None]) -> str:
-    told = [found for found in map(answer, rows) if found is not None]
-    return f"{sum(told)} of {len(told)}" if told else "-"
+    answers = [found for found in map(answer, rows) if found is not None]
+    return f"{sum(answers)} of {len(answers)}" if answers else "-"
 
 
 def _spread(values: Iterable[float | None]) -> str:

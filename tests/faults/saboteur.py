@@ -409,8 +409,10 @@ def _engine_pid(rank: int) -> int:
     from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.engines import EngineAddress
 
-    told = dict(zip(sys.argv, sys.argv[1:], strict=False))
-    address = read_model(RunDir(Path(told["--run-dir"])).attempt(int(told["--attempt"])).engine(rank), EngineAddress)
+    options = dict(zip(sys.argv, sys.argv[1:], strict=False))
+    address = read_model(
+        RunDir(Path(options["--run-dir"])).attempt(int(options["--attempt"])).engine(rank), EngineAddress
+    )
     assert address is not None
     listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
     return next(int(one.pid) for one in listening if one.pid and one.laddr.port == address.port)

@@ -251,13 +251,13 @@ def test_restarts_and_the_next_attempt_go_on_from_the_memory_of_the_nodes(
         pytest.skip(WHY_NOT)
     (run,) = (DisturbedSite(home).run for home in campaign.work.glob("goes-on-*"))
     assert run is not None
-    told = [event.message for _, event in events(run) if event.kind == "checkpoint"]
-    assert len(told) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
+    messages = [event.message for _, event in events(run) if event.kind == "checkpoint"]
+    assert len(messages) == 4, "two restarts in place, an attempt after the killed agent, one after the early save"
     no_copy = "resuming from files: the nodes have no in-memory copy with a part of every rank"
-    for message in told[:3]:
+    for message in messages[:3]:
         assert message.startswith("resuming from the copy of step") or message == no_copy
-    assert any(message != no_copy for message in told[:3])
-    assert told[3] == no_copy, "a run that saved and ended leaves nothing in memory"
+    assert any(message != no_copy for message in messages[:3])
+    assert messages[3] == no_copy, "a run that saved and ended leaves nothing in memory"
 
 
 def test_after_all_that_the_parameters_are_those_of_the_undisturbed_run(goes_on: dict[str, Row]) -> None:

@@ -65,10 +65,10 @@ def watch(seconds: float) -> str:
         made = max(steps_of(folder)) - at_stop
         same = {child.pid for child in psutil.Process(job.pid).children()} == {rank.pid for rank in ranks}
         log_text = (folder / "log").read_text()
-        said = log_text.count("Traceback") + log_text.count("Error")
+        num_errors = log_text.count("Traceback") + log_text.count("Error")
         return (
             f"| `torchrun --max-restarts=3`, default time-outs, SIGSTOP of a rank | watched {seconds:.0f} s: "
-            f"{'no restart' if same else 'restarted'}, {made} further steps, {said} errors in the log, "
+            f"{'no restart' if same else 'restarted'}, {made} further steps, {num_errors} errors in the log, "
             f"job {'still running' if job.poll() is None else 'ended'} |"
         )
     finally:

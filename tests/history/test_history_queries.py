@@ -398,7 +398,7 @@ def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "plain"),
     [
         ("array_agg(created_at)", ["2026-03-01T12:00:00+00:00"]),
         ("array_agg(seed / 2.0)", [3.5]),
@@ -406,10 +406,10 @@ def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> N
         ("CAST('-Infinity' AS numeric)", -math.inf),
     ],
 )
-def test_answers_with_types_of_postgresql_alone_are_plain_data(runs: Path, value: str, told: object) -> None:
+def test_answers_with_types_of_postgresql_alone_are_plain_data(runs: Path, value: str, plain: object) -> None:
     with HistoryStore(postgres().migrated_database()) as store:
         synced(whole_run(runs), store)
-        assert queries.run_sql(store, f"SELECT {value} FROM runs GROUP BY run_id").rows == [[told]]
+        assert queries.run_sql(store, f"SELECT {value} FROM runs GROUP BY run_id").rows == [[plain]]
 
 
 def test_a_limit_says_that_there_is_more(store: HistoryStore, three: dict[str, str]) -> None:

@@ -469,18 +469,18 @@ Given = Mapping[str, str]
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "said"),
+    ("name", "given", "expected"),
     [
         ("goodput", {"dys": "3"}, "the query has no argument 'dys'. Its arguments: days, name."),
         ("goodput", {"days": "many"}, "found days=many, expected a number: length of the period."),
         ("config-differences", {}, "the query needs a value for 'a': give a=VALUE."),
     ],
 )
-def test_wrong_arguments(history: History, name: str, given: Given, said: str) -> None:
+def test_wrong_arguments(history: History, name: str, given: Given, expected: str) -> None:
     history.run("a")
     with pytest.raises(BadInput) as error:
         run(history.store, find(name), given)
-    assert str(error.value) == said
+    assert str(error.value) == expected
 
 
 def test_an_unknown_question_and_an_unknown_run(history: History) -> None:

@@ -111,10 +111,10 @@ def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
     installed = an_example(row)
     for spec in valid_specs():
         facts = replace(with_packages(installed), spec=spec)
-        said = [one for one in found(facts, "environment.versions") if row.happens in one.found]
+        findings = [one for one in found(facts, "environment.versions") if row.happens in one.found]
         fatal = row.concerns(spec) and row.certain
-        assert [one.status for one in said] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
-        assert ("is not affected" in said[0].found) == (not row.concerns(spec))
+        assert [one.status for one in findings] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
+        assert ("is not affected" in findings[0].found) == (not row.concerns(spec))
 
 
 def test_a_row_for_other_programs_is_not_said_of_our_own_trainer() -> None:

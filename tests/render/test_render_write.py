@@ -122,9 +122,9 @@ def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_pa
 def test_why_nothing_was_promoted_is_told(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     run.journal(StageStarted(stage_index=9, name=StageName.PROMOTE, attempt=0), 60)
-    said = "not promoted: greedy is not above 0.95"
-    run.journal(StageEnded(stage_index=9, state=StageState.COMPLETED, message=said), 61)
-    assert said in _page(site, run.dir, tmp_path)
+    expected = "not promoted: greedy is not above 0.95"
+    run.journal(StageEnded(stage_index=9, state=StageState.COMPLETED, message=expected), 61)
+    assert expected in _page(site, run.dir, tmp_path)
 
 
 def test_an_unknown_run_has_no_report(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> None:
@@ -269,18 +269,18 @@ def test_the_report_is_opened_where_there_is_a_browser(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["nobody"], "the history has no run 'nobody'"),
         (["last", "--output", "/dev/null/report.html"], "choose another file with --output"),
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(
-    site: site_config.Site, run_dir: RunDir, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    site: site_config.Site, run_dir: RunDir, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ingest(site, run_dir)
     assert execute(["report", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_run_without_directory_needs_an_output(

@@ -33,9 +33,9 @@ def as_stranger(attack: Callable[[], Any]) -> Any:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answers:
-        said = answers.read()
+        answer = answers.read()
     os.waitpid(child, 0)
-    return json.loads(said)
+    return json.loads(answer)
 
 
 def _tried(attack: Callable[[], Any]) -> Any:

@@ -87,8 +87,8 @@ def test_the_controller_ends_everything_of_the_job_and_closes_the_run(case: Case
     before = case.processes()
     assert int((tmp_path / "daemon.pid").read_text()) in before
     assert len(before) >= 3, "the controller of the job, its agent, and the detached helper"
-    said = str(abandon(case.controller, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
-    assert "was ended" in said
+    outcome = str(abandon(case.controller, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
+    assert "was ended" in outcome
     assert not case.processes()
     shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
     assert shown["state"] == "failed"

@@ -347,7 +347,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
     file, filler = small_disk / "history.db", small_disk / "filler"
     url = f"sqlite:///{file}"
     whole = refused = 0
-    said: list[str] = []
+    messages: list[str] = []
     published: list[int] = []
     # Without the check of what SQLite left (`database.require_whole`), four of these would publish a broken file.
     for left_kib in range(60, 1_100, 75):
@@ -359,7 +359,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
                 assert store.run_ids() == []
         except DatabaseUnavailable as error:
             refused += 1
-            said.append(str(error))
+            messages.append(str(error))
             published += [left_kib] * file.exists()
         else:
             whole += 1
@@ -369,7 +369,7 @@ def test_a_history_is_whole_or_not_there_on_a_nearly_full_disk(small_disk: Path)
             path.unlink()
     assert published == []
     assert min(whole, refused) >= 3, (whole, refused)
-    assert all("disk is full" in text or "cannot be created" in text for text in said), said
+    assert all("disk is full" in text or "cannot be created" in text for text in messages), messages
 
 
 def _require_whole(file: Path) -> None:

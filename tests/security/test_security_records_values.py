@@ -148,8 +148,8 @@ def test_every_hostile_value_is_stored_or_set_aside_alike_on_both_databases(
     (evil,) = [run_id for run_id in report.runs if run_id.startswith("evil")]
     assert report.runs[evil].num_skipped > 1_000
     assert sync(RunDir.of(hostile_runs, evil), store).batches == 0, "nothing is left to be retried"
-    told = [event for event in queries.events(store, evil) if event["kind"] == "set_aside"]
-    assert {"metrics.jsonl", "events-n1.jsonl", "telemetry-n2.jsonl"} <= {Path(one["source"]).name for one in told}
+    set_aside = [event for event in queries.events(store, evil) if event["kind"] == "set_aside"]
+    assert {"metrics.jsonl", "events-n1.jsonl", "telemetry-n2.jsonl"} <= {Path(one["source"]).name for one in set_aside}
     assert {run["state"] for run in queries.list_runs(store)} == {"completed"}
     queries.show_run(store, evil)
     for view in ("run_goodput", "run_curve", "node_health", "node_figures", "node_imbalance", "run_step_time"):
@@ -360,15 +360,15 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
     poison(hostile)
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        said: list[str] = []
-        ingester = Ingester(site, store, said.append)
+        messages: list[str] = []
+        ingester = Ingester(site, store, messages.append)
         assert ingester.ingest() == 2
-        assert (ingester.ingest(), said) == (0, [])
+        assert (ingester.ingest(), messages) == (0, [])
         for run_dir, last in ((hostile, 2), (healthy, 1)):
             assert queries.show_run(store, run_dir.run_id)["metrics"]["train/loss"]["step"] == last
-        told = [one for one in queries.events(store, hostile.run_id) if one["kind"] == "set_aside"]
-    assert sorted(Path(one["source"]).name for one in told) == ["events-n9.jsonl", "metrics.jsonl"]
-    assert "5 lines were left out, the first at byte" in told[1]["message"] + told[0]["message"]
+        set_aside = [one for one in queries.events(store, hostile.run_id) if one["kind"] == "set_aside"]
+    assert sorted(Path(one["source"]).name for one in set_aside) == ["events-n9.jsonl", "metrics.jsonl"]
+    assert "5 lines were left out, the first at byte" in set_aside[1]["message"] + set_aside[0]["message"]
     for run_dir in (hostile, healthy):
         rlhf("show", run_dir.run_id)
     rlhf("db", "rebuild")

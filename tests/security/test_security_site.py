@@ -318,8 +318,8 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
     from prefect.settings import PREFECT_API_AUTH_STRING
 
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    said: list[str] = []
-    with temporary_server.prefect_server(tmp_path, said.append) as url:
+    printed: list[str] = []
+    with temporary_server.prefect_server(tmp_path, printed.append) as url:
         port = int(url.rpartition(":")[2].partition("/")[0])
         stranger = Site(tmp_path, port)
         for path, content in (("/flows/", {"name": "stranger"}), ("/flow_runs/filter", {})):
@@ -327,7 +327,7 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
         assert asked(stranger, host="evil.example") == 400
         password = PREFECT_API_AUTH_STRING.value()
         assert password
-        assert password not in "".join(said)
+        assert password not in "".join(printed)
         lines = command_lines_below()
         assert lines, "at least the server"
         assert not any(password in line for line in lines)

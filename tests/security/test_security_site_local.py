@@ -252,9 +252,9 @@ def test_who_asked_for_a_run_stands_with_its_user_in_all_books(
         sync(run_dir, store)
         with store.reading() as connection:
             books = connection.exec_driver_sql("SELECT owner, owner_account FROM runs").one()
-            (told,) = connection.exec_driver_sql("SELECT message FROM events").one()
+            (message,) = connection.exec_driver_sql("SELECT message FROM events").one()
     assert tuple(books) == ("Head of Safety", behind)
-    assert told.startswith(f"{shown} requested")
+    assert message.startswith(f"{shown} requested")
     assert execute(["show", run_dir.run_id]) == 0
     assert shown in capsys.readouterr().out
 

@@ -95,8 +95,8 @@ def test_every_value_stays_a_value_when_bash_runs_the_script(cluster: Path) -> N
         assert not (cluster / "failed").exists(), (cluster / "output").read_text()
         script = (cluster / "script").read_text()
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-        said = directives(script)
-        assert [said[name] for name in ("partition", "account", "constraint", "mail-user")] == [text] * 4
+        options = directives(script)
+        assert [options[name] for name in ("partition", "account", "constraint", "mail-user")] == [text] * 4
         words, environment = json.loads((cluster / "srun.json").read_text())
         assert words[-3:] == [sys.executable, text, f"a\n{text}"]
         assert f"--container-image={text}" in words

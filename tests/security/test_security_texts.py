@@ -267,12 +267,12 @@ def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def said(capsys: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
+def captured(capsys: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
     capsys.readouterr()
     found: list[str] = []
     yield found
-    heard = capsys.readouterr()
-    found.append(heard.out + heard.err)
+    streams = capsys.readouterr()
+    found.append(streams.out + streams.err)
 
 
 WAYS: dict[str, Callable[[str], object]] = {
@@ -292,7 +292,7 @@ def test_nothing_that_is_printed_acts_upon_the_terminal(
     way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with said(capsys) as found:
+    with captured(capsys) as found:
         for text in hostile.ALL:
             WAYS[way](text)
     assert not ACTS.search(found[0])
@@ -352,7 +352,7 @@ def test_commands_show_a_hostile_run_and_act_upon_nothing(
     home, run_id = attacked
     monkeypatch.setenv("RLHF_HOME", str(home))
     line = words.split("|") if "|" in words else words.format(run_id).split(" ")
-    with said(capsys) as found:
+    with captured(capsys) as found:
         execute(line)
     assert not ACTS.search(found[0])
     assert "Traceback" not in found[0]

@@ -220,7 +220,8 @@ def test_the_choice_of_groups_does_not_depend_on_the_ranks(rounds: list[list[boo
         """Round and row of the group chosen for each position."""
         share = wanted // num_ranks
         flags = [
-            [[float(flag) for flag in told[r * share : (r + 1) * share]] for r in range(num_ranks)] for told in rounds
+            [[float(flag) for flag in round_flags[r * share : (r + 1) * share]] for r in range(num_ranks)]
+            for round_flags in rounds
         ]
         found: dict[int, tuple[int, int]] = {}
         for rank in range(num_ranks):
@@ -233,7 +234,9 @@ def test_the_choice_of_groups_does_not_depend_on_the_ranks(rounds: list[list[boo
     one = chosen(1)
     assert one == chosen(2) == chosen(3)
     assert sorted(one) == list(range(wanted)), "always a full batch"
-    informative = [(number, row) for number, told in enumerate(rounds) for row, flag in enumerate(told) if flag]
+    informative = [
+        (number, row) for number, round_flags in enumerate(rounds) for row, flag in enumerate(round_flags) if flag
+    ]
     assert set(informative[:wanted]) <= set(one.values()), "the first groups with differing rewards are chosen"
     assert [one[place] for place in range(wanted)] == sorted(one.values())
 

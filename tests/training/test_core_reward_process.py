@@ -171,13 +171,13 @@ def test_a_function_that_cannot_be_imported_is_named(
 
 
 def test_the_process_of_the_functions_imports_nothing_heavy() -> None:
-    told = subprocess.run(
+    imported = subprocess.run(
         [sys.executable, "-c", "import sys, rlhf_core.training.rewards.worker; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(told)
+    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(imported)
 
 
 IN_PROCESS = """

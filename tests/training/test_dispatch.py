@@ -72,7 +72,7 @@ def test_every_prompt_is_answered_once_whatever_is_lost(seed: int) -> None:
     chance = random.Random(seed)
     dispatcher = Dispatcher(tasks(*(chance.randint(1, 50) for _ in range(30))), max_new_tokens=4, window=8)
     sent: list[tuple[int, int]] = []
-    taken, came = [], []
+    taken, accepted = [], []
     while not dispatcher.is_done:
         for engine, own in dispatcher.assign(chance.sample(range(3), 2)).items():
             sent += [(engine, task.index) for task in own]
@@ -80,9 +80,9 @@ def test_every_prompt_is_answered_once_whatever_is_lost(seed: int) -> None:
         if chance.random() < 0.3:
             dispatcher.give_back(engine)
             continue
-        came.append(index)
+        accepted.append(index)
         if dispatcher.answer(engine, index, made(index)):
             taken.append(index)
     assert sorted(taken) == list(range(30))
     assert [one[0].token_ids[0] for one in dispatcher.results()] == list(range(30))
-    assert sorted(came) != list(range(30)), "accepting every answer would be wrong"
+    assert sorted(accepted) != list(range(30)), "accepting every answer would be wrong"

@@ -287,9 +287,11 @@ def test_an_engine_that_lives_and_cannot_take_weights_is_left_behind(
     )
     for _ in range(3):
         assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 2, no_beat)) == expected
-    said = capfd.readouterr().out
-    assert "the engines did not receive the weights of step 2: engine-1: WeightSyncFailed: engine-1 has no room" in said
-    assert said.count("engine-1 came back and did not receive") == 1
+    printed = capfd.readouterr().out
+    assert (
+        "the engines did not receive the weights of step 2: engine-1: WeightSyncFailed: engine-1 has no room" in printed
+    )
+    assert printed.count("engine-1 came back and did not receive") == 1
     no_room.open()
     group.kill(1)
 
