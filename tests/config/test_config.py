@@ -232,7 +232,7 @@ def test_the_meaning_of_a_field_is_the_string_under_it() -> None:
     assert field_docs(_Derived) == {"kept": "Of the base.", "changed": "Of the base too.", "own": "Its own."}
 
 
-def test_sections_with_a_choice_are_told_in_words() -> None:
+def test_sections_with_a_choice_are_described_in_words() -> None:
     fields = {field.name: field for field in config_fields.describe_fields()}
     assert not [field for field in fields.values() if "<" in field.type or "." in field.type], "no class name"
     chosen = fields["loops.main.algorithm.name"]

@@ -95,7 +95,7 @@ def test_a_file_of_0_1_is_read_with_a_warning_that_names_the_new_settings(old: P
         assert f"write {new} instead of {name}" in warning
 
 
-def test_a_name_that_nobody_would_read_is_cut_in_the_warning(tmp_path: Path) -> None:
+def test_a_name_too_long_to_read_is_cut_in_the_warning(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.toml"
     bomb.write_text(f"[train]\n{'k' * 400} = 1\n")
     with pytest.warns(OldSettings) as caught, pytest.raises(BadConfig):

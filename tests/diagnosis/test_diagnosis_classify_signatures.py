@@ -156,7 +156,7 @@ def test_of_a_frame_is_known_whose_code_it_is(path: str, package: str) -> None:
         "E       ",
     ],
 )
-def test_who_printed_a_line_does_not_hide_the_error_class_at_its_begin(prefix: str) -> None:
+def test_the_prefix_of_a_line_does_not_hide_the_error_class_at_its_beginning(prefix: str) -> None:
     event = find(f"{prefix}ValueError: packing is not supported")
     assert event is not None
     assert event.kind is FailureKind.CONFIG

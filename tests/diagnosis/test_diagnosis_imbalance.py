@@ -267,7 +267,7 @@ def test_busy_gpus_with_little_power_and_no_progress_spin_in_a_collective() -> N
     assert "(step 37)" in found
 
 
-def test_who_does_not_wait_is_named() -> None:
+def test_the_node_that_does_not_wait_is_named() -> None:
     watch, _ = watch_job(8, all_at(100.0, 180.0, but="node2"), step=stops)
     (found,) = spins(watch.findings())
     assert found.endswith("Not waiting: GPU 0 of node2, GPU 1 of node2")

@@ -113,7 +113,7 @@ def test_a_rank_that_waits_in_a_collective_for_a_working_one_is_not_hung() -> No
     assert suspects(waiting[1:], tracker) == [1, 2]
 
 
-def test_a_collective_is_judged_by_the_last_one_who_entered() -> None:
+def test_a_collective_is_judged_by_the_last_rank_that_entered() -> None:
     assert suspects([rank(0, 60.0, inside=True), rank(1, 3.0, inside=True)]) == []
     assert suspects([rank(0, 60.0, inside=True), rank(1, 10.5, inside=True)]) == [0, 1]
 

@@ -381,7 +381,7 @@ def test_an_outcome_is_read_with_the_errors_that_it_was_raised_from() -> None:
     assert find_error("builtins.RuntimeError", "it did not work", "").kind is Kind.UNKNOWN
 
 
-def test_of_a_huge_log_begin_and_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_huge_log_the_beginning_and_the_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "HEAD", 1000)
     monkeypatch.setattr(search, "TAIL", 1000)
     filler = "one more request was answered\n" * 1000

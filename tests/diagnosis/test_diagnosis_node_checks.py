@@ -106,7 +106,7 @@ def test_one_finding_per_node_has_all_that_differs_there() -> None:
     assert result.found.endswith("and 3 more")
 
 
-def test_who_did_not_come_is_missing() -> None:
+def test_a_node_that_did_not_come_is_missing() -> None:
     there = facts()
     del there[2]
     assert troubles(compare(there, {}, PLAN)) == [("node.missing", "blocked", "n3")]

@@ -124,7 +124,7 @@ def test_a_node_is_held_against_its_own_past() -> None:
     assert troubles(judge(speeds(), n2={"bandwidth_gb_s": 50.0})) == [("probe.bandwidth", "warning", "n2")]
 
 
-def test_who_came_least_far_is_to_blame_and_not_those_who_waited() -> None:
+def test_the_node_with_the_least_progress_is_to_blame_and_not_those_that_waited() -> None:
     found = speeds()
     for node in range(4):
         found = change(found, node, reached=("pairs",), problems=("timed out",))
@@ -146,7 +146,7 @@ def test_without_progress_of_any_rank_none_is_blamed() -> None:
     assert troubles(judge(found)) == [("probe.answer", "blocked", "")]
 
 
-def test_a_dead_link_is_named_instead_of_all_who_waited_for_it() -> None:
+def test_a_dead_link_is_named_instead_of_all_nodes_that_waited_for_it() -> None:
     dead = speeds(links={(1, 2): "timed out", (2, 3): "timed out"})
     found = {node: one.model_copy(update={"reached": ("pairs",)}) for node, one in dead.items()}
     assert troubles(judge(found)) == [("probe.bandwidth", "blocked", "n2")]

@@ -269,7 +269,7 @@ def test_a_lost_node_is_left_out_of_the_new_attempt(smaller: SmallerRun) -> None
     assert check({smaller.lost.row: smaller.lost}, NODE_DOWN).action == "new_attempt"
 
 
-def test_a_job_that_somebody_cancelled_is_not_started_again(cancelled: dict[str, Row]) -> None:
+def test_a_cancelled_job_is_not_started_again(cancelled: dict[str, Row]) -> None:
     assert check(cancelled, "scancel from outside").state in ("failed", "cancelled")
 
 

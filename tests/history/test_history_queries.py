@@ -220,7 +220,7 @@ def test_an_attempt_that_left_no_outcome(store: HistoryStore, runs: Path) -> Non
     assert queries.show_run(store, run.run_id)["attempts"][0]["outcome"] == "failed"
 
 
-def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -> None:
+def test_events_are_listed_in_order_of_time(store: HistoryStore, runs: Path) -> None:
     run = synced(whole_run(runs), store)
     found = queries.events(store, run.run_id)
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)

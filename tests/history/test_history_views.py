@@ -169,7 +169,7 @@ def resumed(runs: Path, *, was_killed: bool) -> RunFiles:
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
-def test_time_in_which_nobody_drove_a_run_counts_nowhere(store: HistoryStore, runs: Path, was_killed: bool) -> None:
+def test_time_without_a_driver_of_the_run_counts_nowhere(store: HistoryStore, runs: Path, was_killed: bool) -> None:
     run = synced(resumed(runs, was_killed=was_killed), store)
     (listed,) = queries.list_runs(store)
     shown = queries.show_run(store, run.run_id)
@@ -316,7 +316,7 @@ def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: P
     assert dump(store)["metrics"] == expected
 
 
-def test_what_the_database_refuses_is_said_in_words_also_past_sqlalchemy(store: HistoryStore) -> None:
+def test_refusals_of_the_database_are_explained_also_past_sqlalchemy(store: HistoryStore) -> None:
     time = "2026-03-01 12:00:00.000000" if "sqlite" in str(store.url) else T0
     rows: list[metric_rows.MetricRow] = [("run", 1, 1, 1, 0, None, None, time)]
     with pytest.raises(DatabaseUnavailable, match=r"(?i)check constraint"), store.writing() as connection:

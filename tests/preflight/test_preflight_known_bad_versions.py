@@ -105,7 +105,7 @@ def test_a_row_concerns_a_run_that_can_be_asked_for(row: KnownBad) -> None:
 
 
 @pytest.mark.parametrize("row", OWN, ids=lambda row: IDS[KNOWN_BAD.index(row)])
-def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
+def test_a_row_in_force_is_reported_for_the_runs_that_meet_it(row: KnownBad) -> None:
     """The row goes through validation, gathered facts and the check itself; a run that does not meet it has no
     finding."""
     installed = an_example(row)
@@ -117,7 +117,7 @@ def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
         assert ("is not affected" in findings[0].found) == (not row.concerns(spec))
 
 
-def test_a_row_for_other_programs_is_not_said_of_our_own_trainer() -> None:
+def test_a_row_for_other_programs_does_not_apply_to_our_own_trainer() -> None:
     """Runs with external trainers, which are affected, are in test_preflight_command.py."""
     others = [row for row in KNOWN_BAD if row.only_commands]
     assert others

@@ -299,7 +299,7 @@ def test_a_large_rollout_batch_is_named_with_one_that_fits() -> None:
     assert result.found.index("KV cache") < result.found.index("gradients")
 
 
-def test_what_no_setting_can_help_is_said() -> None:
+def test_a_shortage_that_no_setting_can_help_is_reported() -> None:
     result = only(big("v100"))
     assert result.status is CheckStatus.BLOCKED
     assert "no setting makes it fit" in result.advice

@@ -55,7 +55,7 @@ def test_the_same_again_needs_no_trial() -> None:
     ],
     ids=range(12),
 )
-def test_what_has_changed_is_said_with_old_and_new_value(changed: Facts, says: str) -> None:
+def test_changes_are_reported_with_old_and_new_value(changed: Facts, says: str) -> None:
     finding = needed(after(healthy(), changed))
     assert finding.status is CheckStatus.WARNING
     assert finding.found.startswith(f"changed since {RUN_ID}")
@@ -108,7 +108,7 @@ def test_a_small_run_is_its_own_trial() -> None:
     ],
     ids=["off", "no-history"],
 )
-def test_nothing_is_said(facts: Facts) -> None:
+def test_no_need_for_a_trial_is_reported(facts: Facts) -> None:
     assert found(facts, "trial.needed") == []
 
 

@@ -71,7 +71,7 @@ def _page(site: site_config.Site, run_dir: RunDir, tmp_path: Path) -> str:
         return write_report(store, run_dir, tmp_path / "report.html").read_text()
 
 
-def test_the_promotion_is_told(site: site_config.Site, tmp_path: Path) -> None:
+def test_the_promotion_is_reported(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     assert "Promotion" not in _page(site, run.dir, tmp_path), "no promotion was asked for"
     _promoted(run, (PromotionState.WAITING, "", "the best greedy", ""))
@@ -93,7 +93,7 @@ def test_the_promotion_is_told(site: site_config.Site, tmp_path: Path) -> None:
     assert "rlhf approve" not in page
 
 
-def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_path: Path) -> None:
+def test_a_changed_answer_is_reported_in_full(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     _promoted(
         run,
@@ -119,7 +119,7 @@ def test_an_answer_that_was_changed_is_told_whole(site: site_config.Site, tmp_pa
     assert "no room on /models" in page, "the row is enough if the journal is gone"
 
 
-def test_why_nothing_was_promoted_is_told(site: site_config.Site, tmp_path: Path) -> None:
+def test_the_reason_for_no_promotion_is_reported(site: site_config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
     run.journal(StageStarted(stage_index=9, name=StageName.PROMOTE, attempt=0), 60)
     expected = "not promoted: greedy is not above 0.95"

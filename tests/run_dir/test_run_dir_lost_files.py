@@ -109,7 +109,7 @@ def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
     assert len(lines) < 9
 
 
-def test_lines_that_their_file_system_has_not_kept_are_said_to_be_lost(
+def test_lines_that_the_file_system_did_not_keep_are_reported_as_lost(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is deleted on another machine, whose file system does not know that it is open here."""

@@ -220,7 +220,7 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
     assert "was rejected: " in run.printed(0)
 
 
-def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
+def test_agents_that_verify_nothing_obey_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
     """Negative control: the same orders, and agents that do not verify the messages."""
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"agent_floor_s": 3.0})
     run.program = ("-c", CREDULOUS)

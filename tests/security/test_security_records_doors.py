@@ -246,7 +246,7 @@ def test_too_many_steps_name_the_setting_and_what_it_takes() -> None:
         config.load("quickstart", ["loops.main.num_steps=99999999999999999999"])
 
 
-def test_folders_that_are_called_in_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_whose_names_are_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     folder.mkdir()
     with pytest.raises(BadConfig, match="expected a UTF-8 path"):

@@ -142,7 +142,7 @@ def test_a_journal_that_is_a_fifo_fails_its_run_alone(tmp_path: Path, store: His
     assert set(report.runs) == {healthy.run_id} | ({hostile.run_id} - set(report.failed))
 
 
-def test_a_spec_that_is_a_fifo_or_endless_is_said_to_be_damaged(tmp_path: Path) -> None:
+def test_a_spec_that_is_a_fifo_or_endless_is_reported_as_damaged(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "runs")
     run.dir.spec.unlink()
     os.mkfifo(run.dir.spec)

@@ -232,7 +232,7 @@ def test_a_name_from_a_form_is_marked_whatever_it_says() -> None:
 
 
 @pytest.mark.parametrize("flow_run", ["", "0b5ad1e8-9f6c-4a53-8f0a-000000000000"])
-def test_who_asked_for_a_run_stands_with_its_user_in_all_books(
+def test_the_requester_of_a_run_is_recorded_everywhere_with_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flow_run: str
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))

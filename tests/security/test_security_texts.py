@@ -221,7 +221,7 @@ def test_the_shapes_differ_where_a_text_is_not_escaped() -> None:
         assert shape(page) != shape("> x\n> more `code`"), text
 
 
-def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
+def test_a_model_card_shows_the_texts_unchanged(tmp_path: Path) -> None:
     def card(text: str, many: tuple[str, ...]) -> str:
         origin = ModelProvenance.model_construct(
             run_id="small-20260301-120000-aaaaaa",

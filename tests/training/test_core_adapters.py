@@ -117,7 +117,7 @@ def test_a_reward_model_takes_over_an_adapter_and_keeps_its_head(tmp_path: Path)
         torch.testing.assert_close(merged, RewardModel(ranker)(IDS), rtol=1e-5, atol=1e-5)
 
 
-def test_targets_that_match_nothing_are_named_with_those_that_there_are() -> None:
+def test_targets_that_match_nothing_are_named_with_the_existing_ones() -> None:
     for name in ("q_porj", "lm_head", "embed_tokens"):
         with pytest.raises(BadConfig, match=f'found "{name}" .* down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj'):
             add_adapter(tiny_model(), LoraSpec(target_modules=("v_proj", name)), seed=0)

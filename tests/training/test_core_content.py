@@ -87,7 +87,7 @@ def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
     assert (report.tokenizer, report.rewards) == (None, ())
 
 
-def test_a_reward_function_that_hangs_does_not_keep_the_rest_from_being_looked_at(
+def test_a_reward_function_that_hangs_does_not_prevent_the_other_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "def kills(**columns):\n    import os\n    os._exit(9)\n"

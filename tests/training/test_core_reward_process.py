@@ -80,7 +80,7 @@ def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["endless", "orphaning", "raising", "not_a_number"])
-def test_harm_is_counted_as_zero_and_told_once_where_that_is_asked_for(name: str) -> None:
+def test_harm_is_counted_as_zero_and_reported_once_if_requested(name: str) -> None:
     with scorer("well", name, on_failure="zero", weights=[1.0, 2.0]) as one:
         first = one.score(rows(3), ["good", "bad", "good"], 1, lambda: None)
         second = one.score(rows(3), ["bad", "good", "good"], 2, lambda: None)
@@ -112,7 +112,7 @@ def test_too_much_of_it_stops_all_the_same() -> None:
         one.score(rows(4), ["bad", "good", "bad", "bad"], 1, lambda: None)
 
 
-def test_what_fails_for_many_and_for_none_alone_is_said_to() -> None:
+def test_a_failure_for_many_and_for_none_alone_is_reported_as_such() -> None:
     with scorer("not_by_one", on_failure="zero") as one:
         found = one.score(rows(8), ["good"] * 8, 1, lambda: None)
     assert found.total == [1.0] * 8

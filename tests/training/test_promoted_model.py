@@ -84,7 +84,7 @@ def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
     return model
 
 
-def test_a_promoted_model_loads_and_says_what_the_checkpoint_said(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_promoted_model_loads_and_answers_like_the_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     run_dir, target = RunDir(tmp_path / "run"), tmp_path / "models" / "run"
     run_dir.root.mkdir()
     trained = promoted(run_dir, ranks, target)

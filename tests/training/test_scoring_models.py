@@ -259,7 +259,7 @@ def test_a_longer_sequence_loses_its_beginning(tmp_path: Path) -> None:
     assert found.raw[0] == pytest.approx(short.raw[0], abs=1e-5)
 
 
-def test_another_tokenizer_is_told_of(tmp_path: Path) -> None:
+def test_another_tokenizer_is_reported(tmp_path: Path) -> None:
     log: list[str] = []
     load(make_reward_model(tmp_path / "same"), log=log)
     load(make_reward_model(tmp_path / "other", tokenizer=build_tokenizer("byte", [], 0)), log=log)

@@ -71,7 +71,7 @@ def test_files_that_are_mapped_lose_their_names_and_keep_their_memory(tmp_path: 
     remove_mapped_files((str(tmp_path / "weights-"),))
 
 
-def test_memory_that_is_not_there_is_said_with_the_engine(tmp_path: Path) -> None:
+def test_missing_memory_is_reported_with_the_engine(tmp_path: Path) -> None:
     receiver = Receiver("engine-3", SharedMemory(tmp_path).allocate)
     with pytest.raises(WeightSyncFailed, match=r"engine-3 has no room for 1\.15e\+09 GB of weights"):
         receiver._take_row(2**60, lambda: None)

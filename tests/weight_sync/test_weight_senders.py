@@ -147,7 +147,7 @@ def test_an_engine_that_comes_back_is_given_weights_by_the_first_sender_alone(
     assert have(engines, 1, seed=1)
 
 
-def test_without_a_look_at_who_takes_part_the_next_version_would_be_lost(
+def test_without_a_check_of_the_participants_the_next_version_would_be_lost(
     fleet: Fleet, trainers: list[Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the test above, with one engine: its name is the same before and after."""

@@ -40,7 +40,7 @@ def test_negative_control_another_setting_disagrees(name: str, changes: dict[str
     assert difference(ours(BY_NAME[name], **changes), theirs(BY_NAME[name])).gradient > 1e-3
 
 
-def test_what_is_not_built_yet_stands_in_the_page_as_such() -> None:
+def test_the_page_marks_cases_that_are_not_built_yet() -> None:
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in PAGE.read_text(encoding="utf-8").splitlines()}
     assert [name for name, reason in NOT_BUILT.items() if reason not in rows[name]] == []
     assert [case.name for case in BUILT if " yet" in rows[case.name]] == []
